@@ -44,7 +44,7 @@ def bare_name(model: nn.Module, name: str) -> str:
     for part in name.split("."):
         if at is None or part != _wrapped_child(at):
             kept.append(part)
-        at = None if at is None else at._modules.get(part)  # noqa: SLF001 - as named_modules() does
+        at = None if at is None else _child(at, part)
     return ".".join(kept)
 
 
@@ -62,10 +62,16 @@ def live_name(model: nn.Module, bare: str) -> str:
     for part in bare.split("."):
         while at is not None and (child := _wrapped_child(at)) is not None:
             named.append(child)
-            at = at._modules.get(child)  # noqa: SLF001
+            at = _child(at, child)
         named.append(part)
-        at = None if at is None else at._modules.get(part)  # noqa: SLF001
+        at = None if at is None else _child(at, part)
     return ".".join(named)
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    """The module that ``module`` has under ``name``; torch.jit's keep theirs in what is no dict."""
+    children = module._modules  # noqa: SLF001 - as named_modules() does
+    return children[name] if name in children else None  # noqa: SIM401
 
 
 def _wrapped_child(module: nn.Module) -> str | None:

@@ -64,6 +64,7 @@ class BucketSums:
         self._last: tuple[Tensor, _Known] | None = None  # waits for the map
         # Whether the last step had an unused parameter: the same on all ranks, who all know the sum.
         self._sums_map = False
+        self._is_learning = False  # DDP, a static graph: see is_last
         self.finds_unused = False  # whether DDP sums its map
         self.all_used: bool | None = None  # in the last backward, on every rank; None: not known
         self.failure: Exception | None = None  # of a sum over ranks, in the step in hand
@@ -72,6 +73,14 @@ class BucketSums:
         """A step begins: what is left of another one is for nothing."""
         self._under_way.clear()
         self._last = self.all_used = self.failure = None
+        self._is_learning = False
+
+    def is_last(self, bucket: GradBucket) -> bool:
+        """Whether nobody begins another sum after that of ``bucket`` in this backward.
+
+        DDP numbers all buckets 0 in the backward from which it learns a static graph. Each of them may be the last.
+        """
+        return bucket.is_last() or self._is_learning
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to sum ``bucket``; what DDP is to wait for.
@@ -84,7 +93,7 @@ class BucketSums:
         except ConnectionError as error:
             self.failure = error
             raise
-        buffer, is_last = bucket.buffer(), bucket.is_last()
+        buffer, is_last = bucket.buffer(), self.is_last(bucket)
         if self._group.ends_in_silence:
             # The device waits, and the abort of its communicators ends that.
             sent, taken = self._sent(buffer, self._signals_beside_rounded(bucket))
@@ -117,6 +126,7 @@ class BucketSums:
         None where DDP's own collective has to sum it; :meth:`finish` then.
         """
         if self._last is None:
+            self._is_learning = not self.finds_unused  # DDP then sums its map before any bucket
             return None
         (buffer, known), self._last = self._last, None
         parameters = used.numpy()  # a tenth of the time that a tensor takes for so few

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.parallel.distributed as torch_ddp
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
@@ -114,7 +115,7 @@ class Replica:
         cap_mb = bucket_cap_mb(self._parameters, settings.bucket_cap_mb)
         arguments = _accepted_arguments(settings, group.device, cap_mb=cap_mb)
         with contextlib.nullcontext() if "init_sync" in arguments else _not_synced():
-            self._ddp = DistributedDataParallel(
+            self._ddp = _LaidOutDdp(
                 self._module, process_group=group.of_reducer(self.sums), **arguments
             )
         # Wrapped, because DDP refuses a hook whose annotations are strings, as ours are.
@@ -122,6 +123,7 @@ class Replica:
             state=self,
             hook=lambda replica, bucket: _sum_over_ranks(replica, bucket),  # noqa: PLW0108
         )
+        self._ddp.lay_out()
         self.sums.finds_unused = self._ddp.find_unused_parameters
         # Is given each parameter with this rank's own gradient of the step, before it is summed: of
         # all micro-batches, times the loss scale, zeros for a parameter without any. Not the signals'.
@@ -250,7 +252,8 @@ class Replica:
         numbered = [name for name, p in self._module.named_parameters() if p.requires_grad]
         if found is None:
             return []
-        missing = [numbered[int(index)] for index in found[1].split()]
+        # As _LaidOutDdp counts them, from the last one; named from the first one.
+        missing = [numbered[-1 - int(index)] for index in reversed(found[1].split())]
         return [name.removeprefix("model.") for name in missing if name != "signal"]
 
     def unused_parameters(self) -> list[str]:
@@ -380,13 +383,63 @@ class Replica:
             return self.group.exchange(name, value)
 
 
+# INVARIANT laid-out-by-model: which gradients are summed side by side follows from the model, the size of a
+# bucket and the flags requires_grad alone; the order of a sum of three numbers shows in its last bits.
+# Broken if: DDP lays its buckets out by the order in which the gradients of some step came.
+# Guarded by: test_the_order_of_gradients_and_the_search_change_no_bit.
+class _LaidOutDdp(DistributedDataParallel):
+    """DDP whose buckets take the parameters from the last to the first, with and without the search for unused ones.
+
+    DDP itself counts them from the first one, and lays them out again after the first backward without that
+    search, in the order in which their gradients came.
+    """
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], are_sparse[::-1]
+
+    def _ddp_init_helper(self, *args: Any, **named: Any) -> None:
+        with _buckets_begun_first_to_last():
+            super()._ddp_init_helper(*args, **named)  # type: ignore[no-untyped-call]
+
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        """Raise where one of torch's own layers would: those of :class:`SyncedNorms` take any device."""
+        layers = [one for one in module.modules() if isinstance(one, nn.SyncBatchNorm)]
+        if any(type(one).forward is nn.SyncBatchNorm.forward for one in layers):
+            super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
+
+    def lay_out(self) -> None:
+        """Have DDP lay its buckets out again now, where it would after the first backward. On all ranks alike."""
+        if not self.find_unused_parameters:
+            self.reducer._push_all_rebuilt_params()  # noqa: SLF001 - as DDP's own hook for joined ranks does
+            self.reducer._rebuild_buckets()  # noqa: SLF001 - once only: not by any backward
+
+
+@contextlib.contextmanager
+def _buckets_begun_first_to_last() -> Iterator[None]:
+    """Have DDP begin to sum a bucket as soon as the last of its parameters, as they are counted, has its gradient."""
+    library: Any = dist  # whose stub does not show this one
+    cut = library._compute_bucket_assignment_by_size  # noqa: SLF001
+
+    def ordered(*args: Any, **named: Any) -> tuple[list[list[int]], list[int]]:
+        buckets, limits = cut(*args, **named)
+        by_last = sorted(zip(buckets, limits, strict=True), key=lambda one: -max(one[0]))
+        return [one for one, _ in by_last], [limit for _, limit in by_last]  # which DDP reverses
+
+    library._compute_bucket_assignment_by_size = ordered  # noqa: SLF001
+    try:
+        yield
+    finally:
+        library._compute_bucket_assignment_by_size = cut  # noqa: SLF001
+
+
 def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Communication hook: sum; never divide where the loss is weighted before backward.
 
     Without a hook DDP multiplies by 1/world in the first iteration and divides by world later, which
     differ in the last bit when the world size is no power of two.
     """
-    is_last = bucket.is_last()
+    is_last = replica.sums.is_last(bucket)
     if is_last:
         replica.stamp_reduce()
     if replica.on_own_gradient is not None:

@@ -56,13 +56,16 @@ class Peers:
 class SyncedNorms:
     """The layers of one model, and the ranks whose batches they take together; None: each its own."""
 
-    def __init__(self, model: nn.Module, *, is_wanted: bool) -> None:
-        """Raises BadInputError for a layer that computes in a way of its own."""
+    def __init__(self, model: nn.Module, *, is_wanted: bool, device: torch.device) -> None:
+        """Every batch norm if that ``is_wanted``; on the CPU torch's SyncBatchNorm in any case.
+
+        Raises BadInputError for a layer that computes in a way of its own.
+        """
         self.peers: Peers | None = None
         self.names: tuple[str, ...] = ()
-        if not is_wanted:
-            return
-        found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+        torch_cannot = (nn.SyncBatchNorm,) if device.type == "cpu" else ()
+        kind_wanted = _BatchNorm if is_wanted else torch_cannot
+        found = {name: m for name, m in model.named_modules() if isinstance(m, kind_wanted)}
         for name, layer in found.items():
             if type(layer).forward not in _FORWARDS:
                 kind = type(layer).__name__

@@ -101,7 +101,7 @@ class GroupOfReducer(dist.ProcessGroup):
     """What DDP's reducer takes for the group: its own small collectives, waited for as ours are.
 
     The reducer waits for them in C++: for the map of the used parameters in every step that looks
-    for unused ones, and once for the order of its buckets. torch supports groups written in Python
+    for unused ones, and once for the layout of its buckets. torch supports groups written in Python
     (torch, test/distributed/test_c10d_pypg.py).
     """
 

@@ -77,8 +77,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             optim.plateau_factor optim.plateau_cooldown
             optim.max_grad_norm optim.unfreeze optim.precision optim.amp_growth_interval optim.ema_decay
             optim.ema_every optim.ema_start_step optim.ema_device ddp.backend
-            ddp.find_unused_parameters ddp.bucket_cap_mb ddp.static_graph ddp.gradient_dtype
-            ddp.sync_batchnorm run.compile run.compile_mode run.compile_dynamic
+            ddp.bucket_cap_mb ddp.gradient_dtype ddp.sync_batchnorm run.compile run.compile_mode run.compile_dynamic
         """,
         # Samples and their random numbers depend on seed, epoch and index, never on who loads them
         # or how soon. What decides about faults is reported when there is one.
@@ -89,7 +88,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.gpus run.allow_different_code run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale data.reserved_cores run.compile_fullgraph
             data.evaluation_batch_size data.preload data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
-            data.on_bad_sample data.max_bad_samples data.compare_samples ddp.relax_after_steps
+            data.on_bad_sample data.max_bad_samples data.compare_samples ddp.find_unused_parameters ddp.relax_after_steps ddp.static_graph
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
             memory.memory_check_interval memory.cleanup_interval memory.max_memory_gb
             memory.regrow_micro_batch memory.activation_checkpointing memory.warn_share memory.react_share memory.limit_share
@@ -147,9 +146,7 @@ _AS_WRITTEN = (
     "optim.ema_every",
     "optim.ema_start_step",
     "optim.ema_device",
-    "ddp.find_unused_parameters",
     "ddp.bucket_cap_mb",
-    "ddp.static_graph",
     "ddp.gradient_dtype",
     "ddp.sync_batchnorm",
     "run.compile",

@@ -282,9 +282,9 @@ class DdpSettings:
     backend: Literal["auto", "gloo", "nccl", "nccl2"] = "auto"
     """The library for collectives. auto: nccl on GPUs, gloo on the CPU. nccl2: torch's newer class for NCCL
     (ProcessGroupNCCL2, from torch 2.14), which no GPU has tried with this package; nccl is the older one."""
-    find_unused_parameters: bool | Literal["auto"] = True
-    """Look in each step for parameters that the loss does not use. Without it, the first step that
-    leaves one out is done again with it. auto: until relax_after_steps says that it is not needed."""
+    find_unused_parameters: bool | Literal["auto"] = "auto"
+    """Look in each step for parameters that the loss does not use. Without it, the first step that leaves
+    one out is done again with it. auto: until relax_after_steps says that it is not needed. No bit depends on it."""
     relax_after_steps: Positive = 200
     """With find_unused_parameters=auto: after so many steps in a row in which every rank used every
     parameter, the search ends."""

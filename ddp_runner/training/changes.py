@@ -84,8 +84,9 @@ def tuning_of_changed(
         tuning = replace(tuning, micro_batch_size=int(recipe["data.micro_batch_size"]))
     if any(key.startswith("run.compile") for key in changed):
         tuning = replace(tuning, may_compile=True)
-    if {"ddp.find_unused_parameters", "ddp.static_graph"} & changed:
-        wanted = searches_at_first(settings.ddp)
+    ddp = settings.ddp
+    if ddp.find_unused_parameters != "auto" or ddp.static_graph:  # else the file knows more
+        wanted = searches_at_first(ddp) or tuning.found_unused
         tuning = replace(tuning, find_unused_parameters=wanted and not tuning.must_not_search)
     return tuning
 

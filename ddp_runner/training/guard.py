@@ -402,12 +402,7 @@ class NumericsGuard:
 
     def _report_inexact(self, step: int, *, lowered: bool) -> None:
         """The state gone back to is one that all ranks had: computed as before, the same steps follow."""
-        searches = self._state.tuning.find_unused_parameters
-        inexact = ""
-        if self._settings.ddp.find_unused_parameters == "auto" and not searches:
-            inexact = f"not searching for unused parameters, as learnt by step {step}"
-        if lowered:
-            inexact = f"learning rate lowered after step {step}"
+        inexact = f"learning rate lowered after step {step}" if lowered else ""
         self._runtime.report(
             TuningChanged(
                 rank=self._rank,

@@ -92,6 +92,15 @@ class WrapAgainError(Exception):
     """
 
 
+class SparseGradientError(Exception):
+    """A parameter's gradient is sparse."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} has sparse gradients, which are neither clipped nor compared here: make it with sparse=False"
+        )
+
+
 class Stepper:
     """Runs the steps of one generation on this rank."""
 
@@ -121,10 +130,8 @@ class Stepper:
             self._notes, self._replica.on_own_gradient = None, None
 
     def settle(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run one throw-away forward and backward, so that DDP's bucket layout is its final one.
+        """Run one throw-away forward and backward, from which DDP learns a static graph.
 
-        With ``find_unused_parameters=False`` DDP lays its buckets out again after the first backward;
-        without this, the summation order after a repair would differ from that of a fault-free run.
         Every rank must call it, right after the replica was built.
         """
         self._accumulate(micro_batches, Votes(), Limits(), step=self._state.committed_step)
@@ -375,6 +382,10 @@ def own_share(
         notes=notes,
     )
     for parameter, gradient in alone.own_gradients():
+        if gradient.layout is not torch.strided:
+            raise SparseGradientError(
+                next(n for n, p in state.named_parameters() if p is parameter)
+            )
         notes.gradient(parameter, gradient)
     alone.zero_gradients()
     return notes.share()

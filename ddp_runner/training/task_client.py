@@ -20,7 +20,7 @@ from ddp_runner.training.agreeing import (
     change_tuning,
     recalled,
 )
-from ddp_runner.training.components.tuning import Tuning, free_memory
+from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory
 from ddp_runner.training.final_weights import (
     BestWeights,
     best_weights,
@@ -83,7 +83,7 @@ class TaskClient:
         free_memory()
         changed = change_tuning(self._parts, fault, samples=self._parts.loader.share_samples)
         if changed is None:
-            return replace(fault, may_retry=False)
+            return beyond_repair(fault, self._parts.settings.ddp)
         self._changed_tuning = changed
         return fault
 

@@ -130,14 +130,15 @@ class TaskSteps:
         return self._arrived(self._loader.take(step))
 
     def settle(self) -> None:
-        """Bring DDP's bucket layout to its final form where that needs a first backward."""
+        """Have DDP learn a static graph, which needs a first backward."""
+        ddp = self._settings.ddp
         for _ in range(WRAPS_MAX):
-            if self._state.tuning.find_unused_parameters or self.at_end:
+            is_learnt = not ddp.static_graph or self._state.tuning.find_unused_parameters
+            if is_learnt or self.at_end:
                 return
             try:
-                # A static graph is learnt from the first backward, which must be a reduced one.
-                parts = slice(-1 if self._settings.ddp.static_graph else 0, None)
-                self._stepper.settle(self._take_copy(self._state.committed_step)[parts])
+                # From a reduced backward: of the last micro-batch alone.
+                self._stepper.settle(self._take_copy(self._state.committed_step)[-1:])
             except WrapAgainError:
                 self._wrap_as_it_is()
             else:

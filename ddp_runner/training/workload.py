@@ -33,6 +33,7 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.training.begin import begin_with
+from ddp_runner.training.components.buffers import own_memory_of_buffers
 from ddp_runner.training.components.ema import build_ema
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
 from ddp_runner.training.components.layer_plan import LayerPlan, layer_plan
@@ -53,6 +54,7 @@ from ddp_runner.training.measuring import build_objects
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.stage_begin import go_on_counting, of_its_stage
 from ddp_runner.training.state import TrainState
+from ddp_runner.training.step import SparseGradientError
 from ddp_runner.training.stream_order import (
     is_stream,
     named_data,
@@ -196,7 +198,7 @@ def build_workload(
     _refuse_shapeless(model, settings)
     model = _placed(model, settings, device)
     _refuse_sparse_gradients(model, settings)
-    norms = SyncedNorms(model, is_wanted=settings.ddp.sync_batchnorm)
+    norms = SyncedNorms(model, is_wanted=settings.ddp.sync_batchnorm, device=device)
     if norms.names:
         refuse_unequal_shares(settings, global_batch, world_size=rank_info.world_size)
     checkpoint_activations(model, settings.memory.activation_checkpointing)
@@ -276,11 +278,19 @@ def _placed(model: nn.Module, settings: Settings, device: torch.device) -> nn.Mo
     model = model.to(device)
     if settings.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    own_memory_of_buffers(model)
     return model
 
 
 def _refuse_shapeless(model: nn.Module, settings: Settings) -> None:
     named = (*model.named_parameters(), *model.named_buffers())
+    empty = [name for name, tensor in named if tensor.is_meta]
+    if empty:
+        raise BadInputError(
+            "--task",
+            settings.run.task,
+            f"{empty[0]} of its model is on the meta device and has no numbers: make it on the CPU in build_model()",
+        )
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
         raise BadInputError(
@@ -297,8 +307,7 @@ def _refuse_sparse_gradients(model: nn.Module, settings: Settings) -> None:
             raise BadInputError(
                 "--task",
                 settings.run.task,
-                f"{name or 'its model'} has sparse gradients, which are neither clipped nor"
-                " compared here: make it with sparse=False",
+                str(SparseGradientError(name or "its model")),
             )
 
 

@@ -99,7 +99,7 @@ def _sum_gradients(me, port, options, micro_steps):
     votes[Signal.PREEMPT] = 1.0
     with join(me, port) as group:
         replica = make_replica(model, group, **options)
-        for _ in range(3):  # find_unused_parameters=False lays its buckets out again at the second
+        for _ in range(2):
             _accumulate_once(replica, me.rank, micro_steps, votes=votes)
         return gradients(model), replica.signals()[0], replica.signals(scale=4.0)[0]
 
@@ -134,6 +134,65 @@ def test_gradients_of_two_ranks_are_their_sum_bit_for_bit(options, micro_steps):
     for reduced, _, _ in answers:
         for gradient, one, other in zip(reduced, first, second, strict=True):
             assert torch.equal(gradient, one + other)
+
+
+class Rotating(nn.Module):
+    """Residual layers, the last of another type, of which ``first`` begins: their gradients come in that order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers[1].double()
+        self.layers[3].double()
+
+    def forward(self, x, *, first):
+        for number in range(4):
+            layer = self.layers[(first + number) % 4]
+            x = x + torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x
+
+
+def _rotate(me, port, options, wrapped_at):
+    """The gradients of four steps, by a replica that is made again before those in ``wrapped_at``."""
+    torch.manual_seed(3)
+    model, found = Rotating(), []
+    with join(me, port) as group:
+        for step in range(4):
+            if step in wrapped_at:
+                settings = DdpSettings(bucket_cap_mb=1, **options)
+                replica = Replica(
+                    model,
+                    lambda net, batch: net(batch[0], first=batch[1]).square().mean(),
+                    group=group,
+                    settings=settings,
+                    slot=make_slot(),
+                )
+            replica.zero_gradients()
+            batch = (batch_of(me.rank, step)[0], step)
+            replica.forward(batch, weight=weight_of(me.rank), votes=no_votes()).backward()
+            replica.check_reduced()
+            found.append(gradients(model))
+            if step + 1 in wrapped_at:
+                replica.close()
+    return found
+
+
+def test_the_order_of_gradients_and_the_search_change_no_bit():
+    """Three ranks: whether DDP searches or not, and whenever the model is wrapped, sums are the same."""
+    modes = [
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": False},
+        {"find_unused_parameters": False, "gradient_as_bucket_view": False},
+        {"find_unused_parameters": False, "static_graph": True},
+    ]
+    answers = []
+    for options in modes:
+        for wrapped_at in ((0,), (0, 1, 3)):
+            with hosted_store() as port:
+                answers += run_ranks(_rotate, 3, port, options, wrapped_at)
+    for other in answers[1:]:
+        for one, same in zip(answers[0], other, strict=True):
+            assert all(map(torch.equal, one, same))
 
 
 def test_a_bucket_of_many_small_tensors_is_cut_by_their_number():
@@ -318,8 +377,6 @@ def _leave_out_in_last_micro_batch(me, port, find_unused):
     model = fresh_model()
     with join(me, port) as group:
         replica = make_replica(model, group, find_unused_parameters=find_unused)
-        if not find_unused:  # the trainer settles the layout of the buckets first
-            replica.forward(batch_of(me.rank), weight=1.0, votes=no_votes()).backward()
         replica.zero_gradients()
         with replica.without_sync():
             replica.forward(batch_of(me.rank), weight=1.0, votes=no_votes()).backward()
@@ -681,8 +738,7 @@ def _be_stopped_where_the_others_are_awaited(me, port, what, find_unused):
 
     with contextlib.suppress(RuntimeError, ConnectionError), join(me, port, switch=switch) as group:
         replica = make_replica(model, group, find_unused_parameters=find_unused)
-        for _ in range(2):  # the first one sums the order of the buckets, too
-            replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()
+        replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()
         step(replica)
         poll(lambda: switch.tripped, what="the abort")  # where the collective was whole by then
     return freed_after_s(moments)

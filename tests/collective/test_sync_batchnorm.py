@@ -14,7 +14,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.phases import Phase
 from tests.processes import hosted_store, poll, ranks, results, run_ranks
 
-from .joining import join
+from .joining import CPU, join
 
 SIZES = (3, 1, 4)  # samples of each rank: counts need not be alike
 
@@ -52,7 +52,7 @@ def results_of(model, inputs):
 
 def _together(me, port, kind, options):
     model = fresh_model(kind, **options)
-    norms = SyncedNorms(model, is_wanted=True)
+    norms = SyncedNorms(model, is_wanted=True, device=CPU)
     slot = make_slot()
     slot.stamp(Phase.BACKWARD, 1)
     with join(me, port) as group:
@@ -91,7 +91,7 @@ def test_ranks_compute_what_one_batch_of_all_does(kind, options):
 
 
 def _wait_in_a_layer(me, port):
-    norms = SyncedNorms(model := nn.Sequential(nn.BatchNorm1d(4)), is_wanted=True)
+    norms = SyncedNorms(model := nn.Sequential(nn.BatchNorm1d(4)), is_wanted=True, device=CPU)
     slot = make_slot()
     slot.stamp(Phase.FORWARD, 1)
     with join(me, port) as group:
@@ -127,16 +127,16 @@ def test_layers_with_a_forward_of_their_own_are_refused():
 
     model = nn.ModuleDict({"fine": nn.BatchNorm1d(2), "odd": WithAct(2)})
     with pytest.raises(BadInputError, match=r"odd \(WithAct\) has a forward of its own"):
-        SyncedNorms(model, is_wanted=True)
+        SyncedNorms(model, is_wanted=True, device=CPU)
     assert type(model["fine"]) is nn.BatchNorm1d, "nothing was touched"
-    assert SyncedNorms(model, is_wanted=False).names == ()
+    assert SyncedNorms(model, is_wanted=False, device=CPU).names == ()
 
 
 def test_one_value_of_all_ranks_is_refused_as_by_torch():
     """There is no variance of one value; alone, a layer is torch's."""
     model = nn.Sequential(nn.BatchNorm1d(2))
     twin = nn.Sequential(nn.BatchNorm1d(2))
-    SyncedNorms(model, is_wanted=True)
+    SyncedNorms(model, is_wanted=True, device=CPU)
     inputs = torch.randn(5, 2)
     assert torch.equal(model(inputs), twin(inputs))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):

@@ -83,6 +83,7 @@ TWINS = {
         "Orthogonal",
         "ForwardHook",
         "PositivesSeen",
+        "StaticTwice",
     ),
 }
 
@@ -164,6 +165,19 @@ TABLE = {
         *_of("layers", "LazyLayers", allowed=(REFUSED,), words=("lazy",), is_plain=False),
         *_of("layers", "MadeOnFirstUse", allowed=(REFUSED,), words=("head",), is_plain=False),
         *_of("layers", "Heads", allowed=KNOWN_OR_REPORTED, words=("order",), hash_seeds=("1", "2")),
+        # Kinds of models and tensors.
+        *_of("kinds", "Scripted", "Jagged"),
+        *_of("kinds", "SyncNorms", is_plain=False),  # torch's own layer takes GPUs alone
+        *_of("kinds", "StaticTwice", settings=("static_graph=true",)),
+        *_of(
+            "kinds",
+            "CheckpointedTwice",
+            allowed=(REFUSED,),
+            words=("ddp.static_graph",),
+            is_plain=False,
+        ),
+        *_of("kinds", "SparseLookup", allowed=(REFUSED,), words=("table has",), is_plain=False),
+        *_of("kinds", "MetaLayer", allowed=(REFUSED,), words=("1.weight",), is_plain=False),
         # Data.
         *_of("datasets", "ShuffledRows", "NumpySplit", "TorchSplit"),
         *_of("datasets", "Augmentation", is_plain=False),

@@ -251,6 +251,32 @@ def test_what_is_changed_is_done(tmp_path):
     assert (state.tuning.micro_batch_size, state.tuning.find_unused_parameters) == (2, False)
 
 
+@pytest.mark.parametrize(
+    ("setting", "learnt", "searches"),
+    [
+        ({"find_unused_parameters": True}, False, True),
+        ({"find_unused_parameters": "auto"}, False, False),
+        ({"find_unused_parameters": False}, True, False),
+        ({"static_graph": True}, True, False),
+    ],
+)
+def test_the_search_follows_its_setting_at_a_resume(tmp_path, setting, learnt, searches):
+    """It changes no step, so nothing is reported; a step that has needed it counts for more."""
+    for found_unused in (False, True):
+        store = CheckpointStore(tmp_path / str(found_unused), keep_last=3)
+        _, workload, state = build()
+        state.tuning = replace(
+            state.tuning,
+            find_unused_parameters=learnt or found_unused,
+            found_unused=found_unused,
+        )
+        save(store, workload, state)
+        settings, workload, state = build(**setting)
+        load_start(settings, workload, state, store)
+        assert state.tuning.find_unused_parameters is (searches or found_unused)
+        assert state.changes == ()
+
+
 def test_what_was_learnt_holds_while_its_setting_does(tmp_path):
     """A micro-batch that was halved for lack of memory stays so."""
     store = CheckpointStore(tmp_path, keep_last=3)

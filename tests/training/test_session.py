@@ -211,7 +211,7 @@ def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):
     """DDP and loader are made for it: learnt once, said once, and the rate alone is changed."""
     config = settings(
         tmp_path,
-        **{"task.nan_at": "8+9", "ddp.find_unused_parameters": "auto", "relax_after_steps": 6},
+        **{"task.nan_at": "7+8", "ddp.find_unused_parameters": "auto", "relax_after_steps": 6},
         max_errors_per_epoch=1,
     )
     report, messages, _ = train(config)

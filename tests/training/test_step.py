@@ -40,14 +40,12 @@ from .building import (
 NO_VOTES = Votes()
 
 
-def train(me, group, state, steps, *, micro_steps=1, settle=False, **ddp):
+def train(me, group, state, steps, *, micro_steps=1, **ddp):
     """Steps ``steps`` on a fresh replica; their results."""
     replica = build_replica(state, group, **ddp)
     stepper = build_stepper(
         state, replica, rank=me.rank, world_size=me.world_size, micro_steps=micro_steps
     )
-    if settle:
-        stepper.settle(micro_batches(state.committed_step, me.rank, micro_steps=micro_steps))
     return [
         stepper.run(micro_batches(step, me.rank, micro_steps=micro_steps), votes=NO_VOTES)
         for step in steps
@@ -542,8 +540,7 @@ def _train_with_breaks(me, port, breaks, ddp):
     bounds = [0, *breaks, 6]
     for generation, (first, last) in enumerate(itertools.pairwise(bounds), start=1):
         with join(me, port, generation=generation) as group:
-            settle = not ddp["find_unused_parameters"]
-            results += train(me, group, state, range(first, last), settle=settle, **ddp)
+            results += train(me, group, state, range(first, last), **ddp)
     return results, bits_of(state)
 
 
@@ -565,7 +562,7 @@ def test_rebuilding_the_replica_changes_no_bit(find_unused_parameters, gradient_
 def _settle_only(me, port):
     state = build_state()
     with join(me, port) as group:
-        replica = build_replica(state, group, find_unused_parameters=False)
+        replica = build_replica(state, group, find_unused_parameters=False, static_graph=True)
         stepper = build_stepper(state, replica, rank=me.rank, world_size=me.world_size)
         before = bits_of(state)
         stepper.settle(micro_batches(0, me.rank))
@@ -703,8 +700,6 @@ def _shares_of_a_step(me, port, micro_steps, options):
         stepper = build_stepper(
             state, replica, rank=me.rank, world_size=me.world_size, micro_steps=micro_steps
         )
-        if not options["find_unused_parameters"]:
-            stepper.settle(micro_batches(0, me.rank, micro_steps=micro_steps))
         stepper.run(micro_batches(0, me.rank, micro_steps=micro_steps), votes=NO_VOTES)
         given = micro_batches(1, me.rank, micro_steps=micro_steps)
         buffers = {name: value.clone() for name, value in state.model.named_buffers()}

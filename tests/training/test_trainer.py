@@ -366,7 +366,7 @@ def test_each_process_trains_alone_where_that_is_said(tmp_path, monkeypatch):
 
 
 def test_an_unused_layer_is_trained_around_by_default(tmp_path):
-    """find_unused_parameters is on unless it is turned off."""
+    """The search for unused parameters is on at first, and stays while it finds some."""
     config = settings(tmp_path, max_steps=3, **{"task.unused_layer": True})
     with hosted_store() as port:
         first, second = run_ranks(_train_in_a_world, 2, port, config)

@@ -144,8 +144,7 @@ def test_reentrant_checkpoints_turn_the_search_off_for_good():
     """One rank that has met them is enough; looking again would only fail again."""
     change = repair_tuning(ready_twice(0), TUNING, samples=8)
     assert not change.tuning.find_unused_parameters
-    assert change.inexact_reason == "", "at the first step of a run, always"
-    assert repair_tuning(ready_twice(7), TUNING, samples=8).inexact_reason
+    assert change.inexact_reason == "", "sums are the same with and without the search"
     assert TUNING.agreed_with([TUNING, change.tuning]) == change.tuning
     assert repair_tuning(ready_twice(1), change.tuning, samples=8) is None
     unused = replace(ready_twice(1), cause="Expected to have finished reduction")

@@ -283,6 +283,20 @@ class Buffers:
         return [getattr(owner, name) for owner, name in self._owners]
 
 
+def own_memory_of_buffers(model: nn.Module) -> None:
+    """Give memory of its own to each number of a buffer made by ``expand``: nobody can write into it otherwise."""
+    own: dict[Tensor, Tensor] = {}  # one that has several names stays one
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            spread = zip(buffer.size(), buffer.stride(), strict=True) if _is_dense(buffer) else ()
+            if any(size > 1 and not step for size, step in spread):
+                setattr(module, key, own.setdefault(buffer, buffer.contiguous()))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Where the buffers of the model's state live: bare name -> (module, attribute).
 

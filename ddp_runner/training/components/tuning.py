@@ -11,7 +11,7 @@ import torch
 
 from ddp_runner.collective.loss import LossForm
 from ddp_runner.core.batch_sizes import micro_batch
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import BadInputError, Fault, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import DdpSettings, Settings
 
@@ -177,21 +177,30 @@ def _plain_retry(fault: Fault, tuning: Tuning) -> TuningChange | None:
 
 
 def _search_changed(fault: Fault, tuning: Tuning) -> TuningChange | None:
-    """Look for unused parameters from here on, or no longer, as DDP's complaint has it."""
+    """Look for unused parameters from here on, or no longer, as DDP's complaint has it. Sums stay the same."""
     if _READY_TWICE in fault.cause and tuning.find_unused_parameters:
-        when = f"find_unused_parameters turned off at step {fault.step}" if fault.step else ""
         return TuningChange(
             tuning=replace(tuning, find_unused_parameters=False, must_not_search=True),
             action="find_unused_parameters=False from here on: reentrant checkpoints need it so",
-            inexact_reason=when,
+            inexact_reason="",
         )
     if tuning.find_unused_parameters or tuning.must_not_search:
         return None
     return TuningChange(
         tuning=replace(tuning, find_unused_parameters=True, found_unused=True),
         action="find_unused_parameters=True from here on",
-        inexact_reason=f"find_unused_parameters turned on at step {fault.step}",
+        inexact_reason="",
     )
+
+
+def beyond_repair(fault: Fault, ddp: DdpSettings) -> Fault:
+    """``fault``, for which this rank can change nothing, as what its user can do about it."""
+    fault = replace(fault, may_retry=False)
+    if _READY_TWICE not in fault.cause or ddp.static_graph:
+        return fault
+    cure = "reentrant checkpoints use a parameter twice in one step: set it to true, or use_reentrant=False"
+    cause = str(BadInputError("ddp.static_graph", "false", cure))
+    return replace(fault, kind=FaultKind.BAD_INPUT, cause=cause)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

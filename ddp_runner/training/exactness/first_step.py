@@ -26,7 +26,7 @@ from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.rank_context import RankParts, TaskParts
 from ddp_runner.training.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.step import Stepper, StepRules, own_share
+from ddp_runner.training.step import SparseGradientError, Stepper, StepRules, own_share
 
 SIDE_COMPARED_STEPS = 2  # after which what ranks hold beside the model is compared, of each launch
 NAMES_SHOWN = 3
@@ -112,6 +112,8 @@ class FirstStep:
                 slot=self._runtime.slot,
                 step=state.committed_step,
             )
+        except SparseGradientError as error:
+            self._refuse(str(error))
         except BaseException:
             state.is_rehearsed = False
             raise
@@ -206,7 +208,7 @@ def _known_in(state: TrainState) -> set[str]:
     found = set(state.weights())
     for path, module in state.model.named_modules():
         prefix = f"{path}." if path else ""
-        found |= {bare_name(state.model, prefix + key) for key in module._buffers}  # noqa: SLF001
+        found |= {bare_name(state.model, prefix + key) for key in module._buffers.keys()}  # noqa: SLF001, SIM118
     return found
 
 

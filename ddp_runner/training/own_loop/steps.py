@@ -316,10 +316,8 @@ class LoopSteps:
             device=self._parts.device,
         )
         self._commit = Commit(self._state, self._replica, slot=self._slot)
-        # With find_unused_parameters=False DDP lays its buckets out again after the first backward, so
-        # that one is for nothing; without it, weights after a repair would differ in their last bits.
-        # So it is in the first generation of a launch, to see what a body writes beside the update.
-        self._rehearses = not searches or not self._state.is_rehearsed
+        # The first body of a launch is for nothing, to see what it writes beside the update.
+        self._rehearses = not self._state.is_rehearsed
         net.use(self)
 
     def _own_signals(self) -> Tensor:
