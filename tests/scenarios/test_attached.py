@@ -149,6 +149,53 @@ def test_habits_of_loops_make_no_difference(tmp_path, fault_free, words):
         assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=2 + raises)
 
 
+COUNTER = """
+import torch
+from torch.nn.functional import mse_loss
+import ddp_runner
+run = ddp_runner.attach()
+x = torch.randn(256, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+global_step = shown = 0
+for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=16):
+    with run.step():
+        loss = mse_loss(net(xb), yb) * min(1.0, (1 + global_step) / 10)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shown += loss.item()
+    print("so far", shown)
+    global_step += 1
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--inject", "kill:rank=1,step=1"), ("--inject", "kill:rank=0,step=9")]
+)
+def test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact(tmp_path, words):
+    """It is named once, and without a fault the run is exact; so is a resumed one not."""
+    own = tmp_path / "counts.py"
+    own.write_text(COUNTER, encoding="utf-8")
+    with run_loop(tmp_path, loop=own, options=words) as run:
+        assert run.wait() == 0, run.console
+    assert run.console.count("`global_step` (counts.py:21) changes each step and is not kept") >= 1
+    assert "`shown`" not in run.console
+    summary = run.summary()
+    assert summary["exact"] is not bool(words), summary
+    assert len(summary["inexact_reasons"]) == (1 if words else 0), summary
+    assert all("`global_step` (counts.py:21)" in one for one in summary["inexact_reasons"])
+    if words:
+        return
+    own.write_text(COUNTER.replace("max_steps=16", "max_steps=20"), encoding="utf-8")
+    with run_loop(tmp_path, loop=own) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact"] is False
+
+
 @pytest.mark.parametrize(
     ("where", "at"), [("before", 9), ("inside", 9), ("within", 9), ("within", 7)]
 )
