@@ -196,6 +196,44 @@ def test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact(tmp_path, words
     assert run.summary()["exact"] is False
 
 
+HIDDEN = """
+import torch
+import ddp_runner
+class Hasty(torch.optim.SGD):
+    calls = 0  # in no state_dict()
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 if self.calls < 3 else 0.01
+        super().step()
+run = ddp_runner.attach()
+x = torch.randn(256, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(8, 1)
+optimizer = Hasty(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=24):
+    with run.step():
+        (net(xb) - yb).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_replicas_that_differ_after_a_replacement_are_no_flipped_bit(tmp_path):
+    """A counter outside of the state has them differ: the run goes back, and is not exact from there."""
+    own = tmp_path / "hidden.py"
+    own.write_text(HIDDEN, encoding="utf-8")
+    options = ("recovery.replica_check_steps=2", "--inject", "kill:rank=1,step=11")
+    with run_loop(tmp_path, loop=own, options=options) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is False
+    reasons = summary["inexact_reasons"]
+    assert all("ranks had been replaced: a state that is not kept" in one for one in reasons)
+
+
 @pytest.mark.parametrize(
     ("where", "at"), [("before", 9), ("inside", 9), ("within", 9), ("within", 7)]
 )
