@@ -234,6 +234,41 @@ def test_replicas_that_differ_after_a_replacement_are_no_flipped_bit(tmp_path):
     assert all("ranks had been replaced: a state that is not kept" in one for one in reasons)
 
 
+SLOW_TO_BEGIN = """
+import time
+import torch
+import ddp_runner
+run = ddp_runner.attach()
+class Shuffled:
+    passes = 0
+    def __iter__(self):
+        self.passes += 1
+        if self.passes == 2:  # as a stream that fills its buffer, or workers that are spawned
+            time.sleep(3)
+        return iter([torch.ones(4, 8)] * 8)
+    def __len__(self):
+        return 8
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for batch in run.steps(Shuffled(), epochs=2):
+    with run.step():
+        net(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_the_first_batch_of_an_epoch_may_take_as_long_as_a_start(tmp_path):
+    """No rank is called hung in the seconds before it."""
+    own = tmp_path / "slow.py"
+    own.write_text(SLOW_TO_BEGIN, encoding="utf-8")
+    with run_loop(tmp_path, loop=own, options=("recovery.hang_min_s=0.5",)) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["faults"] == []
+
+
 @pytest.mark.parametrize(
     ("where", "at"), [("before", 9), ("inside", 9), ("within", 9), ("within", 7)]
 )
