@@ -53,26 +53,32 @@ class Peers:
         return self.sum(rows)
 
 
+class _AnyDimensions(_BatchNorm):
+    """As nn.SyncBatchNorm looks at its input: N x C x ..."""
+
+    def _check_input_dim(self, inputs: Tensor) -> None:
+        if inputs.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {inputs.dim()}D input)")
+
+
 class SyncedNorms:
     """The layers of one model, and the ranks whose batches they take together; None: each its own."""
 
-    def __init__(self, model: nn.Module, *, is_wanted: bool) -> None:
-        """Raises BadInputError for a layer that computes in a way of its own."""
+    def __init__(
+        self, model: nn.Module, *, is_wanted: bool, kind: type[nn.Module] = _BatchNorm
+    ) -> None:
+        """``kind``: of the layers that are meant. Raises BadInputError for one with a forward of its own."""
         self.peers: Peers | None = None
         self.names: tuple[str, ...] = ()
         if not is_wanted:
             return
-        found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+        modules = model.named_modules()
+        found = {n: m for n, m in modules if isinstance(m, kind) and isinstance(m, _BatchNorm)}
         for name, layer in found.items():
             if type(layer).forward not in _FORWARDS:
-                kind = type(layer).__name__
-                expected = (
-                    f"{name} ({kind}) has a forward of its own: take one of torch's layers there"
-                )
+                expected = f"{name} ({type(layer).__name__}) has a forward of its own: take one of torch's layers there"
                 raise BadInputError(OPTION, "true", expected)
-        kinds: dict[type, Any] = {
-            kind: self._synced(kind) for kind in set(map(type, found.values()))
-        }
+        kinds: dict[type, Any] = {one: self._synced(one) for one in set(map(type, found.values()))}
         for layer in found.values():
             layer.__class__ = kinds[type(layer)]
         self.names = tuple(found)
@@ -87,7 +93,9 @@ class SyncedNorms:
             result: Tensor = together(layer, inputs)
             return result
 
-        return with_forward(kind, forward)
+        # DDP takes torch's synced layer for one that needs a GPU, whatever its forward is.
+        is_torchs = issubclass(kind, nn.SyncBatchNorm)
+        return with_forward(_AnyDimensions if is_torchs else kind, forward)
 
     def _together(self, layer: _BatchNorm, inputs: Tensor) -> Tensor:
         assert self.peers is not None, "looked at by who calls"

@@ -269,6 +269,58 @@ def test_the_first_batch_of_an_epoch_may_take_as_long_as_a_start(tmp_path):
     assert run.summary()["faults"] == []
 
 
+ODD_BUFFERS = """
+import torch
+import ddp_runner
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = torch.nn.SyncBatchNorm(8), torch.nn.Linear(8, 1)
+        self.register_buffer("places", torch.arange(8).expand((1, -1)), persistent=False)
+        self.register_buffer("spread", torch.arange(8).expand((4, -1)), persistent=False)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("mean", None)
+    def forward(self, x):
+        mean = x.mean(0).detach()
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        if len(self.seen) < 9:
+            self.seen = torch.cat([self.seen, self.mean.sum()[None]])
+        x = self.norm(x - self.mean) + 0.01 * self.places * self.spread[0]
+        return self.last(x) + self.seen.sum()
+run = ddp_runner.attach()
+torch.manual_seed(0)
+x = torch.randn(256, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=24):
+    with run.step():
+        (net(xb) - yb).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if run.is_first:
+    torch.save({"model": dict(model.state_dict())}, "final.pt")
+"""
+
+
+def test_buffers_of_every_kind_and_synced_norms_are_trained(tmp_path):
+    """Expanded, growing, None at first, not saved; batch norm over ranks on the CPU."""
+    found = []
+    for name, harm in (("calm", ()), ("harm", ("kill:rank=1,step=4", "kill:rank=0,step=15"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "odd.py").write_text(ODD_BUFFERS, encoding="utf-8")
+        options = [word for one in harm for word in ("--inject", one)]
+        with run_loop(folder, loop=folder / "odd.py", options=options) as run:
+            assert run.wait() == 0, run.console
+        assert run.summary()["exact"], run.summary()["inexact_reasons"]
+        assert len(run.summary()["faults"]) == len(harm)
+        found.append(final(folder))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("where", "at"), [("before", 9), ("inside", 9), ("within", 9), ("within", 7)]
 )

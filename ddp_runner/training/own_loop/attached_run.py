@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import os
 import sys
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddp_runner.collective.sync_batchnorm import SyncedNorms
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, StopReason
 from ddp_runner.core.faults import FaultError, ReportedFaultError
@@ -272,6 +274,31 @@ class AttachedRun:
         ]
         if lost:
             raise misuse(f"{lost[0]} of the net is in no kept module: run.keep(model=model, ...)")
+        if self.world_size > 1:
+            self._refuse_unsummed()
+        _refuse_compiled(self._loop.net)
+        self._loop.norms = SyncedNorms(
+            self._loop.net.module, is_wanted=self.device.type == "cpu", kind=nn.SyncBatchNorm
+        )
+
+    def _refuse_unsummed(self) -> None:
+        """A parameter that is trained and is not in the net would differ from rank to rank, under DDP too."""
+        assert self._loop.net is not None, "it was looked for"
+        summed = {id(one) for one in self._loop.net.module.parameters()}
+        trained = {
+            id(one)
+            for optimizer in self._loop.kept.optimizers.values()
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if one.requires_grad
+        }
+        for name, module in self._loop.kept.modules.items():
+            for path, one in module.named_parameters():
+                if id(one) in trained - summed:
+                    raise misuse(
+                        f"{name}.{path} is trained and is not in the net, so no gradient of it is summed over ranks:"
+                        " put both modules into one, and wrap that with run.ddp()"
+                    )
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]
@@ -405,6 +432,18 @@ class AttachedRun:
         """The loop is over, though training had not ended; a second time there is nothing to leave."""
         error = RuntimeError("the loop was left")
         self._held.__exit__(type(error), error, None)
+
+
+def _refuse_compiled(net: AttachedModule) -> None:
+    """A compiler would trace what forms and repairs; the model alone it may compile."""
+    is_compiled = net._compiled_call_impl is not None  # noqa: SLF001 - by net.compile()
+    if not is_compiled and "torch._dynamo.eval_frame" in sys.modules:
+        holders = gc.get_referrers(net)
+        is_compiled = any(isinstance(one, dict) and one.get("_orig_mod") is net for one in holders)
+    if is_compiled:
+        raise misuse(
+            "the net is compiled as it was wrapped: compile the model first, run.ddp(torch.compile(model))"
+        )
 
 
 class _Steps:
