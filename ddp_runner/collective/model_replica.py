@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ddp_runner.collective.device_progress import DeviceProgress
 from ddp_runner.collective.group import Group
+from ddp_runner.collective.loss_module import PLAIN_FORM
 from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import Slot
 from ddp_runner.core.settings import DdpSettings
@@ -50,6 +51,7 @@ class _Carrier(nn.Module):
         # Runs where the gradient is added to the parameter's, and so not for torch.autograd.grad().
         self.signal.register_hook(lambda _: take())  # type: ignore[no-untyped-call]
         self.has_graph = False  # of an output of this step, to any parameter
+        self.seen = PLAIN_FORM  # there is no loss in here that could have other parts
 
     def begin_step(self) -> None:
         """No output of this step has been seen yet."""

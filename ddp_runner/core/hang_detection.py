@@ -104,7 +104,7 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
     """How long the rank may stay in its phase."""
     if look.phase is Phase.EVALUATE:
         return settings.evaluation_timeout_s
-    if look.phase is Phase.COMPILE:
+    if look.phase in (Phase.COMPILE, Phase.DATA_BEGIN):
         return settings.first_step_timeout_s
     if look.phase is Phase.COMPARE and pace.comparison_s is not None:
         known_s = max(

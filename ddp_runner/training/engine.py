@@ -204,6 +204,8 @@ class Engine:
             group, parts, members=self._members, has_trained=self._has_trained
         )
         self._members = brought.members
+        if not self._has_trained:
+            state.trained_since = state.committed_step
         if state.buffers.frozen_bytes():
             room_bytes = ROOM_SHARE_MAX * parts.memory.room_bytes()
             state.hold_frozen(room_bytes=room_bytes / self._runtime.rank_info.local_world_size)

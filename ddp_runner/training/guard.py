@@ -317,6 +317,9 @@ class NumericsGuard:
         return True
 
     def _settle_without_majority(self, step: int) -> None:
+        # Ranks that have trained equally long have any hidden state alike: then it is a bit that has flipped.
+        since = set(self._exchange(f"trained since/{step}", str(self._state.trained_since)))
+        has_replaced = len(since) > 1
         checkpoint_step = self._step_to_go_back_to()
         if checkpoint_step != self._step_rolled_back_to:
             self._rollbacks_there = 0
@@ -324,7 +327,8 @@ class NumericsGuard:
         if checkpoint_step == EMPTY_STEP:
             why = "and there is no checkpoint"
         elif self._rollbacks_there == ROLLBACKS_WITHOUT_MAJORITY_MAX:
-            why = f"again after going back to step {checkpoint_step}: suspect a device"
+            suspect = "a state that is not kept" if has_replaced else "a device"
+            why = f"again after going back to step {checkpoint_step}: suspect {suspect}"
         if why:
             raise FaultError(
                 Fault(
@@ -340,6 +344,9 @@ class NumericsGuard:
             "the replicas differ and no majority agrees",
             kind=FaultKind.REPLICA_DIVERGED,
             rate_factor=self._state.tuning.rate_factor,
+            inexact=f"the replicas differed at step {step}, where ranks had been replaced: a state that is not kept"
+            if has_replaced
+            else "",
         )
         self._step_rolled_back_to = self._state.committed_step
         self._rollbacks_there += 1
@@ -359,12 +366,16 @@ class NumericsGuard:
         with waiting_for_peers(self._runtime.slot):
             return self._group.exchange(name, value)
 
-    def _roll_back(self, reason: str, *, kind: FaultKind, rate_factor: float) -> None:
+    def _roll_back(
+        self, reason: str, *, kind: FaultKind, rate_factor: float, inexact: str = ""
+    ) -> None:
         """Go back to what :func:`restore_newest` finds, on all ranks, within the generation."""
         began_s, step = time.monotonic(), self._state.committed_step
         lowered = rate_factor != self._state.tuning.rate_factor
         if self._group.rank == 0:
-            self._report_inexact(step, lowered=lowered)  # also where what follows is cut short
+            self._report_inexact(
+                step, inexact, lowered=lowered
+            )  # also where what follows is cut short
         self._state.tuning = replace(self._state.tuning, rate_factor=rate_factor)
         # INVARIANT left-for-good: after a roll-back has begun, no rank has the state that is left.
         # Broken if: a rank fails in here while its own committed_step, or another's, is still the old one.
@@ -400,9 +411,10 @@ class NumericsGuard:
             )
             self._report_roll_back(fault, action, began_s=began_s)
 
-    def _report_inexact(self, step: int, *, lowered: bool) -> None:
+    def _report_inexact(self, step: int, inexact: str, *, lowered: bool) -> None:
         """The state gone back to is one that all ranks had: computed as before, the same steps follow."""
-        inexact = f"learning rate lowered after step {step}" if lowered else ""
+        if lowered:
+            inexact = f"learning rate lowered after step {step}"
         self._runtime.report(
             TuningChanged(
                 rank=self._rank,

@@ -85,6 +85,7 @@ class TrainState:
         self.first_step = 0  # of the stage: what random numbers, schedules and epochs count from
         self.is_in_doubt = False  # a comparison has just found that it differs from others'
         self.begun_step = EMPTY_STEP  # where this launch, or its newest reading of a file, began
+        self.trained_since = EMPTY_STEP  # where this process began to train
         self.samples = 0
         self.tokens: float | None = None  # the weight of all steps, where the loss has one
         self.all_used_steps = 0  # in a row, in which every rank used every parameter

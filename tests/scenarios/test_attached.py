@@ -149,6 +149,178 @@ def test_habits_of_loops_make_no_difference(tmp_path, fault_free, words):
         assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=2 + raises)
 
 
+COUNTER = """
+import torch
+from torch.nn.functional import mse_loss
+import ddp_runner
+run = ddp_runner.attach()
+x = torch.randn(256, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+global_step = shown = 0
+for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=16):
+    with run.step():
+        loss = mse_loss(net(xb), yb) * min(1.0, (1 + global_step) / 10)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shown += loss.item()
+    print("so far", shown)
+    global_step += 1
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--inject", "kill:rank=1,step=1"), ("--inject", "kill:rank=0,step=9")]
+)
+def test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact(tmp_path, words):
+    """It is named once, and without a fault the run is exact; so is a resumed one not."""
+    own = tmp_path / "counts.py"
+    own.write_text(COUNTER, encoding="utf-8")
+    with run_loop(tmp_path, loop=own, options=words) as run:
+        assert run.wait() == 0, run.console
+    assert run.console.count("`global_step` (counts.py:21) changes each step and is not kept") >= 1
+    assert "`shown`" not in run.console
+    summary = run.summary()
+    assert summary["exact"] is not bool(words), summary
+    assert len(summary["inexact_reasons"]) == (1 if words else 0), summary
+    assert all("`global_step` (counts.py:21)" in one for one in summary["inexact_reasons"])
+    if words:
+        return
+    own.write_text(COUNTER.replace("max_steps=16", "max_steps=20"), encoding="utf-8")
+    with run_loop(tmp_path, loop=own) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact"] is False
+
+
+HIDDEN = """
+import torch
+import ddp_runner
+class Hasty(torch.optim.SGD):
+    calls = 0  # in no state_dict()
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 if self.calls < 3 else 0.01
+        super().step()
+run = ddp_runner.attach()
+x = torch.randn(256, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(8, 1)
+optimizer = Hasty(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=24):
+    with run.step():
+        (net(xb) - yb).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_replicas_that_differ_after_a_replacement_are_no_flipped_bit(tmp_path):
+    """A counter outside of the state has them differ: the run goes back, and is not exact from there."""
+    own = tmp_path / "hidden.py"
+    own.write_text(HIDDEN, encoding="utf-8")
+    options = ("recovery.replica_check_steps=2", "--inject", "kill:rank=1,step=11")
+    with run_loop(tmp_path, loop=own, options=options) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is False
+    reasons = summary["inexact_reasons"]
+    assert all("ranks had been replaced: a state that is not kept" in one for one in reasons)
+
+
+SLOW_TO_BEGIN = """
+import time
+import torch
+import ddp_runner
+run = ddp_runner.attach()
+class Shuffled:
+    passes = 0
+    def __iter__(self):
+        self.passes += 1
+        if self.passes == 2:  # as a stream that fills its buffer, or workers that are spawned
+            time.sleep(3)
+        return iter([torch.ones(4, 8)] * 8)
+    def __len__(self):
+        return 8
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for batch in run.steps(Shuffled(), epochs=2):
+    with run.step():
+        net(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_the_first_batch_of_an_epoch_may_take_as_long_as_a_start(tmp_path):
+    """No rank is called hung in the seconds before it."""
+    own = tmp_path / "slow.py"
+    own.write_text(SLOW_TO_BEGIN, encoding="utf-8")
+    with run_loop(tmp_path, loop=own, options=("recovery.hang_min_s=0.5",)) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["faults"] == []
+
+
+ODD_BUFFERS = """
+import torch
+import ddp_runner
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = torch.nn.SyncBatchNorm(8), torch.nn.Linear(8, 1)
+        self.register_buffer("places", torch.arange(8).expand((1, -1)), persistent=False)
+        self.register_buffer("spread", torch.arange(8).expand((4, -1)), persistent=False)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("mean", None)
+    def forward(self, x):
+        mean = x.mean(0).detach()
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        if len(self.seen) < 9:
+            self.seen = torch.cat([self.seen, self.mean.sum()[None]])
+        x = self.norm(x - self.mean) + 0.01 * self.places * self.spread[0]
+        return self.last(x) + self.seen.sum()
+run = ddp_runner.attach()
+torch.manual_seed(0)
+x = torch.randn(256, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for xb, yb in run.steps(run.loader(data, batch_size=4), max_steps=24):
+    with run.step():
+        (net(xb) - yb).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if run.is_first:
+    torch.save({"model": dict(model.state_dict())}, "final.pt")
+"""
+
+
+def test_buffers_of_every_kind_and_synced_norms_are_trained(tmp_path):
+    """Expanded, growing, None at first, not saved; batch norm over ranks on the CPU."""
+    found = []
+    for name, harm in (("calm", ()), ("harm", ("kill:rank=1,step=4", "kill:rank=0,step=15"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "odd.py").write_text(ODD_BUFFERS, encoding="utf-8")
+        options = [word for one in harm for word in ("--inject", one)]
+        with run_loop(folder, loop=folder / "odd.py", options=options) as run:
+            assert run.wait() == 0, run.console
+        assert run.summary()["exact"], run.summary()["inexact_reasons"]
+        assert len(run.summary()["faults"]) == len(harm)
+        found.append(final(folder))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("where", "at"), [("before", 9), ("inside", 9), ("within", 9), ("within", 7)]
 )

@@ -185,6 +185,22 @@ def _two_nets(run):
     run.ddp(nn.Linear(1, 1))
 
 
+def _trained_outside(run):
+    model, criterion = nn.Linear(2, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    run.world_size = 2
+    run.ddp(model)
+    run.keep(model=model, criterion=criterion, optimizer=optimizer)
+    run.steps([], max_steps=1)
+
+
+def _compiled_net(run):
+    model, optimizer = parts()
+    net = torch.compile(run.ddp(model))
+    run.keep(model=model, optimizer=optimizer)
+    one_step(run, net, optimizer)
+
+
 def _no_length(run):
     model, optimizer = parts()
     run.ddp(model)
@@ -214,6 +230,7 @@ def _short_batches(run):
             optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # as a compiler is imported
 @pytest.mark.parametrize(
     ("misused", "says"),
     [
@@ -229,6 +246,8 @@ def _short_batches(run):
         (_steps_twice, "steps() comes after run.steps()"),
         (_unkept_parameter, "1.weight of the net is in no kept module"),
         (_unkept_module_of_optimizer, "updates a parameter of a module that is not kept"),
+        (_trained_outside, "criterion.weight is trained and is not in the net"),
+        (_compiled_net, "compile the model first, run.ddp(torch.compile(model))"),
         (_two_nets, "ddp() is called a second time"),
         (_no_length, "the batches have no length"),
         (_no_end, "needs max_steps= or epochs="),

@@ -61,7 +61,8 @@ class Buffers:
     def live(self) -> list[Tensor]:
         """The tensors that the modules use now, in one order; without the empty ones."""
         found = [*self._persistent(), *self._shared_unsaved()]
-        return [buffer.detach() for buffer in found if buffer is not None and buffer.numel()]
+        there = [one.detach() for one in found if one is not None and one.numel()]
+        return [one for one in there if not is_spread(one)]
 
     def versions(self) -> dict[str, int]:
         """Torch's counts of changes: of parameters, by name, and of the buffers as they were kept."""
@@ -213,8 +214,10 @@ class Buffers:
         for (owner, name), kept in zip(places, self._assigned, strict=True):
             if getattr(owner, name) is not kept:
                 setattr(owner, name, kept)
-        if self._values:
-            torch._foreach_copy_(self._tensors, self._values)
+        for tensor, value in zip(self._tensors, self._values, strict=True):
+            # What is as it was stays: else its count of changes would say that it was written.
+            if tensor_hash(tensor) != tensor_hash(value):
+                tensor.copy_(value)
         for name in self._written() if self._held else ():
             self._frozen[name].detach().copy_(self._held[name])
         if self._followed_values:  # newly followed ones may have none yet
@@ -288,13 +291,16 @@ def own_memory_of_buffers(model: nn.Module) -> None:
     own: dict[Tensor, Tensor] = {}  # one that has several names stays one
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            spread = zip(buffer.size(), buffer.stride(), strict=True) if _is_dense(buffer) else ()
-            if any(size > 1 and not step for size, step in spread):
+            if is_spread(buffer):
                 setattr(module, key, own.setdefault(buffer, buffer.contiguous()))
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
+def is_spread(tensor: Tensor) -> bool:
+    """Whether several of its elements are one in memory, as of ``expand``: nothing can write into such a one."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(n > 1 and not step for n, step in pairs)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

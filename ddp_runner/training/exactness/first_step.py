@@ -233,11 +233,16 @@ def report_lost(parts: RankParts) -> None:
     """Say what of a step that is done again, or of a rank that is replaced, could not be kept."""
     lost, side = parts.state.take_lost(), parts.state.side
     if lost:
-        report_inexact(parts, f"{named(lost)}, which steps change, could not be kept over a repair")
+        report_lost_names(parts, lost)
     if side.took_over:
         whose = "which each rank has its own of, is another rank's since a repair"
         report_inexact(parts, f"{named(side.took_over)}, {whose}")
     side.took_over = []
+
+
+def report_lost_names(parts: RankParts, lost: list[str]) -> None:
+    """Say that these are not what they would be without a repair, or a resume."""
+    report_inexact(parts, f"{named(lost)}, which steps change, could not be kept over a repair")
 
 
 def report_inexact(parts: RankParts, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import os
 import sys
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddp_runner.collective.sync_batchnorm import SyncedNorms
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, StopReason
 from ddp_runner.core.faults import FaultError, ReportedFaultError
@@ -26,12 +28,15 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.engine import Engine
+from ddp_runner.training.exactness.first_step import report_lost_names
 from ddp_runner.training.own_loop.batches import KeptLoader, length_of, why_alike
 from ddp_runner.training.own_loop.client import LoopClient
 from ddp_runner.training.own_loop.declared import LeaveBlock, OwnLoop, Recurring
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.misuse import misuse, user_line
+from ddp_runner.training.own_loop.loop_variables import LoopVariables
+from ddp_runner.training.own_loop.misuse import misuse, user_frame, user_line
 from ddp_runner.training.own_loop.net import AttachedModule
+from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.prepare import prepare
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.train_report import TrainReport
@@ -74,6 +79,7 @@ class AttachedRun:
         self._held = contextlib.ExitStack()  # what is to be closed when the loop ends
         self._length: RunLength | None = None
         self._state: KeptState | None = None
+        self._parts: LoopParts | None = None
         self._is_given = False  # a batch was given, and no block has been entered for it
         self._was_made = True  # the newest block, or there was none
         self._was_broken = False
@@ -227,7 +233,11 @@ class AttachedRun:
             is_leaving=lambda: self._engine is not None and self._engine.is_leaving,
             ending=self._held,
         )
-        self._state = parts.state
+        self._state, self._parts = parts.state, parts
+        kept = self._kept_ids()
+        self._variables = LoopVariables(
+            is_kept=lambda value: id(value) in kept or isinstance(value, (_Steps, AttachedModule))
+        )
         self._client = LoopClient(parts, self._loop)
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
@@ -264,6 +274,29 @@ class AttachedRun:
         ]
         if lost:
             raise misuse(f"{lost[0]} of the net is in no kept module: run.keep(model=model, ...)")
+        if self.world_size > 1:
+            self._refuse_unsummed()
+        _refuse_compiled(self._loop.net)
+        self._loop.norms = SyncedNorms(self._loop.net.module, is_wanted=False, device=self.device)
+
+    def _refuse_unsummed(self) -> None:
+        """A parameter that is trained and is not in the net would differ from rank to rank, under DDP too."""
+        assert self._loop.net is not None, "it was looked for"
+        summed = {id(one) for one in self._loop.net.module.parameters()}
+        trained = {
+            id(one)
+            for optimizer in self._loop.kept.optimizers.values()
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if one.requires_grad
+        }
+        for name, module in self._loop.kept.modules.items():
+            for path, one in module.named_parameters():
+                if id(one) in trained - summed:
+                    raise misuse(
+                        f"{name}.{path} is trained and is not in the net, so no gradient of it is summed over ranks:"
+                        " put both modules into one, and wrap that with run.ddp()"
+                    )
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]
@@ -302,6 +335,37 @@ class AttachedRun:
             self._state.drop_unfinished_step()
         elif self._was_made:
             self._state.keep_between()
+        if self.step_number and self._variables.is_due():
+            self._look_at_variables()
+
+    def _look_at_variables(self) -> None:
+        """Name the variables that the loop carries from step to step without keeping them."""
+        frame = user_frame()
+        found = [] if frame is None else self._variables.look(frame)
+        if not found:
+            return
+        assert self._state is not None, "there are steps"
+        assert self._parts is not None, "as above"
+        self._state.note_carried(found)
+        if self.is_first:
+            shown, change, be = ", ".join(found), "changes", "is"
+            if len(found) > 1:
+                shown, change, be = f"{', '.join(found[:-1])} and {found[-1]}", "change", "are"
+            self._runtime.logger.warning(
+                f"{shown} {change} each step and {be} not kept: use run.step_number, or put it into an object that"
+                " run.keep() is given. A run that is repaired or resumed is not exact otherwise"
+            )
+        if lost := self._state.take_carried():
+            report_lost_names(self._parts, lost)
+
+    def _kept_ids(self) -> set[int]:
+        """Of what is no variable of the loop: the run's own objects, and what is kept with its parts."""
+        kept = self._loop.kept
+        modules = [one for module in kept.modules.values() for one in module.modules()]
+        tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+        groups = [one for optimizer in kept.optimizers.values() for one in optimizer.param_groups]
+        own = [self, self._loop.net, *kept.optimizers.values(), *kept.others.values()]
+        return {id(one) for one in (*own, *modules, *tensors, *groups)}
 
     @property
     def own_error(self) -> Exception | None:
@@ -366,6 +430,18 @@ class AttachedRun:
         """The loop is over, though training had not ended; a second time there is nothing to leave."""
         error = RuntimeError("the loop was left")
         self._held.__exit__(type(error), error, None)
+
+
+def _refuse_compiled(net: AttachedModule) -> None:
+    """A compiler would trace what forms and repairs; the model alone it may compile."""
+    is_compiled = net._compiled_call_impl is not None  # noqa: SLF001 - by net.compile()
+    if not is_compiled and "torch._dynamo.eval_frame" in sys.modules:
+        holders = gc.get_referrers(net)
+        is_compiled = any(isinstance(one, dict) and one.get("_orig_mod") is net for one in holders)
+    if is_compiled:
+        raise misuse(
+            "the net is compiled as it was wrapped: compile the model first, run.ddp(torch.compile(model))"
+        )
 
 
 class _Steps:

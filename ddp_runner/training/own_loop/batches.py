@@ -144,8 +144,11 @@ class OwnBatches:
         say: Callable[[str], None],
         warn: Callable[[str], None],
         alive: Callable[[], None],
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
         """``alive`` is called before a step's batches are drawn, and may raise; ``say`` hears of what takes long.
+
+        ``begins`` is called where a pass begins, whose first batch may take as long as a start.
 
         ``warn``: of what cannot be copied for a step that is done again.
         """
@@ -158,6 +161,7 @@ class OwnBatches:
         self._say = say
         self._warn = warn
         self._alive = alive
+        self._begins = begins
         self._shared: set[str] = set()  # types of what is in batches and cannot be copied
         self._drawn: Iterator[Any] | None = None
         self._pass = 0
@@ -220,6 +224,7 @@ class OwnBatches:
 
     def _begin(self, number: int) -> None:
         """A new pass over the batches."""
+        self._begins()
         if self._drawn is not None and self._drawn is self._batches:
             raise misuse(
                 "an iterator gives its batches once: pass what it comes from, such as a DataLoader"

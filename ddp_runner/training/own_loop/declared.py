@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_runner.collective.sync_batchnorm import SyncedNorms
 from ddp_runner.core.settings import DdpSettings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.own_loop.kept import KeptObjects
@@ -44,6 +45,7 @@ class OwnLoop:
     program: dict[str, str]
     kept: KeptObjects = field(default_factory=KeptObjects)
     net: AttachedModule | None = None
+    norms: SyncedNorms | None = None  # of the net, where torch has none for the device
     recurring: list[Recurring] = field(default_factory=list)
     noted: dict[str, Tensor | float] = field(
         default_factory=dict

@@ -9,7 +9,7 @@ from types import FrameType
 from ddp_runner.core.faults import BadInputError
 
 _OURS = str(Path(__file__).resolve().parents[2])
-_FOREIGN = ("/torch/", "/contextlib.py", "<frozen", "<string>")
+_FOREIGN = ("/torch/", "/site-packages/", "/contextlib.py", "<frozen", "<string>")
 
 
 def misuse(expected: str) -> BadInputError:
@@ -19,10 +19,20 @@ def misuse(expected: str) -> BadInputError:
 
 def user_line() -> str:
     """``train.py:31``: where the innermost frame is that is neither ours nor torch's."""
+    frame = user_frame()
+    if frame is None:
+        return "the loop"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame that is neither ours nor that of anything installed."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as warnings.warn finds the caller
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_OURS) and not any(part in name for part in _FOREIGN):
-            return f"{Path(name).name}:{frame.f_lineno}"
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return "the loop"
+    return frame
+
+
+def is_users(path: str) -> bool:
+    """Whether the program's own code is in this file."""
+    return not path.startswith(_OURS) and not any(part in path for part in _FOREIGN)

@@ -116,6 +116,7 @@ def prepare(
             say=runtime.logger.info,
             warn=runtime.logger.warning,
             alive=on_wait,
+            begins=lambda: slot.stamp(Phase.DATA_BEGIN, time.monotonic_ns()),
         )
     ending.callback(loader.close)
     memory = watch_memory(settings, loader, runtime)

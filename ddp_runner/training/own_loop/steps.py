@@ -19,6 +19,7 @@ from torch import Tensor
 from ddp_runner.collective.group import Group, collectives_begun
 from ddp_runner.collective.loss_module import Signal
 from ddp_runner.collective.model_replica import ModelReplica
+from ddp_runner.collective.sync_batchnorm import Peers
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
@@ -28,6 +29,7 @@ from ddp_runner.core.messages import Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.training.commit import Agreed, Commit
+from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.exactness.values import Kept
 from ddp_runner.training.guard import NumericsGuard
@@ -165,6 +167,7 @@ class LoopSteps:
         if self._agreed is not None:
             raise misuse("the net is called after optimizer.step() within one step")
         self._follow_flags()
+        self._sync_norms(with_peers=True)
         outputs = self._replica(*args, **named)
         if not self._sums_all(self._state.flags()):
             # The module's own forward has changed them, so what it has computed is for nothing.
@@ -190,6 +193,12 @@ class LoopSteps:
         is_known = self._wrapped_at == self._state.committed_step and self._sums_all(flags)
         if not self._has_called and not is_known:
             self._wrap_again()
+
+    def _sync_norms(self, *, with_peers: bool) -> None:
+        """Within a step batch norms of the net are over all ranks: a recomputed forward is in backward."""
+        if self._loop.norms is not None and self._loop.norms.names:
+            peers = Peers(group=self._group, slot=self._slot) if with_peers else None
+            self._loop.norms.peers = peers
 
     def _sums_all(self, flags: list[bool]) -> bool:
         """Whether DDP sums the gradients of all parameters that require one by ``flags``."""
@@ -230,6 +239,7 @@ class LoopSteps:
         Raises what broke the step, also where the body has swallowed it.
         """
         self._in_block = False
+        self._sync_norms(with_peers=False)
         failure = self._failure or self._replica.failure or error
         if failure is not None:
             raise failure
@@ -275,7 +285,8 @@ class LoopSteps:
         began_ns = time.monotonic_ns()
         self._state.begin_functions(room_bytes=self._room_bytes())
         assert self._loop.net is not None, "checked before the first step"
-        own = [(one, one.clone()) for one in self._loop.net.module.buffers()]
+        buffers = self._loop.net.module.buffers()
+        own = [(one, one.clone()) for one in buffers if not is_spread(one)]
         for one in due:
             slot.stamp(Phase.EVALUATE, time.monotonic_ns())
             seed_step(

@@ -1,0 +1,430 @@
+"""Which variables of a loop carry a value from one iteration to the next that trains: read from its source.
+
+A name counts where an iteration may read it before it assigns it, and where what is read goes to more than a
+print or a log. Runs nothing, and knows no value but what ``find`` says of a name.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+# Methods that put their arguments into their object.
+_PUT = "add append appendleft extend extendleft insert push put put_nowait record setdefault update"
+# Calls whose result nobody uses: they show, write or switch, and train nothing.
+_SHOW = """add_histogram add_image add_scalar add_scalars alive close critical debug display error eval exception
+flush info log log_metrics log_scalar log_scalars note plot print refresh save savefig set_description
+set_description_str set_postfix set_postfix_str sleep train warning write writerow"""
+_MUTATORS, _NEUTRAL = frozenset(_PUT.split()), frozenset(_SHOW.split())
+_CONSUMES = frozenset({"next", "pop", "popleft", "popitem"})  # also where the result is only shown
+_INLINED_MAX = 200  # calls that are followed into their function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What a name is now, as far as the reading of the source needs it.
+
+    ``is_fixed``: a module, a class, what is kept: it is no variable. ``function``: of the program's own, with
+    the name of its file's definition; ``is_foreign``: a function of another file of the program.
+    """
+
+    is_fixed: bool = False
+    function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
+    is_foreign: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Carried:
+    """A name, as ``counter`` or ``self.counter``, and the line where the loop writes or else reads it.
+
+    ``is_whole``: it is used as a whole, not only by its attributes. ``counts``: it comes from enumerate() or
+    zip() around the steps, and so begins again in a new process.
+    """
+
+    name: str
+    line: int
+    is_whole: bool = True
+    counts: bool = False
+
+
+def loop_at(tree: ast.AST, line: int) -> ast.For | ast.While | None:
+    """The innermost loop whose head, or for ``while`` whose body, has ``line``."""
+    found: ast.For | ast.While | None = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For):
+            last = node.iter.end_lineno or node.lineno
+        elif isinstance(node, ast.While):
+            last = node.end_lineno or node.lineno
+        else:
+            continue
+        if node.lineno <= line <= last and (found is None or node.lineno >= found.lineno):
+            found = node
+    return found
+
+
+def carried_names(
+    loop: ast.For | ast.While, *, find: Callable[[str], Resolved]
+) -> dict[str, Carried]:
+    """The names that ``loop`` carries over its iterations and that train; ``find``: what a name is now."""
+    reading = _Reading(find)
+    written: set[str] = set()
+    if isinstance(loop, ast.For):
+        reading.take_head(loop, written)
+    else:
+        reading.reads(loop.test, written, _OWN)
+    reading.body(loop.body, written, _OWN, frozenset())
+    return reading.carried()
+
+
+@dataclass(slots=True)
+class _Scope:
+    """How names of a function are called here: its own ones get its name before them."""
+
+    prefix: str = ""
+    own: frozenset[str] = frozenset()
+    receiver: tuple[str, str] = (
+        "",
+        "",
+    )  # the first parameter of a method, and what it is called here
+
+    def text(self, name: str) -> str:
+        if name == self.receiver[0] and self.receiver[1]:
+            return self.receiver[1]
+        return f"{self.prefix}::{name}" if name in self.own else name
+
+
+_OWN = _Scope()
+
+
+@dataclass(slots=True)
+class _Reading:
+    find: Callable[[str], Resolved]
+    exposed: dict[str, Carried] = field(default_factory=dict)
+    edges: dict[str, set[str]] = field(default_factory=dict)
+    sinks: set[str] = field(default_factory=set)
+    writes: dict[str, int] = field(default_factory=dict)
+    inlined: list[str] = field(default_factory=list)  # functions that are being read
+    inlined_count: int = 0
+
+    def carried(self) -> dict[str, Carried]:
+        reached, pending = set(self.sinks), list(self.sinks)
+        sources: dict[str, set[str]] = {}
+        for source, targets in self.edges.items():
+            for target in targets:
+                sources.setdefault(target, set()).add(source)
+        while pending:
+            for source in sources.get(pending.pop(), ()):
+                if source not in reached:
+                    reached.add(source)
+                    pending.append(source)
+        found = {}
+        for name, one in self.exposed.items():
+            if name in reached and "::" not in name:
+                one.line = self.writes.get(name, one.line)
+                found[name] = one
+        return found
+
+    def take_head(self, loop: ast.For, written: set[str]) -> None:
+        call = loop.iter
+        names = (
+            [call.func.id] if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else []
+        )
+        if names in (["enumerate"], ["zip"]) and isinstance(loop.target, ast.Tuple):
+            assert isinstance(call, ast.Call), "it has a name"
+            for place, target in enumerate(loop.target.elts):
+                is_batch = place == 1 if names == ["enumerate"] else _calls_steps(call, place)
+                if isinstance(target, ast.Name) and not is_batch:
+                    self.exposed[target.id] = Carried(name=target.id, line=loop.lineno, counts=True)
+        written |= _names_in(loop.target)
+
+    # Expressions.
+
+    def reads(  # noqa: C901, PLR0911 - a row for each kind
+        self, node: ast.AST | None, written: set[str], scope: _Scope
+    ) -> set[str]:
+        """The names that ``node`` reads; what it reads before it was written is noted."""
+        if node is None:
+            return set()
+        if isinstance(node, ast.Name):
+            return self._read(scope.text(node.id), node, written)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node, written, scope)
+        if isinstance(node, ast.Call):
+            return self._call(node, written, scope)
+        if isinstance(node, ast.NamedExpr):
+            found = self.reads(node.value, written, scope)
+            self._write(scope.text(node.target.id), node, found, written)
+            return found
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+            inner = written | {n for one in node.generators for n in _names_in(one.target)}
+            found = set()
+            for one in node.generators:
+                found |= self.reads(one.iter, written, scope)
+                for test in one.ifs:
+                    found |= self.reads(test, inner, scope)
+            parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+            for part in parts:
+                found |= self.reads(part, inner, scope)
+            return found
+        if isinstance(node, ast.Lambda):
+            arguments = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+            return self.reads(node.body, written | arguments, scope)
+        return self._all(ast.iter_child_nodes(node), written, scope)
+
+    def _all(self, nodes: Iterable[ast.AST], written: set[str], scope: _Scope) -> set[str]:
+        found: set[str] = set()
+        for node in nodes:
+            found |= self.reads(node, written, scope)
+        return found
+
+    def _read(
+        self, name: str, node: ast.AST, written: set[str], *, is_whole: bool = True
+    ) -> set[str]:
+        parts = name.split(".")
+        heads = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        if self.find(name).is_fixed:
+            return set()
+        if not heads & written:
+            line = getattr(node, "lineno", 0)
+            known = self.exposed.setdefault(name, Carried(name=name, line=line, is_whole=False))
+            known.is_whole = known.is_whole or is_whole
+        return {name}
+
+    def _attribute(self, node: ast.Attribute, written: set[str], scope: _Scope) -> set[str]:
+        name = _dotted(node, scope)
+        if name is None:
+            return self.reads(node.value, written, scope)
+        if self.find(name).is_fixed:
+            return set()
+        found = self._read(name, node, written)
+        owner = name.rpartition(".")[0]
+        if found and not self.find(owner).is_fixed:
+            self._read(owner, node, written, is_whole=False)
+        return found | {owner}
+
+    def _call(self, node: ast.Call, written: set[str], scope: _Scope) -> set[str]:
+        values = [*node.args, *(one.value for one in node.keywords)]
+        found = self._all(values, written, scope)
+        name = _dotted(node.func, scope)
+        resolved = self.find(name) if name else Resolved()
+        if name and resolved.function is not None and self.inlined_count < _INLINED_MAX:
+            return found | self._inline(name, resolved.function, node, written, scope)
+        if resolved.is_foreign and _called(node) not in _NEUTRAL | _MUTATORS:
+            self.sinks |= found
+        if isinstance(node.func, ast.Attribute):
+            owner = _dotted(node.func.value, scope)
+            of = self.reads(node.func.value, written, scope)
+            if owner and of and (node.func.attr in _MUTATORS or node.func.attr.endswith("_")):
+                self._mutate(owner, node, found)
+            return found | of
+        return found | self.reads(node.func, written, scope)
+
+    def _inline(
+        self,
+        name: str,
+        function: ast.FunctionDef | ast.AsyncFunctionDef,
+        node: ast.Call,
+        written: set[str],
+        scope: _Scope,
+    ) -> set[str]:
+        """Read the body of a function of the program as if it were here; what its result comes from."""
+        result = f"{function.name}:{function.lineno}::return"
+        if result in self.inlined:
+            return {result}
+        shared = {
+            n
+            for one in ast.walk(function)
+            if isinstance(one, (ast.Global, ast.Nonlocal))
+            for n in one.names
+        }
+        parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+        every = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+        stored = {
+            one.id
+            for one in ast.walk(function)
+            if isinstance(one, ast.Name) and isinstance(one.ctx, (ast.Store, ast.Del))
+        }
+        owner = name.rpartition(".")[0]
+        is_method = bool(owner) and bool(parameters) and not self.find(owner).is_fixed
+        receiver = (parameters[0], owner) if is_method else ("", "")
+        prefix = f"{function.name}:{function.lineno}"
+        inner = _Scope(prefix=prefix, own=frozenset((every | stored) - shared), receiver=receiver)
+        given = [*node.args]
+        for parameter, value in zip(parameters[is_method:], given, strict=False):
+            self._flow(self.reads(value, written, scope), inner.text(parameter))
+        for keyword in node.keywords:
+            self._flow(
+                self.reads(keyword.value, written, scope),
+                *([inner.text(keyword.arg)] if keyword.arg else map(inner.text, every)),
+            )
+        self.inlined.append(result)
+        self.inlined_count += 1
+        self.body(
+            function.body, written | {f"{prefix}::{one}" for one in every}, inner, frozenset()
+        )
+        self.inlined.pop()
+        return {result}
+
+    # Statements. ``under``: the names that decide whether they are reached.
+
+    def body(
+        self, statements: list[ast.stmt], written: set[str], scope: _Scope, under: frozenset[str]
+    ) -> set[str]:
+        """Read statements in order; the names that are written behind them in any case."""
+        for one in statements:
+            written = self._statement(one, written, scope, under)
+        return written
+
+    def _statement(  # noqa: C901, PLR0912 - a row for each kind
+        self, node: ast.stmt, written: set[str], scope: _Scope, under: frozenset[str]
+    ) -> set[str]:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            found = self.reads(node.value, written, scope) | under
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                self._assign(target, found, written, scope)
+        elif isinstance(node, ast.AugAssign):
+            found = self.reads(node.target, written, scope)
+            found |= self.reads(node.value, written, scope) | under
+            self._assign(node.target, found, written, scope)
+        elif isinstance(node, ast.Expr):
+            self._expression(node, written, scope, under)
+        elif isinstance(node, ast.If):
+            inner = under | self.reads(node.test, written, scope)
+            if any(isinstance(one, (ast.Continue, ast.Break)) for one in ast.walk(node)):
+                self.sinks |= inner
+            branches = [
+                self.body(branch, set(written), scope, inner) for branch in (node.body, node.orelse)
+            ]
+            written = branches[0] & branches[1]
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            found = self.reads(node.iter, written, scope)
+            inside = set(written)
+            self._assign(node.target, found | under, inside, scope)
+            self.body(node.body, inside, scope, under | found)
+            self.body(node.orelse, set(written), scope, under)
+        elif isinstance(node, ast.While):
+            inner = under | self.reads(node.test, written, scope)
+            self.body(node.body, set(written), scope, inner)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                found = self.reads(item.context_expr, written, scope)
+                if found:
+                    self.sinks |= found | under
+                if item.optional_vars is not None:
+                    self._assign(item.optional_vars, found | under, written, scope)
+            written = self.body(node.body, written, scope, under)
+        elif isinstance(node, ast.Try):
+            behind = self.body([*node.body, *node.orelse], set(written), scope, under)
+            for handler in node.handlers:
+                behind &= self.body(handler.body, set(written), scope, under)
+            written = self.body(node.finalbody, behind, scope, under)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+            self._write(scope.text(node.name), node, {scope.text(one) for one in names}, written)
+        elif isinstance(node, ast.Return) and scope.prefix:
+            found = self.reads(node.value, written, scope) | under
+            self._flow(found, f"{scope.prefix}::return")
+        elif isinstance(node, (ast.Import, ast.ImportFrom, ast.Pass, ast.Global, ast.Nonlocal)):
+            written |= {
+                one.asname or one.name
+                for one in getattr(node, "names", ())
+                if isinstance(one, ast.alias)
+            }
+        else:
+            self.sinks |= self._all(ast.iter_child_nodes(node), written, scope) | under
+        return written
+
+    def _expression(
+        self, node: ast.Expr, written: set[str], scope: _Scope, under: frozenset[str]
+    ) -> None:
+        call = node.value
+        found = self.reads(call, written, scope)
+        if not isinstance(call, ast.Call):
+            if not isinstance(call, ast.Constant):
+                self.sinks |= found | under
+            return
+        name = (
+            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        )
+        dotted = _dotted(call.func, scope)
+        if dotted and self.find(dotted).function is not None:
+            # Of its own body each statement has been read, and its arguments go where that says.
+            if under and self._has_effect(self.find(dotted).function):
+                self.sinks |= under
+            return
+        calls = {_called(one) for one in ast.walk(call) if isinstance(one, ast.Call)}
+        if name in _NEUTRAL and not calls & _CONSUMES:
+            return
+        owner = _dotted(call.func.value, scope) if isinstance(call.func, ast.Attribute) else None
+        if name in _MUTATORS and owner and not self.find(owner).is_fixed:
+            self._flow(under, owner)
+            return
+        self.sinks |= found | under
+
+    def _has_effect(self, function: ast.AST | None) -> bool:
+        """Whether a call of the function may do more than show something."""
+        assert function is not None, "it was found"
+        calls = {_called(one) for one in ast.walk(function) if isinstance(one, ast.Call)}
+        return bool(calls & {"backward", "step", "stop"}) or any(
+            isinstance(one, (ast.Global, ast.Nonlocal)) for one in ast.walk(function)
+        )
+
+    def _assign(
+        self, target: ast.AST, found: set[str] | frozenset[str], written: set[str], scope: _Scope
+    ) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for one in target.elts:
+                self._assign(one, found, written, scope)
+        elif isinstance(target, ast.Starred):
+            self._assign(target.value, found, written, scope)
+        elif isinstance(target, ast.Subscript):
+            owner = _dotted(target.value, scope)
+            index = self.reads(target.slice, written, scope)
+            self.reads(target.value, written, scope)
+            if owner:
+                self._mutate(owner, target, set(found) | index)
+        else:
+            name = _dotted(target, scope)
+            if name is not None:
+                self._write(name, target, set(found), written)
+
+    def _write(self, name: str, node: ast.AST, found: set[str], written: set[str]) -> None:
+        self.writes[name] = getattr(node, "lineno", 0)
+        written.add(name)
+        self._flow(found, name)
+
+    def _mutate(self, name: str, node: ast.AST, found: set[str]) -> None:
+        self.writes.setdefault(name, getattr(node, "lineno", 0))
+        self._flow(found, name)
+
+    def _flow(self, found: Iterable[str], *targets: str) -> None:
+        for source in found:
+            self.edges.setdefault(source, set()).update(targets)
+
+
+def _dotted(node: ast.AST, scope: _Scope) -> str | None:
+    """``a.b.c`` of such an expression; None of another one."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return None
+    return ".".join([scope.text(node.id), *reversed(names)])
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _names_in(target: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
+
+
+def _calls_steps(call: ast.Call, place: int) -> bool:
+    if place >= len(call.args):
+        return False
+    return any(
+        isinstance(one, ast.Attribute) and one.attr == "steps" for one in ast.walk(call.args[place])
+    )

@@ -1,0 +1,217 @@
+"""Looks at the variables of a running loop, for those that change from step to step and are not kept.
+
+A replaced rank runs the program from its top and has them as they were at the start, and a repeated step
+changes them once more. Changes nothing, and keeps no batch alive.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_runner.training.exactness.values import kept_of
+from ddp_runner.training.own_loop.carried_names import Carried, Resolved, carried_names, loop_at
+from ddp_runner.training.own_loop.misuse import is_users
+
+_LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
+_BYTES_MAX = 1 << 20  # of arrays that are compared whole
+_ENTRIES_MAX = 10_000
+_NOTHING = object()
+_Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
+
+
+class LoopVariables:
+    """Those of one process. ``is_kept``: objects that are no variables, as what the run keeps."""
+
+    def __init__(self, *, is_kept: Callable[[Any], bool]) -> None:
+        self._is_kept = is_kept
+        self._boundaries = 0
+        self._candidates: dict[str, Carried] | None = None
+        self._cells: dict[str, Any] = {}  # what functions of the program have in their closures
+        self._looks: dict[str, _Look] = {}
+        self._file = ""
+
+    def is_due(self) -> bool:
+        """To be asked once between two steps; whether :meth:`look` is to be called now."""
+        self._boundaries += 1
+        count = self._boundaries
+        is_due = count <= _LOOKS_IN_A_ROW or not count & (count - 1)
+        return is_due and (self._candidates is None or bool(self._candidates))
+
+    def look(self, frame: FrameType) -> list[str]:
+        """The variables of the loop in ``frame`` that have changed since the last look, with their places."""
+        names = _Names(frame, self._cells)
+        if self._candidates is None:
+            self._candidates = self._read(frame, names)
+            self._file = Path(frame.f_code.co_filename).name
+        found: list[Carried] = []
+        for name, one in [*self._candidates.items()]:
+            value = names.value(name)
+            if value is _NOTHING or self._is_fixed(value):
+                continue
+            before = self._looks.get(name)
+            is_read_on = one.is_whole and isinstance(value, Iterator)
+            self._looks[name] = self._look_of(value, is_whole=one.is_whole)
+            if one.counts or is_read_on or (before is not None and not before(value)):
+                found.append(one)
+                del self._candidates[name], self._looks[name]
+        names_found = {one.name for one in found}
+        return [
+            f"`{one.name}` ({self._file}:{one.line})"
+            for one in found
+            if one.name.rpartition(".")[0] not in names_found
+        ]
+
+    def _read(self, frame: FrameType, names: _Names) -> dict[str, Carried]:
+        """The names that may carry something, by the source of the loop; none where that is not there."""
+        path = frame.f_code.co_filename
+        try:
+            tree = ast.parse("".join(linecache.getlines(path, frame.f_globals)))
+        except (SyntaxError, ValueError):
+            return {}
+        loop = loop_at(tree, frame.f_lineno)
+        if loop is None:
+            return {}
+        functions = {
+            (one.name, min([one.lineno, *(d.lineno for d in one.decorator_list)])): one
+            for one in ast.walk(tree)
+            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
+        }
+
+        def find(name: str) -> Resolved:
+            parts = name.split(".")
+            owners = (".".join(parts[:count]) for count in range(1, len(parts)))
+            if any(self._is_kept(names.value(one)) for one in owners):
+                return Resolved(is_fixed=True)
+            value = names.value(name)
+            if value is _NOTHING:
+                return Resolved()
+            function = value.__func__ if isinstance(value, MethodType) else value
+            if isinstance(function, FunctionType):
+                code: CodeType = function.__code__
+                if code.co_filename != path:
+                    return Resolved(is_fixed=True, is_foreign=is_users(code.co_filename))
+                self._note_closure(function)
+                found = functions.get((code.co_name, code.co_firstlineno))
+                return Resolved(is_fixed=True, function=found)
+            return Resolved(is_fixed=self._is_fixed(value))
+
+        return carried_names(loop, find=find)
+
+    def _note_closure(self, function: FunctionType) -> None:
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            self._cells.setdefault(name, cell)
+
+    def _look_of(self, value: Any, *, is_whole: bool) -> _Look:
+        """Enough of a value to see whether it has changed: much data is not copied."""
+        if not is_whole:
+            return _same(value)
+        if isinstance(value, nn.Module):
+            return self._modules_look(value)
+        if isinstance(value, np.ndarray) and value.nbytes > _BYTES_MAX:
+            return _sampled(value)
+        if isinstance(value, (list, tuple, dict, set)) and _entries(value) > _ENTRIES_MAX:
+            size = len(value)
+            return lambda now: now is value and len(value) == size
+        return kept_of(value, with_contents=False, skipped=self._is_kept).is_in
+
+    def _modules_look(self, module: nn.Module) -> _Look:
+        """By torch's counts of changes; what of it is kept, as by a compiled module, does not count."""
+
+        def counts() -> list[int]:
+            tensors = (*module.parameters(), *module.buffers())
+            return [one._version for one in tensors if not self._is_kept(one)]  # noqa: SLF001 - as autograd
+
+        before = counts()
+        return lambda now: now is module and counts() == before
+
+    def _is_fixed(self, value: Any) -> bool:
+        """What is no variable."""
+        kinds = (ModuleType, type, FunctionType, MethodType, DataLoader, Dataset)
+        return isinstance(value, kinds) or inspect.isbuiltin(value) or self._is_kept(value)
+
+
+class _Names:
+    """What names are in a frame now. Holds them as long as it lives."""
+
+    def __init__(self, frame: FrameType, cells: Mapping[str, Any]) -> None:
+        is_function = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+        self._own = dict(frame.f_locals)
+        self._globals, self._cells = frame.f_globals, cells
+        if (
+            is_function
+        ):  # before Python 3.13 it is a copy, which would hold the batch for as long as the frame
+            clear = getattr(frame.f_locals, "clear", None)
+            if type(frame.f_locals) is dict and clear is not None:
+                clear()
+
+    def value(self, name: str) -> Any:
+        """Of ``a`` or ``a.b``, without a call of the program's own code."""
+        first, *more = name.split(".")
+        value = self._first(first)
+        for one in more:
+            if value is _NOTHING:
+                break
+            value = _attribute(value, one)
+        return value
+
+    def _first(self, name: str) -> Any:
+        for names in (self._own, self._globals):
+            if name in names:
+                return names[name]
+        if name in self._cells:
+            try:
+                return self._cells[name].cell_contents
+            except ValueError:  # nothing was assigned to it yet
+                return _NOTHING
+        return _NOTHING
+
+
+def _attribute(value: Any, name: str) -> Any:
+    own = getattr(value, "__dict__", {})
+    if name in own:
+        return own[name]
+    if isinstance(value, nn.Module):
+        for held in (value._modules, value._buffers, value._parameters):  # noqa: SLF001 - without a call
+            if name in held:
+                return held[name]
+    found = inspect.getattr_static(value, name, _NOTHING)
+    if isinstance(found, FunctionType):
+        return MethodType(found, value)
+    if inspect.ismemberdescriptor(found):  # of __slots__
+        return getattr(value, name, _NOTHING)
+    return _NOTHING if isinstance(found, (property, staticmethod, classmethod)) else found
+
+
+def _same(value: Any) -> _Look:
+    return lambda now: now is value
+
+
+def _sampled(value: np.ndarray[Any, Any]) -> _Look:
+    every = math.ceil(value.size / _ENTRIES_MAX)
+    before = value.reshape(-1)[::every].tobytes()
+    return lambda now: now is value and value.reshape(-1)[::every].tobytes() == before
+
+
+def _entries(value: Any, depth: int = 4) -> int:
+    """About how many values there are within, numbers of arrays too."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    if not isinstance(value, (list, tuple, dict, set)):
+        return 1
+    if not depth or len(value) > _ENTRIES_MAX:
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + sum(_entries(one, depth - 1) for one in inner)

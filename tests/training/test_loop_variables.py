@@ -1,0 +1,316 @@
+"""Which variables of a loop of one's own are named, because they change from step to step and are not kept."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from ddp_runner.training.own_loop.loop_variables import LoopVariables
+
+STEPS = 5
+BEGIN = """\
+import collections, itertools, random, time, types
+import numpy as np, torch
+from torch import nn
+w = torch.ones(2, requires_grad=True)
+net = lambda x: x * w
+loader = [torch.full((2,), float(n)) for n in range(9)]
+"""
+
+
+class Loop:
+    """Stands for a run: gives batches, and looks at whoever takes them."""
+
+    def __init__(self):
+        self.kept = []
+        self.variables = LoopVariables(
+            is_kept=lambda value: any(value is one for one in (self, *self.kept))
+        )
+        self.found = []
+        self.step_number = 0
+
+    def keep(self, **objects):
+        self.kept += objects.values()
+
+    def steps(self, batches):
+        for batch in batches[:STEPS]:
+            if self.step_number and self.variables.is_due():
+                self.found += self.variables.look(sys._getframe(1))
+            yield batch
+            self.step_number += 1
+
+    def step(self):
+        return contextlib.nullcontext()
+
+    def stop(self):
+        pass
+
+    def note(self, **values):
+        pass
+
+
+def names_found(folder, source):
+    """The names that are said of a program, without the marks around them."""
+    path = folder / "program.py"
+    path.write_text(BEGIN + textwrap.dedent(source), encoding="utf-8")
+    run = Loop()
+    exec(compile(path.read_text(), str(path), "exec"), {"run": run, "__name__": "program"})
+    return [one.partition("`")[2].partition("`")[0] for one in run.found]
+
+
+HEAD = "for batch in run.steps(loader):\n    with run.step():\n        "
+CARRIED = {
+    "a counter": (
+        "global_step",
+        "global_step = 0\n" + HEAD + "(net(batch) * global_step / 9).sum().backward()\n"
+        "    global_step += 1",
+    ),
+    "a temperature": (
+        "temperature",
+        "temperature = 5.0\n" + HEAD + "loss = net(batch / temperature).sum()\n"
+        "        loss.backward()\n        temperature = max(0.5, temperature * 0.9)",
+    ),
+    "a deque of features": (
+        "features",
+        "features = collections.deque([torch.zeros(2)], maxlen=4)\n"
+        + HEAD
+        + "out = net(batch)\n        loss = (out - torch.stack(list(features)).mean(0)).square().sum()\n"
+        "        loss.backward()\n        features.append(out.detach())",
+    ),
+    "a list that is written by index": (
+        "bank",
+        "bank = [0.0] * 4\n" + HEAD + "loss = net(batch + sum(bank)).sum(); loss.backward()\n"
+        "        bank[int(batch[0]) % 4] = loss.item()",
+    ),
+    "a dict": (
+        "state",
+        "state = {'seen': 0}\n" + HEAD + "state['seen'] += 1\n"
+        "        (net(batch) * state['seen']).sum().backward()",
+    ),
+    "an average that is trained towards": (
+        "center",
+        "center = torch.zeros(2)\n" + HEAD + "out = net(batch)\n"
+        "        (out - center).square().sum().backward()\n"
+        "        center = 0.9 * center + 0.1 * out.detach()",
+    ),
+    "a tensor that is written in place": (
+        "center",
+        "center = torch.zeros(2)\n" + HEAD + "out = net(batch)\n"
+        "        (out - center).square().sum().backward()\n"
+        "        center.lerp_(out.detach(), 0.1)",
+    ),
+    "a generator of numpy's": (
+        "rng",
+        "rng = np.random.default_rng(0)\n" + HEAD + "net(batch * rng.normal()).sum().backward()",
+    ),
+    "a generator of Python's": (
+        "rng",
+        "rng = random.Random(0)\n" + HEAD + "net(batch * rng.random()).sum().backward()",
+    ),
+    "a generator of torch's": (
+        "rng",
+        "rng = torch.Generator()\n"
+        + HEAD
+        + "net(batch + torch.randn(2, generator=rng)).sum().backward()",
+    ),
+    "a prefetched batch": (
+        "ahead",
+        "more = iter(loader)\nahead = next(more)\n" + HEAD + "now, ahead = ahead, next(more)\n"
+        "        net(now).sum().backward()",
+    ),
+    "the counter of enumerate": (
+        "i",
+        (
+            "for i, batch in enumerate(run.steps(loader)):\n    with run.step():\n"
+            "        (net(batch) * (i + 1)).sum().backward()"
+        ),
+    ),
+    "what comes beside the batch": (
+        "other",
+        (
+            "for batch, other in zip(run.steps(loader), loader):\n    with run.step():\n"
+            "        (net(batch) * other).sum().backward()"
+        ),
+    ),
+    "an attribute of a trainer": (
+        "self.count",
+        (
+            "class Trainer:\n    count = 0\n    def fit(self):\n        for batch in run.steps(loader):\n"
+            "            with run.step():\n                self.work(batch)\n"
+            "    def work(self, batch):\n        (net(batch) * self.weight()).sum().backward()\n"
+            "        self.count += 1\n    def weight(self):\n        return 1 / (1 + self.count)\n"
+            "trainer = Trainer()\ntrainer.count = 0\ntrainer.fit()"
+        ),
+    ),
+    "a global of a helper": (
+        "seen",
+        "seen = 0\ndef weight():\n    global seen\n    seen += 1\n    return seen\n"
+        + HEAD
+        + "(net(batch) * weight()).sum().backward()",
+    ),
+    "a variable of a closure": (
+        "count",
+        "def made():\n    count = 0\n    def weight():\n        nonlocal count\n        count += 1\n"
+        "        return count\n    return weight\nweight = made()\n"
+        + HEAD
+        + "(net(batch) * weight()).sum().backward()",
+    ),
+    "an object of the program's own": (
+        "anneal.at",
+        "class Anneal:\n    def __init__(self): self.at = 0\n    def step(self): self.at += 1\n"
+        "    def value(self): return 1 / (1 + self.at)\nanneal = Anneal()\n"
+        + HEAD
+        + "(net(batch) * anneal.value()).sum().backward()\n        anneal.step()",
+    ),
+    "what the step before has computed": (
+        "before",
+        "before = torch.zeros(2)\n" + HEAD + "out = net(batch)\n"
+        "        (out - before).square().sum().backward()\n        before = out.detach()",
+    ),
+    "an option that is changed": (
+        "args.beta",
+        "args = types.SimpleNamespace(beta=1.0)\n"
+        + HEAD
+        + "(net(batch) * args.beta).sum().backward()\n"
+        "        args.beta *= 0.9",
+    ),
+    "a module that is not kept": (
+        "teacher",
+        "teacher = nn.Linear(2, 2)\n"
+        + HEAD
+        + "(net(batch) - teacher(batch).detach()).sum().backward()\n"
+        "        with torch.no_grad(): teacher.weight.lerp_(torch.ones(2, 2), 0.1)",
+    ),
+    "a scheduler that is not kept": (
+        "schedule",
+        "sgd = torch.optim.SGD([w], 0.1)\nrun.keep(sgd=sgd)\n"
+        "schedule = torch.optim.lr_scheduler.StepLR(sgd, 1)\n"
+        + HEAD
+        + "net(batch).sum().backward()\n        sgd.step()\n        schedule.step()",
+    ),
+    "a counter of itertools": (
+        "counter",
+        "counter = itertools.count()\n" + HEAD + "(net(batch) * next(counter)).sum().backward()",
+    ),
+    "a patience that stops the run": (
+        "bad",
+        "bad = 0\n" + HEAD + "loss = net(batch).sum(); loss.backward()\n        bad += 1\n"
+        "        if bad > 3: run.stop()",
+    ),
+    "an array that is a ring": (
+        "ring",
+        "ring = np.zeros(4)\n" + HEAD + "net(batch + float(ring.sum())).sum().backward()\n"
+        "        ring[run.step_number % 4] = float(batch[0]) + 1",
+    ),
+    "a curriculum that is used up": (
+        "lengths",
+        "lengths = [5, 4, 3, 2, 1, 0, 0]\n"
+        + HEAD
+        + "(net(batch) * lengths.pop()).sum().backward()",
+    ),
+}
+# Each of these changes from step to step too, and none is said.
+HARMLESS = {
+    "loss and outputs": HEAD
+    + "out = net(batch)\n        loss = out.sum()\n        loss.backward()",
+    "a timer": "t0 = time.time()\n" + HEAD + "net(batch).sum().backward()\n"
+    "        print(time.time() - t0)\n        t0 = time.time()",
+    "a running average that is printed": "average = 0.0\n"
+    + HEAD
+    + "loss = net(batch).sum(); loss.backward()\n"
+    "        average = 0.9 * average + 0.1 * loss.item()\n"
+    "        if run.step_number % 2 == 0: print(f'loss {average:.3f}')",
+    "a list of losses": "losses = []\n" + HEAD + "loss = net(batch).sum(); loss.backward()\n"
+    "        losses.append(loss.item())\n        print(sum(losses) / len(losses))",
+    "a progress bar": "class Bar:\n    def __init__(self): self.n = 0\n    def update(self, n): self.n += n\n"
+    "    def set_postfix(self, **how): print(self.n, how)\nbar = Bar()\n"
+    + HEAD
+    + "loss = net(batch).sum(); loss.backward()\n        bar.update(1); bar.set_postfix(loss=loss.item())",
+    "enumerate for a print": "for i, batch in enumerate(run.steps(loader)):\n    with run.step():\n"
+    "        net(batch).sum().backward()\n        if i % 2 == 0: print(i)",
+    "a meter": "class Meter:\n    def __init__(self): self.total = self.count = 0\n"
+    "    def update(self, value, n=1): self.total += value * n; self.count += n\n"
+    "    @property\n    def avg(self): return self.total / self.count\nmeter = Meter()\n"
+    + HEAD
+    + "loss = net(batch).sum(); loss.backward()\n        meter.update(loss.item())\n"
+    "        print(meter.avg)",
+    "constants and data": "scale, table = 0.5, np.ones((1000, 300))\ncriterion = nn.MSELoss()\n"
+    + HEAD
+    + "criterion(net(batch) * scale, torch.tensor(table[0, :2]).float()).backward()",
+    "a counter for a writer": "class Writer:\n    def add_scalar(self, *what): pass\nwriter = Writer()\nn = 0\n"
+    + HEAD
+    + "loss = net(batch).sum(); loss.backward()\n        writer.add_scalar('loss', loss.item(), n)\n"
+    "        n += 1",
+    "the best so far, for a file": "best = -1.0\n"
+    + HEAD
+    + "loss = net(batch).sum(); loss.backward()\n"
+    "        if loss.item() > best:\n            best = loss.item()\n            torch.save(best, '/dev/null')",
+    "what is assigned before it is read": HEAD
+    + "total = 0.0\n        for part in batch.split(1):\n"
+    "            total = total + net(part).sum()\n        total.backward()",
+    "what is kept": "class Kept:\n    def __init__(self): self.n = 0\nkept = Kept()\nrun.keep(kept=kept)\n"
+    + HEAD
+    + "(net(batch) * kept.n).sum().backward()\n        kept.n += 1",
+    "an evaluation now and then": "def evaluate():\n    right = 0\n    for one in loader:\n"
+    "        right += net(one).sum().item() > 0\n    return right / len(loader)\nhistory = []\n"
+    + HEAD
+    + "net(batch).sum().backward()\n        if run.step_number % 2 == 0:\n"
+    "            history.append(evaluate())\n            print('accuracy', history[-1])",
+    "what the run logs": "ema = 0.0\n" + HEAD + "loss = net(batch).sum(); loss.backward()\n"
+    "        ema = 0.5 * ema + loss.item()\n        run.note(loss=loss, ema=ema)",
+    "a helper that computes the loss": "def step(batch):\n    out = net(batch)\n    loss = out.sum()\n"
+    "    loss.backward()\n    return loss\n"
+    + HEAD
+    + "loss = step(batch)\n        print(loss.item())",
+}
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_a_variable_that_carries_over_steps_is_named(tmp_path, kind, capsys):
+    """By its own name only, whatever it is and wherever it is changed."""
+    name, source = CARRIED[kind]
+    found = names_found(tmp_path, source)
+    assert name in found
+    assert set(found) <= {name, "more", "bar"}, found
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_trains_nothing_by_itself_is_not_named(tmp_path, kind, capsys):
+    """Control: batches, losses, timers, and what is only shown."""
+    assert names_found(tmp_path, HARMLESS[kind]) == []
+
+
+@pytest.mark.parametrize("kind", ["a counter", "a deque of features", "a generator of numpy's"])
+def test_a_loop_in_a_function_is_read_too(tmp_path, kind):
+    """And a look leaves no batch alive."""
+    name, source = CARRIED[kind]
+    body = "def main():\n" + textwrap.indent(source, "    ") + "\nmain()"
+    assert names_found(tmp_path, body) == [name]
+
+
+def test_the_line_is_that_of_the_change(tmp_path):
+    """In the program's own file."""
+    path = tmp_path / "program.py"
+    path.write_text(BEGIN + CARRIED["a counter"][1], encoding="utf-8")
+    run = Loop()
+    exec(compile(path.read_text(), str(path), "exec"), {"run": run})
+    line = path.read_text().splitlines().index("    global_step += 1") + 1
+    assert run.found == [f"`global_step` (program.py:{line})"]
+
+
+def test_a_look_keeps_no_batch_alive():
+    """Where frames give a copy of their variables, that would hold the batch until the loop ends."""
+    variables = LoopVariables(is_kept=lambda _: False)
+
+    def loop():
+        batch = torch.ones(1)
+        variables.look(sys._getframe())
+        count = sys.getrefcount(batch)
+        del batch
+        return count
+
+    assert loop() == 2
