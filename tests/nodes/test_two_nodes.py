@@ -116,6 +116,24 @@ def test_a_coordinator_that_comes_again_takes_the_ranks_of_others_over(nodes, on
     assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
 
 
+def test_a_zygote_that_crashes_while_ranks_wait_loses_no_step(nodes, one_machine):
+    """The coordinator is killed, then the zygote of the machine that has the only memory."""
+    settings = (SLOW, "recovery.coordinator_wait_s=60", "save_interval=0", "save_every_steps=1000")
+    first, second = nodes.start(0, *settings), nodes.start(1, *settings)
+    first.wait_for_step(10)
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    poll(lambda: "wait for it, with their memory" in second.console, what="ranks that wait")
+    second.signal(signal.SIGSEGV, second.named("ddp:zygote").pid)
+    said = "the zygote died of SIGSEGV; another one is being started"
+    poll(lambda: said in second.console, what="another zygote")
+    first = nodes.start(0, *settings)
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    again = first.events("rank_formed")[-4:]
+    assert {(one["source"], one["committed_step"] >= 10) for one in again} == {(2, True)}
+    assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
+
+
 def test_a_coordinator_whose_folder_was_taken_ends(nodes):
     """By another one that knows nothing of it, as after a split: it publishes nothing more."""
     first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
