@@ -59,6 +59,7 @@ class Hello:
     # Settings that hold for all machines and were asked for here, or are of an earlier Welcome.
     asked: dict[str, Any] = field(default_factory=dict)
     parked: Parked | None = None
+    was_there: bool = False  # this process has been a node of the run before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

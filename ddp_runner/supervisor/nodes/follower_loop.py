@@ -262,6 +262,7 @@ class _FollowerLoop:
             newest_step=EMPTY_STEP if newest is None else newest.step,
             newest_run_id="" if newest is None else newest.run_id,
             parked=None if self._follower is None else self._follower.parked,
+            was_there=self._welcome is not None,
         )
         give_up_s = self._clock.monotonic() + WELCOME_TIME_S
         try:

@@ -363,7 +363,7 @@ class OtherNodes:
                 yield self.lose(one, "it has connected again")
         refused = why_not(message, self._meeting) or self._why_not_now(message)
         node = None if refused else place_for(message, self.nodes)
-        if node is None and message.node_rank is not None:
+        if node is None and message.node_rank is not None and not message.was_there:
             refused = refused or number_is_taken(message)
         if refused is not None:
             link.send(encode_for_node(refused))
@@ -377,6 +377,8 @@ class OtherNodes:
             spare.left_out_until_s = self._losses.left_out_until_s(spare.machine)
             self.spares.append(spare)
             waits_for = left_out or "all nodes are there, until one is lost"
+            if node is None and message.node_rank is not None:
+                waits_for = f"another machine is node {message.node_rank}, until that is lost"
             self._welcome(spare, waits_for=waits_for)
             yield NodeJoined(node=spare, keeps_parked=False, waits_for=waits_for)
         else:
