@@ -38,6 +38,8 @@ def test_a_rank_lost_on_either_node_costs_no_step_and_no_bit(nodes, one_machine)
     faults = [(fault["kind"], fault["rank"], fault["steps_lost"]) for fault in summary["faults"]]
     killed = [("rank_killed", 3, 0), ("rank_killed", 1, 0)]
     assert faults == [*killed, ("rank_raised", 2, 0), ("rank_exited", 1, 0)], first.console
+    assert f"rank 3 on {socket.gethostname()}" in first.console
+    assert "rank 1 on" not in first.console
     assert first.digest == one_machine(4)
     # What rank 3 said is in the log of its own machine, and nothing of the run's there.
     assert (second.logs / "rank_3.log").exists()
