@@ -81,7 +81,8 @@ def test_it_goes_on_with_fewer_nodes_and_takes_more_in(nodes):
     assert "this node leaves" in second.console
     assert first.wait() == 0, first.console
     summary = first.summary()
-    assert summary["steps"] == 120
+    assert (summary["steps"], summary["world_size"]) == (120, 2)
+    assert "the run begins with 2 of 4 ranks" in first.console
     assert not summary["exact"]
     assert any("of 4 ranks from step" in reason for reason in summary["inexact_reasons"])
 
@@ -113,6 +114,7 @@ def test_a_coordinator_that_comes_again_takes_the_ranks_of_others_over(nodes, on
     assert (second.rank_pid(2), second.rank_pid(3)) == pids
     assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
     assert "its ranks have kept their memory" in first.console
+    assert re.search(r"continues at step (3|4)\d, the newest state of all machines", first.console)
     again = first.events("rank_formed")[-4:]
     assert {(one["source"], one["committed_step"] >= 30) for one in again} == {(2, True)}
     assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
