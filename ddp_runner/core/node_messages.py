@@ -103,6 +103,10 @@ class Welcome:
     keeps_parked: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # the coordinator's, which hold for all
     waits_for: str = ""
+    # Where the coordinator is, and its folders there.
+    host: str = ""
+    log_dir: str = ""
+    checkpoint_dir: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from ddp_runner.cli import checkpoints, report
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.system.folder_owner import FolderOwner, new_term
 from tests.nodes.conftest import STEPS, TOKEN, free_port
 from tests.scenarios.harness import ROOT, TRAIN, poll
@@ -201,6 +203,24 @@ def test_what_decides_collectives_is_given_to_the_coordinator_alone(nodes):
     assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
     summary = first.summary()
     assert (summary["exact"], summary["faults"]) == (True, []), first.console
+
+
+def test_commands_on_a_follower_name_the_machine_with_the_files(nodes, monkeypatch):
+    """Its own folders have the logs of its ranks alone."""
+    first, second = (nodes.start(number, "--max-steps", 2) for number in (0, 1))
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    monkeypatch.chdir(nodes.folder)
+    (nodes.folder / "logs").mkdir()
+    second.logs.rename(nodes.folder / "logs" / "mine")
+    where = f"this machine followed a run of {socket.gethostname()}, where it is in "
+    for command, words, folder in (
+        (report, ["--name", "mine"], first.logs),
+        (report, [], first.logs),
+        (checkpoints, ["list", "--name", "mine"], first.checkpoints),
+        (checkpoints, ["list"], first.checkpoints),
+    ):
+        with pytest.raises(BadInputError, match=f"; {re.escape(where + str(folder))}$"):
+            command.run(words)
 
 
 def _mine(nodes, number, rate):

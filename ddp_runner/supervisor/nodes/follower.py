@@ -67,6 +67,7 @@ from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.folder_owner import FolderOwner
+from ddp_runner.system.followed_run import FollowedRun
 from ddp_runner.system.reach import Bell, Trial
 
 NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")
@@ -135,6 +136,7 @@ class Follower:
         # From when the newest look was sent that the coordinator has heard.
         self.lease_from_ns = clock.monotonic_ns()
         self._looked_at_s = self._round_trip_s = 0.0
+        self.followed: FollowedRun | None = None  # to be noted where it is not on this machine
         self._no_zygote = ""  # why none is here that could start a rank; tried again
         self._again_at_s = 0.0  # when
 
@@ -247,6 +249,8 @@ class Follower:
         if isinstance(message, Form):
             with contextlib.suppress(OSError):  # what a rank says then stays in memory
                 self._log_dir.mkdir(parents=True, exist_ok=True)
+            if self.followed is not None and not self._node.shares_logs:
+                self.followed.note_in(self._log_dir)
             handle.has_log = True
             if not self._node.shares_checkpoints:
                 self._take_own_folder()

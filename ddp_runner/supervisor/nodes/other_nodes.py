@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -412,6 +413,7 @@ class OtherNodes:
         self, node: RemoteNode, *, keeps_parked: bool = False, waits_for: str = ""
     ) -> None:
         host, port = self._store
+        run = self._plan.settings.run
         node.order(
             Welcome(
                 node=node.number,
@@ -424,6 +426,9 @@ class OtherNodes:
                 keeps_parked=keeps_parked,
                 settings=dict(self._meeting.shared),
                 waits_for=waits_for,
+                host=socket.gethostname(),
+                log_dir=str(Path(run.log_dir).absolute()),
+                checkpoint_dir=str(Path(run.checkpoint_dir).absolute()),
             )
         )
 
