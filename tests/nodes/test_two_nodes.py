@@ -17,6 +17,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.system.folder_owner import FolderOwner, new_term
 from tests.nodes.conftest import STEPS, TOKEN, free_port
 from tests.scenarios.harness import ROOT, TRAIN, poll
+from tests.scenarios.test_parents import HELD
 
 SLOW = "task.pace_s=0.05"
 
@@ -134,6 +135,30 @@ def test_a_zygote_that_crashes_while_ranks_wait_loses_no_step(nodes, one_machine
     said = "the zygote died of SIGSEGV; another one is being started"
     poll(lambda: said in second.console, what="another zygote")
     first = nodes.start(0, *settings)
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    again = first.events("rank_formed")[-4:]
+    assert {(one["source"], one["committed_step"] >= 10) for one in again} == {(2, True)}
+    assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
+
+
+def test_a_coordinator_that_cannot_start_leaves_others_their_memory(nodes, one_machine):
+    """Its import crashes after the other machine has come: that waits on, for the next coordinator."""
+    settings = (SLOW, "recovery.coordinator_wait_s=60", "save_interval=0", "save_every_steps=1000")
+    held, task = nodes.folder / "held", nodes.folder / "held.py"
+    task.write_text(HELD.format(held=str(held)), encoding="utf-8")
+    how = {"task": f"{task}:HeldTask"}
+    first, second = (nodes.start(number, *settings, **how) for number in (0, 1))
+    first.wait_for_step(10)
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    held.touch()
+    first = nodes.start(0, *settings, **how)
+    poll(lambda: "its ranks have kept their memory" in first.console, what="the other machine")
+    first.signal(signal.SIGSEGV, first.named("ddp:zygote").pid)
+    assert first.wait() == 1, first.console
+    assert "the process that imports torch died of SIGSEGV" in first.console
+    held.unlink()
+    first = nodes.start(0, *settings, **how)
     assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
     again = first.events("rank_formed")[-4:]
     assert {(one["source"], one["committed_step"] >= 10) for one in again} == {(2, True)}

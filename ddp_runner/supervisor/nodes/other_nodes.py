@@ -258,12 +258,16 @@ class OtherNodes:
             self.spares.remove(node)
         return NodeGone(node=node, why=why)
 
-    def announce_end(self, *, exit_code: int, line: str) -> None:
-        """Say how the run has ended; once."""
+    def announce_end(self, *, exit_code: int, line: str, but_parked: bool = False) -> None:
+        """Say how the run has ended; once. ``but_parked``: not to those who wait with a memory of it."""
+        # INVARIANT memory-outlasts-a-start: a coordinator that fails before it has formed a world ends no
+        # ranks that others have kept. Broken if: they are told that the run has ended.
+        # Guarded by: test_a_coordinator_that_cannot_start_leaves_others_their_memory.
         if not self._is_announced:
             self._is_announced = True
             for node in (*self.nodes, *self.spares):
-                node.order(RunEnds(exit_code=exit_code, line=line))
+                if not (but_parked and node.keeps_parked):
+                    node.order(RunEnds(exit_code=exit_code, line=line))
 
     def end(self, *, exit_code: int, line: str) -> None:
         """Say how the run has ended, as far as that goes at once, and hang up."""
@@ -404,6 +408,7 @@ class OtherNodes:
     def _take_in(self, node: RemoteNode, link: NodeLink, hello: Hello) -> NodeJoined:
         keeps_parked = hello.parked is not None and self._keeps(hello.parked, node)
         node.joined(link, hello)
+        node.keeps_parked = keeps_parked
         self._welcome(node, keeps_parked=keeps_parked)
         return NodeJoined(
             node=node, keeps_parked=keeps_parked, other_code=other_code(hello, self._meeting)
