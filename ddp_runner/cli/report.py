@@ -10,7 +10,7 @@ from ddp_runner.cli.arguments import LOG_DIR, SmallArguments, parse_small
 from ddp_runner.cli.output import is_unicode, show
 from ddp_runner.cli.report_comparison import compare
 from ddp_runner.cli.report_file import write_html
-from ddp_runner.cli.runs import NAME, log_dir_of
+from ddp_runner.cli.runs import NAME, elsewhere, log_dir_of
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.lifecycle import RunState
@@ -106,7 +106,8 @@ def _report_unfinished(text: str, directory: Path) -> int:
         name = f"{status['name']} " if status.get("name") else ""
         run = f"run {name}{status['run_id']}"
     except FileNotFoundError:
-        raise BadInputError("--log-dir", text, "holds no run: no summary.json") from None
+        where = elsewhere(directory)
+        raise BadInputError("--log-dir", text, f"holds no run: no summary.json{where}") from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise BadInputError("--log-dir", text, "its status.json cannot be read") from error
     if _is_alive(pid):

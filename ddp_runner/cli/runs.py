@@ -9,6 +9,8 @@ import yaml
 
 from ddp_runner.config.run_names import CHECKPOINTS, LOGS, is_name
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.system.followed_run import NAME as NOTE
+from ddp_runner.system.followed_run import followed_run
 from ddp_runner.system.run_directories import latest_logs
 from ddp_runner.system.run_files import read_small
 
@@ -31,7 +33,7 @@ def log_dir_of(arguments: SmallArguments) -> Path:
     if (name := _asked_name(arguments)) is not None:
         return _folder_of(name, Path(LOGS, name))
     # Without names, runs wrote into the folder itself.
-    newest = latest_logs() or (Path(LOGS) if _holds_a_run(Path(LOGS)) else None)
+    newest = latest_logs() or (Path(LOGS) if _holds_a_run(Path(LOGS)) else _newest_followed())
     if newest is None:
         raise BadInputError("--log-dir", LOGS, "holds no run yet; --log-dir names another folder")
     return newest
@@ -54,10 +56,25 @@ def checkpoint_dir_of(arguments: SmallArguments) -> Path:
     else:
         folder = _recorded(newest) or Path(CHECKPOINTS, newest.name)
     if not folder.is_dir():
-        raise BadInputError(
-            "--checkpoint-dir", folder, "no such folder; give the one that the run saves to"
-        )
+        where = "; give the one that the run saves to"
+        if newest is None and (logs := _newest_followed()) is not None:
+            where = elsewhere(logs, is_of_checkpoints=True)
+        raise BadInputError("--checkpoint-dir", folder, f"no such folder{where}")
     return folder
+
+
+def elsewhere(logs: Path, *, is_of_checkpoints: bool = False) -> str:
+    """``; this machine followed a run of node0, where it is in /data/logs``; empty where it has not."""
+    found = followed_run(logs)
+    if found is None:
+        return ""
+    folder = found.checkpoint_dir if is_of_checkpoints else found.log_dir
+    return f"; this machine followed a run of {found.host}, where it is in {folder}"
+
+
+def _newest_followed() -> Path | None:
+    notes = sorted(Path(LOGS).glob(f"*/{NOTE}"), key=lambda path: path.stat().st_mtime)
+    return notes[-1].parent if notes else None
 
 
 def _asked_name(arguments: SmallArguments) -> str | None:
@@ -71,6 +88,8 @@ def _folder_of(name: str, folder: Path) -> Path:
     if folder.is_dir():
         return folder
     root = folder.parent
+    if where := elsewhere(Path(LOGS, name), is_of_checkpoints=root == Path(CHECKPOINTS)):
+        raise BadInputError("--name", name, f"no such folder {folder}{where}")
     names = sorted(one.name for one in root.iterdir() if one.is_dir()) if root.is_dir() else []
     known = [one for one in names if is_name(one)]
     there = f"; there are {', '.join(known[:8])}" if known else ""

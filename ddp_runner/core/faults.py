@@ -145,6 +145,7 @@ class Fault:
         False  # of a stuck collective: the ranks are known to do different things
     )
     origin: Origin = Origin.OWN
+    host: str = ""  # of its rank, where that is not the machine of the supervisor
 
     @property
     def scope(self) -> Scope:

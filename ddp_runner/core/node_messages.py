@@ -59,6 +59,7 @@ class Hello:
     # Settings that hold for all machines and were asked for here, or are of an earlier Welcome.
     asked: dict[str, Any] = field(default_factory=dict)
     parked: Parked | None = None
+    was_there: bool = False  # this process has been a node of the run before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,10 @@ class Welcome:
     keeps_parked: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # the coordinator's, which hold for all
     waits_for: str = ""
+    # Where the coordinator is, and its folders there.
+    host: str = ""
+    log_dir: str = ""
+    checkpoint_dir: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

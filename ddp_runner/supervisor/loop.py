@@ -389,7 +389,12 @@ class _Loop:
         ending = supervisor.ending
         assert ending is not None
         if self._others is not None:
-            self._others.announce_end(exit_code=int(ending.exit_code), line=ending.reason)
+            failed = ending.status in (RunStatus.FAILED, RunStatus.GAVE_UP)
+            self._others.announce_end(
+                exit_code=int(ending.exit_code),
+                line=ending.reason,
+                but_parked=failed and not supervisor.facts.ever_formed,
+            )
         self._watch.end()
         if ending.status in (RunStatus.FAILED, RunStatus.GAVE_UP) and not self._is_hurried:
             supervisor.keeper.savers.finish(is_cut_short=self._is_interrupted)

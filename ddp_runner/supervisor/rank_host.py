@@ -71,6 +71,10 @@ class RankHost(Protocol):
     """
 
     @property
+    def host(self) -> str:
+        """Its name; empty for the machine of the supervisor."""
+
+    @property
     def processes(self) -> Mapping[int, WhatIsKnown]:
         """Of each rank that it has."""
 

@@ -480,7 +480,7 @@ class Supervisor:
         return self.recorder.accounting.summary(
             status=ending.status,
             exit_code=ending.exit_code,
-            world_size=self.plan.world_size,
+            world_size=len(ranks),
             reading=ranks[0].slot.read(),
             steps_per_epoch=self.facts.steps_per_epoch,
             finished=finished if len(finished) == len(ranks) else [],

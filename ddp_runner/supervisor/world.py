@@ -246,6 +246,10 @@ class World:
         """Whether the rank is on the machine of this process."""
         return self._node_of[handle.rank] is self._home
 
+    def host_of(self, handle: RankHandle) -> str:
+        """The name of the machine of this rank; empty for that of this process."""
+        return self._node_of[handle.rank].host
+
     def machine_of(self, handle: RankHandle) -> str:
         """``node 1: ``, to stand before a path on the machine of this rank; empty for that of this process."""
         return "" if self.is_here(handle) else f"node {handle.rank // self._ranks_per_node}: "

@@ -8,6 +8,7 @@ import pytest
 
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.settings import RecoverySettings
 from tests.kubernetes import manifests
 from tests.kubernetes.manifests import action_on, container_of, documents, job_of, variables_of
 
@@ -87,6 +88,21 @@ def test_words_of_the_container_are_a_command_line(name):
     assert "emptyDir" in volumes[mounted["/dev/shm"]]
     for setting in ("--checkpoint-dir", "--log-dir"):
         assert given[setting].startswith("/shared/")
+
+
+@BOTH
+def test_a_pod_has_time_to_save_and_room_to_run(name):
+    """Longer than the run takes to stop at most; requests keep it from full nodes, and from early eviction."""
+    pod = job_of(name)["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > RecoverySettings().stop_timeout_s
+    found = documents(name)
+    resources = (
+        found["TrainJob"]["spec"]["trainer"]["resourcesPerNode"]
+        if "TrainJob" in found
+        else container_of(name)["resources"]
+    )
+    assert {*resources["requests"]} == {"cpu", "memory"}
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
 
 
 def test_pods_of_the_indexed_job_find_the_first():

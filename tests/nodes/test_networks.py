@@ -135,6 +135,32 @@ def test_a_link_that_is_cut_costs_no_step_and_no_bit(network, tmp_path, made_onc
     )
 
 
+# What goes to the first machine is dropped in silence, but for its endpoint.
+FIREWALL = """
+ip -n node1 neigh add 10.9.0.99 lladdr 02:00:00:00:00:99 dev end1
+ip -n node1 route add 10.9.0.1/32 via 10.9.0.99 dev end1 onlink table 5
+ip -n node1 rule add pref 10 ipproto tcp dport 29500 lookup main
+ip -n node1 rule add pref 20 to 10.9.0.1 lookup 5
+"""
+
+
+@pytest.mark.whole_run
+def test_a_firewall_that_passes_the_endpoint_alone_is_named_at_once(network, tmp_path):
+    """While ranks still form, and not only once that has failed."""
+    network.run(FIREWALL)
+    words = ("--nnodes", 2, "--rdzv-endpoint", "10.9.0.1:29500")
+    for number in range(2):
+        network.start(number, tmp_path / f"machine{number}", *words, "--node-rank", number)
+    console = tmp_path / "machine0" / "console.txt"
+
+    def said():
+        return console.read_text(encoding="utf-8") if console.exists() else ""
+
+    line = ": it and node 0 cannot reach each other: let TCP through between them"
+    poll(lambda: line in said(), what=f"the line: {said()}")
+    assert "did not form within" not in said()
+
+
 @pytest.mark.whole_run
 def test_of_machines_that_cannot_reach_each_other_one_is_left_out(network, tmp_path):
     """Both reach the coordinator, so only a world that does not form shows it. It says which two."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import psutil
+
 from ddp_runner.core.node_messages import Hello, Parked
 from ddp_runner.supervisor.nodes.admission import LossCount, place_for
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
@@ -100,7 +102,7 @@ def test_a_spare_machine_takes_the_place_of_one_that_is_lost(nodes, one_machine)
 
 
 def test_a_number_that_a_silent_machine_holds_is_waited_for(nodes, one_machine):
-    """Its machine is gone without a word; the one that is started for it has its number three seconds later."""
+    """Its machine says nothing for three seconds. Back again it frees its ranks, and waits as a spare."""
     first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
     first.wait_for_step(8)
     second.signal(signal.SIGSTOP)
@@ -110,6 +112,11 @@ def test_a_number_that_a_silent_machine_holds_is_waited_for(nodes, one_machine):
         what="a refusal for now",
     )
     poll(lambda: "this is node 1" in other.console, what="the number")
-    second.signal(signal.SIGKILL)
-    assert (first.wait(), other.wait()) == (0, 0), first.console + other.console
+    pids = second.rank_pid(2), second.rank_pid(3)
+    second.signal(signal.SIGCONT)
+    said = "this machine waits: another machine is node 1, until that is lost"
+    poll(lambda: said in second.console, what="why it waits")
+    poll(lambda: not any(map(psutil.pid_exists, pids)), what="the end of its ranks")
+    codes = first.wait(), second.wait(), other.wait()
+    assert codes == (0, 0, 0), first.console + second.console + other.console
     assert (first.summary()["exact"], first.digest) == (True, one_machine(4))

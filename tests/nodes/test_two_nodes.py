@@ -12,9 +12,12 @@ import time
 
 import pytest
 
+from ddp_runner.cli import checkpoints, report
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.system.folder_owner import FolderOwner, new_term
 from tests.nodes.conftest import STEPS, TOKEN, free_port
 from tests.scenarios.harness import ROOT, TRAIN, poll
+from tests.scenarios.test_parents import HELD
 
 SLOW = "task.pace_s=0.05"
 
@@ -38,6 +41,8 @@ def test_a_rank_lost_on_either_node_costs_no_step_and_no_bit(nodes, one_machine)
     faults = [(fault["kind"], fault["rank"], fault["steps_lost"]) for fault in summary["faults"]]
     killed = [("rank_killed", 3, 0), ("rank_killed", 1, 0)]
     assert faults == [*killed, ("rank_raised", 2, 0), ("rank_exited", 1, 0)], first.console
+    assert f"rank 3 on {socket.gethostname()}" in first.console
+    assert "rank 1 on" not in first.console
     assert first.digest == one_machine(4)
     # What rank 3 said is in the log of its own machine, and nothing of the run's there.
     assert (second.logs / "rank_3.log").exists()
@@ -79,7 +84,8 @@ def test_it_goes_on_with_fewer_nodes_and_takes_more_in(nodes):
     assert "this node leaves" in second.console
     assert first.wait() == 0, first.console
     summary = first.summary()
-    assert summary["steps"] == 120
+    assert (summary["steps"], summary["world_size"]) == (120, 2)
+    assert "the run begins with 2 of 4 ranks" in first.console
     assert not summary["exact"]
     assert any("of 4 ranks from step" in reason for reason in summary["inexact_reasons"])
 
@@ -111,8 +117,51 @@ def test_a_coordinator_that_comes_again_takes_the_ranks_of_others_over(nodes, on
     assert (second.rank_pid(2), second.rank_pid(3)) == pids
     assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
     assert "its ranks have kept their memory" in first.console
+    assert re.search(r"continues at step (3|4)\d, the newest state of all machines", first.console)
     again = first.events("rank_formed")[-4:]
     assert {(one["source"], one["committed_step"] >= 30) for one in again} == {(2, True)}
+    assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
+
+
+def test_a_zygote_that_crashes_while_ranks_wait_loses_no_step(nodes, one_machine):
+    """The coordinator is killed, then the zygote of the machine that has the only memory."""
+    settings = (SLOW, "recovery.coordinator_wait_s=60", "save_interval=0", "save_every_steps=1000")
+    first, second = nodes.start(0, *settings), nodes.start(1, *settings)
+    first.wait_for_step(10)
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    poll(lambda: "wait for it, with their memory" in second.console, what="ranks that wait")
+    second.signal(signal.SIGSEGV, second.named("ddp:zygote").pid)
+    said = "the zygote died of SIGSEGV; another one is being started"
+    poll(lambda: said in second.console, what="another zygote")
+    first = nodes.start(0, *settings)
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    again = first.events("rank_formed")[-4:]
+    assert {(one["source"], one["committed_step"] >= 10) for one in again} == {(2, True)}
+    assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
+
+
+def test_a_coordinator_that_cannot_start_leaves_others_their_memory(nodes, one_machine):
+    """Its import crashes after the other machine has come: that waits on, for the next coordinator."""
+    settings = (SLOW, "recovery.coordinator_wait_s=60", "save_interval=0", "save_every_steps=1000")
+    held, task = nodes.folder / "held", nodes.folder / "held.py"
+    task.write_text(HELD.format(held=str(held)), encoding="utf-8")
+    how = {"task": f"{task}:HeldTask"}
+    first, second = (nodes.start(number, *settings, **how) for number in (0, 1))
+    first.wait_for_step(10)
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    held.touch()
+    first = nodes.start(0, *settings, **how)
+    poll(lambda: "its ranks have kept their memory" in first.console, what="the other machine")
+    first.signal(signal.SIGSEGV, first.named("ddp:zygote").pid)
+    assert first.wait() == 1, first.console
+    assert "the process that imports torch died of SIGSEGV" in first.console
+    held.unlink()
+    first = nodes.start(0, *settings, **how)
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    again = first.events("rank_formed")[-4:]
+    assert {(one["source"], one["committed_step"] >= 10) for one in again} == {(2, True)}
     assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
 
 
@@ -179,6 +228,24 @@ def test_what_decides_collectives_is_given_to_the_coordinator_alone(nodes):
     assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
     summary = first.summary()
     assert (summary["exact"], summary["faults"]) == (True, []), first.console
+
+
+def test_commands_on_a_follower_name_the_machine_with_the_files(nodes, monkeypatch):
+    """Its own folders have the logs of its ranks alone."""
+    first, second = (nodes.start(number, "--max-steps", 2) for number in (0, 1))
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    monkeypatch.chdir(nodes.folder)
+    (nodes.folder / "logs").mkdir()
+    second.logs.rename(nodes.folder / "logs" / "mine")
+    where = f"this machine followed a run of {socket.gethostname()}, where it is in "
+    for command, words, folder in (
+        (report, ["--name", "mine"], first.logs),
+        (report, [], first.logs),
+        (checkpoints, ["list", "--name", "mine"], first.checkpoints),
+        (checkpoints, ["list"], first.checkpoints),
+    ):
+        with pytest.raises(BadInputError, match=f"; {re.escape(where + str(folder))}$"):
+            command.run(words)
 
 
 def _mine(nodes, number, rate):

@@ -20,6 +20,7 @@ NODES = ("n1", "n2", "n3")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 # A lost node is to be found out within seconds, and a requeued job to start again at once (SLURM takes 2 minutes).
+_SUPERVISORS = ("ddp:supervisor", "ddp:follower")
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -140,6 +141,12 @@ class Cluster:
         """The processes of ranks on a node, or on all of them."""
         found = [one for one in processes_with(self._mark) if one.name.startswith("ddp:rank")]
         return {one.pid for one in found if node in (None, _variable(one.pid, "SLURMD_NODENAME"))}
+
+    def supervisor(self, node):
+        """The process that has the ranks there."""
+        found = [one for one in processes_with(self._mark) if one.name in _SUPERVISORS]
+        (pid,) = (one.pid for one in found if _variable(one.pid, "SLURMD_NODENAME") == node)
+        return pid
 
     def stop(self):
         """Every job, then every daemon; whatever is left after that is killed."""

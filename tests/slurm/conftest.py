@@ -88,4 +88,4 @@ class Job(Outputs):
 @pytest.fixture
 def job(cluster, tmp_path):
     """``job(script, *words, nnodes=...)`` submits it."""
-    return lambda *words, **how: Job(cluster, tmp_path / "job", *words, **how)
+    return lambda *words, folder="job", **how: Job(cluster, tmp_path / folder, *words, **how)

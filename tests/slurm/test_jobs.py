@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 from tests.nodes.conftest import SETTINGS, STEPS
 from tests.processes import poll
@@ -42,6 +44,28 @@ def test_a_preempted_job_and_a_lost_node_cost_no_bit(cluster, job, made_once):
     assert (summary["steps"], summary["world_size"]) == (STEPS, 4), run.console
     assert run.console.count("resumed at step") == 2, run.console
     assert run.digest == made_once(*SETTINGS, world=4).digest
+
+
+def test_a_job_whose_supervisor_is_killed_starts_again(cluster, job, made_once):
+    """srun gives the 137 of the killed one, and the others have ended with 75: it is requeued, and goes on."""
+    run = job("slurm.sbatch", PACE, nnodes="2", options=WHOLE_NODES)
+    run.wait_for_step(5)
+    os.kill(cluster.supervisor("n2"), signal.SIGKILL)
+    cluster.wait_for_job(run.number, JobState="RUNNING", Restarts="1")
+    cluster.wait_for_job(run.number, JobState="COMPLETED", ExitCode="0:0")
+    assert run.console.count("resumed at step") == 1, run.console
+    assert run.digest == made_once(*SETTINGS, world=4).digest
+
+
+def test_a_job_that_fails_is_not_started_again(cluster, job):
+    """Control: neither is one that has been started often enough."""
+    options = (*WHOLE_NODES, "--export=ALL,REQUEUES_MAX=0")
+    run = job("slurm.sbatch", PACE, "-b", "none", nnodes="2", options=options)
+    cluster.wait_for_job(run.number, JobState="FAILED", ExitCode="2:0", Restarts="0")
+    run = job("slurm.sbatch", PACE, nnodes="2", options=options, folder="other")
+    run.wait_for_step(5)
+    os.kill(cluster.supervisor("n2"), signal.SIGKILL)
+    cluster.wait_for_job(run.number, JobState="FAILED", ExitCode="137:0", Restarts="0")
 
 
 def test_a_spare_node_steps_in_and_scancel_ends_for_good(cluster, job):

@@ -399,8 +399,8 @@ class Simulation:
             return
         if number == signal.SIGKILL and process.unending:
             process.stopped = process.asleep = True
-        elif number == signal.SIGKILL:
-            self._end(process, signal_number=9)
+        elif number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT):
+            self._end(process, signal_number=int(number))
         elif number == STACKS_SIGNAL and process.rank >= 0:
             os.write(process.machine.node.processes[process.rank].output, ITS_STACKS)
         elif number == signal.SIGCONT:

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.supervisor.recovery.zygote_keeper import ZYGOTES_LOST_MAX
 from tests.supervisor.judging import assert_generations_grow, lost, plans
 from tests.supervisor.simulated_nodes import NodesSimulation
 
@@ -122,6 +123,44 @@ def test_a_link_that_heals_in_time_costs_no_step(simulate, out, back):
     assert lost(run) == [0]
     assert_done(run)
     assert not run.said("going on without")
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL])
+def test_a_zygote_lost_while_its_machine_is_cut_off_costs_nothing(simulate, number):
+    """Its ranks wait with their memory, and another zygote is started; the machine ended instead."""
+    run = simulate(steps=300)
+    before = pids(run, 0, 1, 2, 3)
+    run.cut(1)
+    run.run_until(lambda: run.said("is lost"))
+    run.signal(run.followers[0].zygote.pid, number)
+    run.pass_time(2.0)
+    run.heal()
+    run.run_until(lambda: 2 in run.formed)
+    assert pids(run, 0, 1, 2, 3) == before
+    run.kill(2)
+    assert_done(run)
+    assert lost(run) == [0, 0]
+
+
+def test_a_machine_with_living_ranks_outlasts_its_zygotes(simulate):
+    """However many are lost: its ranks train on, another is tried a minute later, and replaces a rank."""
+    run = simulate(steps=10**6, warm_spare=False)
+    (machine,) = run.followers
+    before = pids(run, 2, 3)
+    for _ in range(ZYGOTES_LOST_MAX + 1):
+        run.pass_time(1.5)
+        run.signal(machine.zygote.pid, signal.SIGSEGV)
+    run.run_until(lambda: run.said("it is tried again in 60 s"))
+    at_s = run.clock.now_s
+    run.run_until(lambda: not run.links.nodes[0].can_fork)
+    run.run_until(lambda: run.links.nodes[0].can_fork)
+    assert 59.0 < run.clock.now_s - at_s < 63.0
+    assert pids(run, 2, 3) == before
+    run.kill(2)
+    run.run_until(lambda: 2 in run.formed)
+    assert lost(run) == [0]
+    run.steps = run.best + 20
+    assert_done(run)
 
 
 def test_a_short_cut_is_nothing_at_all(simulate):

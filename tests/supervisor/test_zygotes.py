@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from ddp_runner.core.exits import ExitCode, StopReason
@@ -54,6 +56,33 @@ def test_a_zygote_that_never_forks_at_all_ends_the_run(simulate):
     ending = run.run_to_end(within_s=30.0)
     assert ending.exit_code == ExitCode.FAILED
     assert ending.reason == "the process that imports torch did not fork within 20 s"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL])
+def test_a_zygote_that_crashes_once_it_was_ready_is_replaced(simulate, number):
+    """Before the first generation too: its import had worked."""
+    run = simulate()
+    run.run_until(lambda: run.events("zygote_ready"))
+    run.signal(run.zygote.pid, number)
+    assert_done(run)
+    assert run.zygotes == 2
+    said = f"the zygote died of {number.name}; another one is being started"
+    assert said in [text for _, text in run.outputs.said]
+
+
+def test_a_zygote_that_crashes_at_each_fork_ends_the_run(simulate):
+    """Control: three of them, and the signal is named. So does one whose import crashes, at once."""
+    run = simulate()
+    for count in (1, 2, 3):
+        run.run_until(lambda count=count: len(run.events("zygote_ready")) == count)
+        run.signal(run.zygote.pid, signal.SIGSEGV)
+    assert run.run_to_end(within_s=5.0).exit_code == ExitCode.FAILED
+    said = "the process that imports torch died of SIGSEGV: "
+    assert run.ending.reason.startswith(said), run.ending
+    run = simulate()
+    run.pass_time(0.05)
+    run.signal(run.zygote.pid, signal.SIGSEGV)
+    assert run.run_to_end(within_s=5.0).reason.startswith(said), run.ending
 
 
 @pytest.mark.parametrize(("stop", "within_s"), [("freeze", 2.0), ("sleep", 11.0)])

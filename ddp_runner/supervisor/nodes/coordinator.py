@@ -54,6 +54,7 @@ from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.reach import Bell
 
 OWNER_EVERY_S = 0.5
+FORMS_LONG_S = 5.0  # after which all nodes try whether they reach each other
 LEAVES = "this node leaves; the others go on"
 
 
@@ -77,6 +78,7 @@ class CoordinatorSupervisor(Supervisor):
         self._without: tuple[int, ...] = ()  # as it stands in the folder
         home = self.node.ranks[0] // len(self.node.ranks)
         self._reach = None if bell is None else ReachCheck(home, bell, others, clock=self._clock)
+        self._named: set[int] = set()  # nodes that others cannot reach, of which that was said
         self._trained_in = 0  # the newest generation that has formed a world
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
         self._has_parked = False  # whether ranks of others came with a memory
@@ -151,19 +153,33 @@ class CoordinatorSupervisor(Supervisor):
             now_s = self._clock.monotonic()
             self._look_at_missing(now_s)
             self._look_at_owner(now_s)
-            self._look_at_reach()
+            self._look_at_reach(now_s)
         super().advance()
 
-    def _look_at_reach(self) -> None:
-        """Where ranks could not form a world, do without a node that others cannot reach."""
+    def _look_at_reach(self, now_s: float) -> None:
+        """Where ranks could not form a world, do without a node that others cannot reach.
+
+        The cause is named as soon as forming takes long; it may still come to an end.
+        """
         if self._reach is None:
             return
+        has_failed = self.facts.generation > self._trained_in + 1
         if self.machine.state is RunState.RUNNING:
             self._trained_in = self.facts.generation
-        elif self.facts.generation > self._trained_in + 1:
+        elif has_failed or self._forms_for_long(now_s):
             self._reach.begin()
-        if (found := self._reach.found()) is not None:
-            found[0].unwanted = found[1]  # its link ends next
+        if (found := self._reach.found()) is None:
+            return
+        node, why = found
+        if has_failed:
+            node.unwanted = why  # its link ends next
+        elif node.number not in self._named:
+            self._named.add(node.number)
+            self.recorder.say(f"{node.name}: {why}", level="WARNING")
+
+    def _forms_for_long(self, now_s: float) -> bool:
+        forms = any(handle.state is RankState.FORMING for handle in self.world.present)
+        return forms and now_s > self.facts.formed_at_s + FORMS_LONG_S
 
     def _begin(self) -> bool:
         if not super()._begin():

@@ -67,11 +67,13 @@ from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.folder_owner import FolderOwner
+from ddp_runner.system.followed_run import FollowedRun
 from ddp_runner.system.reach import Bell, Trial
 
 NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")
 LOOK_SOON_S = 0.1  # from one look to the next, while the run is not free of faults
 LEAVE_TIME_S = 30.0  # for a rank to leave its generation, once its node is cut off
+ZYGOTE_AGAIN_S = 60.0  # from a zygote that was the last allowed to another try, while ranks live
 NOBODY = -1
 _KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve bytes each in a frame
 
@@ -108,7 +110,7 @@ class Follower:
             if handle.rank not in node.processes:
                 handle.member.advance(MembershipEvent.DROPPED)
         self._facts = RunFacts()
-        herald = Herald(self._facts, report, show)
+        self._herald = herald = Herald(self._facts, report, show)
         self._reporter = Reporter()
         self._keeper = NodeKeeper(
             plan,
@@ -134,7 +136,18 @@ class Follower:
         # From when the newest look was sent that the coordinator has heard.
         self.lease_from_ns = clock.monotonic_ns()
         self._looked_at_s = self._round_trip_s = 0.0
-        self.failed = ""  # why this machine can have no ranks any more
+        self.followed: FollowedRun | None = None  # to be noted where it is not on this machine
+        self._no_zygote = ""  # why none is here that could start a rank; tried again
+        self._again_at_s = 0.0  # when
+
+    @property
+    def failed(self) -> str:
+        """Why this machine can have no ranks any more; empty while one lives that has a state."""
+        # INVARIANT living-ranks-stay: a machine with a state in memory does not end because it can start no
+        # rank. Broken if: its supervisor ends, and the only state of the newest step with it.
+        # Guarded by: test_a_machine_with_living_ranks_outlasts_its_zygotes.
+        lives = any(handle.is_alive and handle.has_state for handle in self.handles)
+        return "" if lives else self._no_zygote
 
     @property
     def handles(self) -> list[RankHandle]:
@@ -236,6 +249,8 @@ class Follower:
         if isinstance(message, Form):
             with contextlib.suppress(OSError):  # what a rank says then stays in memory
                 self._log_dir.mkdir(parents=True, exist_ok=True)
+            if self.followed is not None and not self._node.shares_logs:
+                self.followed.note_in(self._log_dir)
             handle.has_log = True
             if not self._node.shares_checkpoints:
                 self._take_own_folder()
@@ -323,10 +338,12 @@ class Follower:
         elif departure is not None:
             match self._keeper.ended(departure):
                 case NoZygote(reason=reason):
-                    self.failed = reason
-                case Fault() as fault:
-                    self.failed = fault.cause
-                case None:
+                    self._no_zygote = reason
+                    self._again_at_s = self._clock.monotonic() + ZYGOTE_AGAIN_S
+                    if not self.failed:
+                        again = f"ranks here live on, and it is tried again in {ZYGOTE_AGAIN_S:g} s"
+                        self._herald.say(f"{reason}; {again}", level="WARNING")
+                case Fault() | None:  # a store, which a coordinator alone has
                     pass
 
     def _larger_ones_killed(self, handle: RankHandle) -> int:
@@ -342,7 +359,7 @@ class Follower:
         """Whatever time asks for. Called after every event and every tick."""
         now_s = self._clock.monotonic()
         self._node.kernel_kills.look_sometimes(now_s)
-        self._keeper.zygotes.look(now_s)
+        self._look_at_zygote(now_s)
         if self._node.ranks:  # else this is a spare machine, which touches no device
             self._keeper.spares.look(now_s, fault_free=self._is_fault_free)
         for handle in self._reporter.never_came:
@@ -354,6 +371,12 @@ class Follower:
         wait_s = LOOK_EVERY_S if self._is_fault_free else LOOK_SOON_S
         if now_s >= self._looked_at_s + wait_s:
             self.look(now_s)
+
+    def _look_at_zygote(self, now_s: float) -> None:
+        if self._no_zygote and now_s >= self._again_at_s and not self.failed:
+            self._no_zygote = ""
+            self._node.start_zygote()
+        self._keeper.zygotes.look(now_s)
 
     def look(self, now_s: float) -> None:
         """Say how everything stands here."""
@@ -428,6 +451,7 @@ class Follower:
 
     def look_at_parked(self, now_s: float) -> None:
         """End those who have not left their generation in time. Called while there is no coordinator."""
+        self._look_at_zygote(now_s)
         if now_s > self._parked_since_s + LEAVE_TIME_S:
             for handle in self.handles:
                 if handle.is_alive and handle.state is not RankState.READY:

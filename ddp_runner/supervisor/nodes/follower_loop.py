@@ -47,6 +47,7 @@ from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import new_term
 from ddp_runner.system.folder_probe import is_shared
+from ddp_runner.system.followed_run import FollowedRun
 from ddp_runner.system.moving_endpoint import read_endpoint
 from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
 from ddp_runner.system.reach import Bell
@@ -262,6 +263,7 @@ class _FollowerLoop:
             newest_step=EMPTY_STEP if newest is None else newest.step,
             newest_run_id="" if newest is None else newest.run_id,
             parked=None if self._follower is None else self._follower.parked,
+            was_there=self._welcome is not None,
         )
         give_up_s = self._clock.monotonic() + WELCOME_TIME_S
         try:
@@ -314,6 +316,9 @@ class _FollowerLoop:
                 show=self._say,
                 clock=self._clock,
             )
+        self._follower.followed = FollowedRun(
+            host=welcome.host, log_dir=welcome.log_dir, checkpoint_dir=welcome.checkpoint_dir
+        )
         self._follower.welcomed(keeps_parked=welcome.keeps_parked)
         if count:
             self._watch_as(welcome.node)

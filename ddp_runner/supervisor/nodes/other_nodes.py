@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -257,12 +258,16 @@ class OtherNodes:
             self.spares.remove(node)
         return NodeGone(node=node, why=why)
 
-    def announce_end(self, *, exit_code: int, line: str) -> None:
-        """Say how the run has ended; once."""
+    def announce_end(self, *, exit_code: int, line: str, but_parked: bool = False) -> None:
+        """Say how the run has ended; once. ``but_parked``: not to those who wait with a memory of it."""
+        # INVARIANT memory-outlasts-a-start: a coordinator that fails before it has formed a world ends no
+        # ranks that others have kept. Broken if: they are told that the run has ended.
+        # Guarded by: test_a_coordinator_that_cannot_start_leaves_others_their_memory.
         if not self._is_announced:
             self._is_announced = True
             for node in (*self.nodes, *self.spares):
-                node.order(RunEnds(exit_code=exit_code, line=line))
+                if not (but_parked and node.keeps_parked):
+                    node.order(RunEnds(exit_code=exit_code, line=line))
 
     def end(self, *, exit_code: int, line: str) -> None:
         """Say how the run has ended, as far as that goes at once, and hang up."""
@@ -363,7 +368,7 @@ class OtherNodes:
                 yield self.lose(one, "it has connected again")
         refused = why_not(message, self._meeting) or self._why_not_now(message)
         node = None if refused else place_for(message, self.nodes)
-        if node is None and message.node_rank is not None:
+        if node is None and message.node_rank is not None and not message.was_there:
             refused = refused or number_is_taken(message)
         if refused is not None:
             link.send(encode_for_node(refused))
@@ -377,6 +382,8 @@ class OtherNodes:
             spare.left_out_until_s = self._losses.left_out_until_s(spare.machine)
             self.spares.append(spare)
             waits_for = left_out or "all nodes are there, until one is lost"
+            if node is None and message.node_rank is not None:
+                waits_for = f"another machine is node {message.node_rank}, until that is lost"
             self._welcome(spare, waits_for=waits_for)
             yield NodeJoined(node=spare, keeps_parked=False, waits_for=waits_for)
         else:
@@ -401,6 +408,7 @@ class OtherNodes:
     def _take_in(self, node: RemoteNode, link: NodeLink, hello: Hello) -> NodeJoined:
         keeps_parked = hello.parked is not None and self._keeps(hello.parked, node)
         node.joined(link, hello)
+        node.keeps_parked = keeps_parked
         self._welcome(node, keeps_parked=keeps_parked)
         return NodeJoined(
             node=node, keeps_parked=keeps_parked, other_code=other_code(hello, self._meeting)
@@ -410,6 +418,7 @@ class OtherNodes:
         self, node: RemoteNode, *, keeps_parked: bool = False, waits_for: str = ""
     ) -> None:
         host, port = self._store
+        run = self._plan.settings.run
         node.order(
             Welcome(
                 node=node.number,
@@ -422,6 +431,9 @@ class OtherNodes:
                 keeps_parked=keeps_parked,
                 settings=dict(self._meeting.shared),
                 waits_for=waits_for,
+                host=socket.gethostname(),
+                log_dir=str(Path(run.log_dir).absolute()),
+                checkpoint_dir=str(Path(run.checkpoint_dir).absolute()),
             )
         )
 

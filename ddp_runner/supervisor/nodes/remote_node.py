@@ -105,6 +105,7 @@ class RemoteNode:
         self.hello: Hello | None = None  # its newest
         self.shares_logs = True  # with the coordinator, until it says that it does not
         self.unwanted = ""  # why the others are to do without it
+        self.keeps_parked = False  # its ranks came with a memory that this run may take up
         self.is_leaving = False  # it was asked to leave, so its end is no loss
         self.left_out_until_s = 0.0  # it is lost all the time, and is not waited for until then
         self.link: NodeLink | None = None
@@ -149,7 +150,7 @@ class RemoteNode:
     def joined(self, link: NodeLink, hello: Hello) -> None:
         """Its supervisor is there, with none of its ranks."""
         self.link, self.hello, self.broken, self.unwanted = link, hello, "", ""
-        self.is_leaving, self.left_out_until_s = False, 0.0
+        self.is_leaving, self.keeps_parked, self.left_out_until_s = False, False, 0.0
         self.host, self.supervisor = hello.host, hello.supervisor
         newest = NewestCheckpoint(step=hello.newest_step, run_id=hello.newest_run_id)
         self.newest = newest if newest.step > EMPTY_STEP else None

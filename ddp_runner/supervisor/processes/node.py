@@ -98,6 +98,11 @@ class Node:
         self.processes = {rank: RankProcess(rank, log_dir=log_dir) for rank in ranks}
 
     @property
+    def host(self) -> str:
+        """Empty: it is the machine of the supervisor."""
+        return ""
+
+    @property
     def can_fork(self) -> bool:
         """Whether the zygote is ready."""
         return self._zygote is not None and self._zygote.ready

@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass
 
 from ddp_runner.core import events
+from ddp_runner.core.classify import signal_name
 from ddp_runner.core.messages import Forked
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.processes.children import Ended
@@ -63,12 +64,16 @@ class ZygoteKeeper:
         self._hangs = ""  # in what, in words
         self._looked_at_s = self._awake_since_s = 0.0
         self._no_standby_before_s = 0.0
+        self._was_ready = False  # one has imported everything
+        self._has_formed = False  # ranks that came of one have been asked to form
 
     def look(self, now_s: float) -> None:
         """Kill a zygote or a store that is stopped, or does not do its work; its end follows."""
         if now_s - self._looked_at_s > _BLINK_S:
             self._awake_since_s = now_s  # what nobody could do meanwhile is held against nobody
         self._looked_at_s = now_s
+        self._was_ready |= self._node.can_fork
+        self._has_formed |= self._facts.generation > 0
         self._look_at_zygote(now_s)
         self._look_at_store(now_s)
         self._look_at_standby(now_s)
@@ -143,10 +148,9 @@ class ZygoteKeeper:
         )
         hung, self._asked_at_s, self._hangs = self._hangs, None, ""
         self._lost += 1
-        if not self._may_start_another(ended, hung=bool(hung)):
-            last = output.splitlines()[-1] if output else "it said nothing"
-            reason = hung or f"died: {last}"
-            return NoZygote(reason=f"the process that imports torch {reason}", detail=output)
+        died = "died"
+        if ended.signal_number is not None:
+            died = f"died of {signal_name(ended.signal_number)}"
         # Forks that it still owed will never be answered.
         self._node.forget_owed()
         for rank in self._node.processes:
@@ -154,10 +158,14 @@ class ZygoteKeeper:
             if handle.is_alive and handle.pid is None:
                 self._world.forget_start(handle)
                 self._repair.schedule_respawn(handle)
+        if not self._may_start_another(ended, hung=bool(hung)):
+            last = output.splitlines()[-1] if output else "it said nothing"
+            reason = hung or f"{died}: {last}"
+            return NoZygote(reason=f"the process that imports torch {reason}", detail=output)
         if self._node.promote_standby():
             self._recorder.record(events.ZygoteReplaced(pid=self._node.zygote_pid))
         else:
-            self._recorder.say("the zygote died; another one is being started", level="WARNING")
+            self._recorder.say(f"the zygote {died}; another one is being started", level="WARNING")
             self._node.start_zygote()
         return None
 
@@ -165,7 +173,8 @@ class ZygoteKeeper:
         """An import that fails by itself would fail again; one that was killed deserves another."""
         now_s, window_s = ended.at_ns / 1e9, self._settings.restart_window_s
         self._lost_at_s = [at_s for at_s in self._lost_at_s if at_s >= now_s - window_s] + [now_s]
-        if self._facts.generation:  # the import has worked: whoever kills it may be done at last
+        if self._has_formed or self._facts.generation:  # whoever kills it may be done at last
             return len(self._lost_at_s) <= max(ZYGOTES_LOST_MAX, self._settings.max_restarts)
-        killed = ended.signal_number in _SENT_BY_OTHERS and not hung
+        by_signal = ended.signal_number is not None and not hung
+        killed = by_signal and (self._was_ready or ended.signal_number in _SENT_BY_OTHERS)
         return self._lost < ZYGOTES_AT_START_MAX and killed

@@ -90,12 +90,17 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
 def with_newest(ready: Sequence[Ready]) -> list[Ready]:
     """The same, the first of them with what was loaded where another rank has a newer state."""
     newest = max(ready, key=lambda one: one.committed_step)  # of equal ones the first
+    notes = ready[0].notes
+    if newest.committed_step > ready[0].committed_step:
+        step = f"step {newest.committed_step:,}"
+        notes = (f"training continues at {step}, the newest state of all machines", *notes)
     first = replace(
         ready[0],
         committed_step=newest.committed_step,
         run_id=newest.run_id,
         is_complete=newest.is_complete,
         changed_task=newest.changed_task,
+        notes=notes,
     )
     return [first, *ready[1:]]
 
@@ -107,6 +112,9 @@ def lines_of_begin(plan: LaunchPlan, ready: Sequence[Ready]) -> tuple[str, ...]:
     if first.is_complete:  # but its summary is gone, and is made once more
         where = f"{first.committed_step:,} of {first.total_steps:,} steps"
         lines.append(f"already complete: {where}, nothing to train")
+    if len(ready) < plan.world_size:
+        there = f"{len(ready)} of {plan.world_size} ranks"
+        lines.append(f"the run begins with {there}: the others are taken in when they are there")
     lines += first.notes
     lines += [
         f"rank {other.rank}: {note}"

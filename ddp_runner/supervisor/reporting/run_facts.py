@@ -92,8 +92,10 @@ class RunFacts(RunFindings):
 
 def fault_line(fault: Fault) -> str:
     """The fault for people: who, what, when."""
-    who = fault.cause
-    if fault.rank >= 0 and not who.startswith((f"rank {fault.rank} ", f"rank {fault.rank}'")):
-        who = f"rank {fault.rank}: {who}"
+    who, rank = fault.cause, f"rank {fault.rank}"
+    if fault.rank >= 0 and not who.startswith((f"{rank} ", f"{rank}'")):
+        who = f"{rank}: {who}"
+    if fault.host:
+        who = who.replace(rank, f"{rank} on {fault.host}", 1)
     where = f" in {fault.phase}" if fault.phase else ""
     return f"{who} at step {fault.step}{where}"
