@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.options import OPTIONS, Option
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.run_loop import attaches, with_loop
+from ddp_runner.cli.run_loop import attaches, may_be_run, with_loop
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
     EXAMPLES,
@@ -223,7 +222,7 @@ def _script(words: _Words) -> ScriptPlan:
             path = str(Path(path).absolute())
         elif shutil.which(path) is None:
             raise BadInputError("--no-python", path, "no program of this name can be run")
-    elif not _is_found(module):
+    elif not may_be_run(module):
         raise BadInputError("-m", module, "no module of this name is found from here")
     shown, marks_lines = _shown(words.own)
     return ScriptPlan(
@@ -304,17 +303,6 @@ def _check_file(path: str) -> None:
         ) from error
     except OSError as error:
         raise BadInputError("run", path, f"cannot be read: {error.strerror}") from error
-
-
-def _is_found(module: str) -> bool:
-    """Whether ``python -m`` would find it; only its parents are imported, as there."""
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        del sys.path[0]
 
 
 def _seconds(own: Mapping[str, str], option: str, *, otherwise: float) -> float:

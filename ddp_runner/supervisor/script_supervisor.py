@@ -406,6 +406,7 @@ class ScriptSupervisor(Supervisor):
             return
         self._began_s = now_s
         arguments = [*self._script.arguments, *self._resume_words()]
+        restarts = self.plan.settings.recovery.max_restarts if self._script.restarts else 0
         for handle in missing:
             log = self._log_file(handle.rank)
             extra = {
@@ -419,9 +420,10 @@ class ScriptSupervisor(Supervisor):
                 "error_file": str(error_file(log)),
                 "run_id": self._run_id,
                 "attempt": self.attempt,
-                "max_restarts": self._script.restarts and self.plan.settings.recovery.max_restarts,
+                "max_restarts": restarts,
             }
-            if self.world.spawn_rank(handle, RankStart(script=extra, log_file=log), now_s=now_s):
+            start = RankStart(script=extra, log_file=log, reads_stdin=handle.rank == 0)
+            if self.world.spawn_rank(handle, start, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
 
     def _resume_words(self) -> list[str]:
