@@ -38,7 +38,7 @@ class ScriptPlan:
     started again, because the user has said how it resumes, or how often. ``preload``: modules that the
     zygote imports ahead. ``plain_saves``: torch.save is left as it is. ``from_scratch``: it may begin at its
     beginning where an attempt before has saved something. ``hang_timeout_s``: without a sign of any rank; 0: no limit. ``shown_ranks``: whose lines the console has,
-    None: all; ``marks_lines``: and each says whose it is.
+    None: all; ``marks_lines``: and each says whose it is. ``role`` and ``rdzv_id``: for the variables that torchrun sets.
     """
 
     path: str
@@ -54,6 +54,8 @@ class ScriptPlan:
     is_program: bool = False
     shown_ranks: tuple[int, ...] | None = (0,)
     marks_lines: bool = False
+    role: str = "default"
+    rdzv_id: str = ""
 
     @property
     def name(self) -> str:

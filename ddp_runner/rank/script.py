@@ -113,7 +113,7 @@ def torchrun_environment(request: Fork, spec: Mapping[str, Any]) -> dict[str, st
         "LOCAL_WORLD_SIZE": world_size,
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
+        "ROLE_NAME": str(spec["role"]),
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": str(spec["store_host"]),

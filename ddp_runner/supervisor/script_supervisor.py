@@ -418,7 +418,8 @@ class ScriptSupervisor(Supervisor):
                 "plain_saves": self._script.plain_saves,
                 "log_file": str(log),
                 "error_file": str(error_file(log)),
-                "run_id": self._run_id,
+                "run_id": self._script.rdzv_id or self._run_id,
+                "role": self._script.role,
                 "attempt": self.attempt,
                 "max_restarts": restarts,
             }

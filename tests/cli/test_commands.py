@@ -54,7 +54,8 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["run", "--tee", "9", __file__], ["--tee=9: must be 0 to 3, or rank:0 to 3 for some"]),
         (["run", "--local_ranks_filter=a", __file__], ["--local-ranks-filter=a: must be ranks"]),
         (["run", "--monitor_interval=x", __file__], ["--monitor-interval=x: must be a number"]),
-        (["run", "-r", "3", __file__], ["--redirects=3: is not needed: each rank has its own"]),
+        (["run", "-r", "7", __file__], ["--redirects=7: must be 0 to 3, or rank:0 to 3 for some"]),
+        (["run", "--rdzv-backend", "etcd", "x.py"], ["--rdzv-backend=etcd: is for several"]),
         (["run", "--node_rank=1", __file__], ["--node-rank=1: is for several machines"]),
         (
             ["run", "--shutdown-timeout=9", "x.py"],
