@@ -141,7 +141,7 @@ def test_latest_leads_to_the_newest_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("folder", "way_on"), [("logs/mine", "another --name"), ("other", "another directory")]
 )
-def test_a_second_run_of_a_script_is_told_of_a_name(tmp_path, monkeypatch, folder, way_on):
+def test_a_second_run_of_a_script_hears_of_names(tmp_path, monkeypatch, folder, way_on):
     """It has one folder for all; control: one that is elsewhere, whatever its name."""
     monkeypatch.chdir(tmp_path)
     run = run_of(("--name", "mine"), ("--log-dir", folder), ("--checkpoint-dir", folder))

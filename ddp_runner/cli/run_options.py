@@ -56,7 +56,7 @@ OWN = {
             long="--resume-with",
             metavar="GLOB:WORDS",
             says="words that are added at each start at which such a file exists, as in "
-            "'out/ckpt.pt:--resume out/ckpt.pt'; may be repeated",
+            "'out/ckpt.pt:--resume out/ckpt.pt'; {} is the newest whole match; may be repeated",
         ),
         Option(
             long="--from-scratch",
@@ -155,7 +155,7 @@ EXAMPLES = (
     ("-n 4 train.py", "as torchrun --nproc-per-node 4 train.py"),
     ("--max-restarts 3 train.py", "started again from its own checkpoint"),
     (
-        "--resume-with 'out/*.pt:--resume out' train.py",
+        "--resume-with 'out/checkpoint-*:--resume {}' train.py",
         "the same command resumes, now and after a failure",
     ),
     ("--hang-timeout 600 --tee 3 train.py", "hangs are faults, and all ranks are shown"),

@@ -15,6 +15,7 @@ from ddp_runner.core.settings import RecoverySettings
 ZYGOTE_OF_SCRIPTS = (
     "scripts:"  # sent to a zygote in place of a task; modules to import ahead follow
 )
+NEWEST = "{}"
 WRONG_ARGUMENTS = 2  # argparse's exit code, and that of most programs
 ZYGOTE_OF_LOOPS = "loops:"  # the same for programs whose loop attaches
 GRACE_AFTER_FAULT_S = 1.0  # from SIGTERM to SIGKILL, for the ranks that are left
@@ -24,7 +25,10 @@ STOPPED_MAX_S = 10.0  # for which the system may hold a rank stopped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeWith:
-    """Words that a script is given at each start at which a file exists; ``pattern`` is a glob."""
+    """Words that a script is given at each start at which a file exists; ``pattern`` is a glob.
+
+    Where they have NEWEST in them, that stands for the newest match that is whole.
+    """
 
     pattern: str
     words: tuple[str, ...]

@@ -338,7 +338,7 @@ w = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([w], lr=0.1)
 with open(f"words_{os.environ['RANK']}", "a") as file:
     file.write(f"{sys.argv[1:]}\\n")
-begin = torch.load("out.pt")["step"] if "--resume" in sys.argv else 0
+begin = torch.load(sys.argv[sys.argv.index("--resume") + 1])["step"] if "--resume" in sys.argv else 0
 for step in range(begin, 6):
     (w * w).sum().backward(); optimizer.step()
     if os.environ["RANK"] == "0" and step in (2, 5):
@@ -352,7 +352,7 @@ def test_a_rank_killed_inside_a_save_leaves_the_file_before(tmp_path):
     """The next attempt is told to resume, and reads it; what was half written is gone after its next save."""
     script = tmp_path / "own.py"
     script.write_text(SAVER, encoding="utf-8")
-    words = ("--resume-with", "out.pt:--resume out.pt")
+    words = ("--resume-with", "*.pt:--resume {}")
     with run_script(tmp_path, script, "--lr", 1, options=words, world=1) as run:
         assert run.wait() == 0, run.console
     asked = (tmp_path / "words_0").read_text().splitlines()
