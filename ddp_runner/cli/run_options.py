@@ -41,7 +41,7 @@ OWN = {
         Option(
             long="--hang-timeout",
             metavar="SECONDS",
-            says="from the first step on: without a step, a collective, a line or "
+            says="from the start on: without a step, a collective, a line or "
             "ddp_runner.heartbeat() of any rank it is a fault [no limit]",
         ),
         Option(
