@@ -56,12 +56,12 @@ first_python() {
 
 script=$(readlink -f -- "${BASH_SOURCE[0]}")
 repository=$(dirname -- "$script")
-# The package runs from the checkout, whatever folder the user is in and keeps. An empty part of
-# PYTHONPATH would be the working directory, whose files are not ours to run.
+# The package runs from the checkout, whatever folder the user is in and keeps; what lies beside it there
+# is on no path. An empty part of PYTHONPATH would be the working directory, whose files are not ours to run.
 path=:${PYTHONPATH:-}:
 while [[ $path == *::* ]]; do path=${path//::/:}; done
 path=${path#:}
-export PYTHONPATH="$repository${path:+:${path%:}}"
+export PYTHONPATH="$repository/ddp_runner/on_path${path:+:${path%:}}"
 start=$repository/ddp_runner/start.py
 
 first=$(first_python)

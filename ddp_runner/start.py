@@ -7,17 +7,23 @@ there would run as the user. Until the path is clean nothing may be imported but
 
 import sys
 
+# What python itself has imported before a program begins: no program finds a file of such a name.
+# Run by its path, this file is __main__, and has seen that.
+IMPORTED_BY_PYTHON = frozenset(getattr(sys.modules["__main__"], "IMPORTED_BY_PYTHON", sys.modules))
+
 # INVARIANT no-code-from-here: the working directory is on no search path of ours, unless the user
 # names it. Broken if: anything is imported above, or a process of ours is started in another way.
 # Guarded by: test_nothing_in_the_working_directory_is_executed.
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # this file's folder
 
-import os
-import signal
+import os  # noqa: E402 - the path had to be clean
+import signal  # noqa: E402
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes 5 ms
 PACKAGE_PARENT = os.path.dirname(_PACKAGE)  # noqa: PTH120
+# On search paths in place of that one: of a checkout it finds the package alone.
+IMPORT_FOLDER = os.path.join(_PACKAGE, "on_path")  # noqa: PTH118
 # Where launch() found what its program imports; searched last, behind the standard library.
 FOLDERS_VARIABLE = "DDP_RUNNER_FOLDERS"
 # Set for what launch() starts: the file with the program's settings, or "1" where it has given none.
@@ -44,8 +50,8 @@ def clean_search_path() -> None:
         if here in sys.path and here not in map(os.path.abspath, named):
             sys.path.remove(here)
     sys.path[:] = [folder for folder in sys.path if folder]
-    if PACKAGE_PARENT not in sys.path:
-        sys.path.insert(0, PACKAGE_PARENT)
+    if not {PACKAGE_PARENT, IMPORT_FOLDER} & set(sys.path):
+        sys.path.insert(0, IMPORT_FOLDER)
     passed_on = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
     sys.path += [folder for folder in passed_on if folder and folder not in sys.path]
 

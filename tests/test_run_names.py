@@ -138,6 +138,20 @@ def test_latest_leads_to_the_newest_run(tmp_path, monkeypatch):
     assert [path.name for path in Path("other").iterdir()] == ["place"]
 
 
+@pytest.mark.parametrize(
+    ("folder", "way_on"), [("logs/mine", "another --name"), ("other", "another directory")]
+)
+def test_a_second_run_of_a_script_hears_of_names(tmp_path, monkeypatch, folder, way_on):
+    """It has one folder for all; control: one that is elsewhere, whatever its name."""
+    monkeypatch.chdir(tmp_path)
+    run = run_of(("--name", "mine"), ("--log-dir", folder), ("--checkpoint-dir", folder))
+    first = RunDirectories(run)
+    first.claim()
+    with pytest.raises(BadInputError, match=f"take {way_on}"):
+        RunDirectories(run).claim()
+    first.release()
+
+
 def test_latest_is_a_file_where_there_are_no_links(tmp_path, monkeypatch):
     """Some file systems have none; the command finds the run all the same."""
 

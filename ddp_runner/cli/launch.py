@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.start import FOLDERS_VARIABLE, LAUNCHED_VARIABLE, PACKAGE_PARENT
+from ddp_runner.start import FOLDERS_VARIABLE, IMPORT_FOLDER, LAUNCHED_VARIABLE
 from ddp_runner.system.run_files import from_json, read_small
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def child_environment(config_file: str) -> dict[str, str]:
     The mark says which configuration nobody has written by hand: no ``.env`` is looked for beside it.
     """
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    search = [PACKAGE_PARENT, *(part for part in before if part != PACKAGE_PARENT)]
+    search = [IMPORT_FOLDER, *(part for part in before if part != IMPORT_FOLDER)]
     folders = [str(Path(folder).absolute()) for folder in sys.path if folder]
     return {
         **os.environ,

@@ -20,6 +20,7 @@ from ddp_runner.observe.progress_report import fault_sentence
 from ddp_runner.observe.reports.ended_run import EndedRun
 from ddp_runner.observe.reports.improvements import improvements
 from ddp_runner.observe.reports.text_report import curve_lines, improvement_lines, time_lines
+from ddp_runner.observe.script_summary import ScriptSummary, read_script_summary
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import from_json, read_lines, read_small
@@ -62,8 +63,7 @@ def run(words: Sequence[str]) -> int:
         return write_html(directory, file)
     text = str(directory)
     try:
-        summary = read_summary(directory / "summary.json")
-        lines = tuple(summary_lines(summary))
+        summary, lines = _read(directory / "summary.json")
     except FileNotFoundError:
         return _report_unfinished(text, directory)
     except (OSError, ValueError, TypeError, OverflowError, AttributeError) as error:  # not by us
@@ -72,6 +72,22 @@ def run(words: Sequence[str]) -> int:
         ) from error
     for line in (*lines, *event_lines(directory / "events.jsonl")):
         show(line)
+    if summary is not None:
+        _show_course(directory, summary)
+    return ExitCode.DONE
+
+
+def _read(path: Path) -> tuple[RunSummary | None, tuple[str, ...]]:
+    """The summary, None where it is a script's, and its lines."""
+    script = read_script_summary(path)
+    if script is not None:
+        return None, tuple(script_lines(script))
+    summary = read_summary(path)
+    return summary, tuple(summary_lines(summary))
+
+
+def _show_course(directory: Path, summary: RunSummary) -> None:
+    """Curves, where the time went, and what to improve."""
     history = RunHistory(directory)
     history.read()
     run = EndedRun.of(history, summary)
@@ -83,7 +99,6 @@ def run(words: Sequence[str]) -> int:
         *improvement_lines(improvements(run), labels=_CURVE_LABELS),
     ):
         show(line)
-    return ExitCode.DONE
 
 
 def _refuse_beside_compare(arguments: SmallArguments) -> None:
@@ -99,8 +114,11 @@ def _report_unfinished(text: str, directory: Path) -> int:
     try:
         status = from_json(read_small(directory / "status.json"))
         pid, state = int(status["pid"]), str(status["state"])
+        total = (
+            f" of {status['max_steps']}" if status["max_steps"] else ""
+        )  # nobody knows a script's
         place = (
-            f"at step {status['step']} of {status['max_steps']}, {status['world_size']} ranks, "
+            f"at step {status['step']}{total}, {status['world_size']} ranks, "
             f"{status['faults_total']} faults"
         )
         name = f"{status['name']} " if status.get("name") else ""
@@ -159,6 +177,33 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
     more = len(summary.faults) - _FAULTS_SHOWN_MAX + summary.faults_left_out
     if more > 0:
         yield f"  and {more} more in events.jsonl"
+
+
+def script_lines(summary: ScriptSummary) -> Iterator[str]:
+    """The same of a script's run, which has its own checkpoints: nothing is known of its weights."""
+    attempts = len(summary.attempts)
+    newest = f" in the newest of {attempts} attempts" if attempts > 1 else ""
+    failed = [one for one in summary.attempts if one.cause]
+    rows = (
+        ("run", summary.called),
+        ("status", f"{summary.status.words} (exit {summary.exit_code})"),
+        ("script", summary.script),
+        (
+            "trained",
+            f"{count(summary.steps)} optimizer steps on {summary.world_size} ranks{newest}",
+        ),
+        ("wall time", duration(summary.wall_s)),
+        ("faults", str(len(failed))),
+    )
+    yield from (f"{name:<{_LABEL_COLUMNS}}{value}" for name, value in rows)
+    for one in failed[:_FAULTS_SHOWN_MAX]:
+        who = "" if one.rank is None or one.cause.startswith("rank ") else f"rank {one.rank}: "
+        yield (
+            f"  attempt {one.attempt}  {who}{one.cause}, after {count(one.steps)} optimizer steps"
+            f" in {duration(one.seconds)}"
+        )
+    if len(failed) > _FAULTS_SHOWN_MAX:
+        yield f"  and {len(failed) - _FAULTS_SHOWN_MAX} more in summary.json"
 
 
 def _trained(summary: RunSummary) -> str:

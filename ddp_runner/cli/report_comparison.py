@@ -16,6 +16,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.reports.comparison import ComparedRow, compared, differing_settings
 from ddp_runner.observe.reports.ended_run import EndedRun
+from ddp_runner.observe.script_summary import read_script_summary
 from ddp_runner.observe.summary import read_summary
 
 _NAME_COLUMNS_MAX, _VALUE_COLUMNS = 36, 24
@@ -40,6 +41,9 @@ def _ended(word: str) -> EndedRun:
     else:
         raise BadInputError("--compare", word, "is no log folder, and no name of a run")
     try:
+        if read_script_summary(folder / "summary.json") is not None:
+            expected = "is the run of a script, which has nothing to compare"
+            raise BadInputError("--compare", word, expected)
         summary = read_summary(folder / "summary.json")
     except FileNotFoundError:
         raise BadInputError("--compare", word, "has no summary.json: it has not ended") from None

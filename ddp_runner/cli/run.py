@@ -7,20 +7,21 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.options import OPTIONS, Option
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.run_loop import attaches, with_loop
+from ddp_runner.cli.run_loop import attaches, may_be_run, with_loop
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
     EXAMPLES,
     LONG_OF_SHORT_HERE,
     OF_ATTACHED,
+    OF_ENVIRONMENT,
     OF_SCRIPTS,
     OF_TASKS,
     OWN,
@@ -29,6 +30,7 @@ from ddp_runner.cli.run_options import (
     REFUSED_SWITCHES,
     SAYS_OF_SHARED,
     SHARED,
+    WHICH_STREAMS,
 )
 from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.cli.tracker_needs import take_keys
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
 
 _WIDTH, _INDENT = 79, 28
+_DEVICE_OF = {"cpu": "cpu", "gpu": "cuda"}  # torchrun's words for as many ranks as there are
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +77,7 @@ def run(words: Sequence[str]) -> int:
             "",
             "starts the ranks itself, and this process is one already; torchrun starts the script",
         )
+    _take_of_environment(sorted_words, os.environ)
     script = _script(sorted_words)
     arguments = parse_train(_settings(sorted_words, script))
     keys = take_keys(arguments.files)
@@ -118,7 +122,7 @@ def _supervise(plan: LaunchPlan, words: Sequence[str]) -> int:
 def _refuse_of_scripts(words: _Words) -> None:
     given = [*words.own, *(["--resume-with"] if words.resume_with else [])]
     for option in given:
-        if option in OF_SCRIPTS:
+        if option in OF_SCRIPTS and _variable_of(option) not in os.environ:
             expected = f"is for other scripts: a loop that calls attach() {OF_SCRIPTS[option]}"
             raise BadInputError(option, "", expected)
 
@@ -162,6 +166,26 @@ def _sort(words: Sequence[str]) -> _Words:
     return found
 
 
+def _take_of_environment(found: _Words, environment: Mapping[str, str]) -> None:
+    """Add what variables of torchrun's say where the words do not."""
+    words = [*found.own, *(word.partition("=")[0] for word in found.shared)]
+    given = {word.lstrip("-").replace("-", "_").rpartition(".")[2] for word in words}
+    if given & {"nproc", "num_processes", "num_gpus"}:
+        given.add("nproc_per_node")
+    of_environment = _Words(shared=[], own={}, resume_with=[], rest=[])
+    for option in OF_ENVIRONMENT:
+        value = environment.get(_variable_of(option), "")
+        if value and option[2:].replace("-", "_") not in given:
+            _is_last(f"{option}={value}", [], of_environment)
+    found.shared[:0] = of_environment.shared
+    found.own.update(of_environment.own)
+
+
+def _variable_of(option: str) -> str:
+    """The variable that torchrun reads in place of an option."""
+    return f"PET_{option[2:].replace('-', '_').upper()}"
+
+
 def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     """Take an option, and its value off ``rest``. True for one behind which none of ours comes."""
     name, _, attached = word.partition("=")
@@ -179,6 +203,9 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
         unknown = "unknown option; run --help lists them. The script's own words follow it"
         raise BadInputError(word, "", OF_TASKS.get(long, unknown))
     value = _value(option, attached, rest)
+    if option.long == "--nproc-per-node" and value in ("cpu", "gpu"):
+        found.shared.append(f"run.device={_DEVICE_OF[value]}")
+        value = str(os.cpu_count()) if value == "cpu" else "auto"
     if option.long == "--resume-with":
         found.resume_with.append(value)
     elif option.long in OWN:
@@ -195,7 +222,8 @@ def _refuse_unless_so_anyhow(long: str, attached: str, rest: list[str]) -> None:
     value = attached
     if not value and rest and not rest[0].startswith("-") and long not in REFUSED_SWITCHES:
         value = rest.pop(0)
-    if value not in ACCEPTED_VALUES.get(long, ()):
+    said = value.replace(gethostname(), "localhost") if value else value
+    if long not in ACCEPTED_VALUES or not re.fullmatch(ACCEPTED_VALUES[long], said):
         raise BadInputError(long, value, REFUSED[long])
 
 
@@ -223,7 +251,7 @@ def _script(words: _Words) -> ScriptPlan:
             path = str(Path(path).absolute())
         elif shutil.which(path) is None:
             raise BadInputError("--no-python", path, "no program of this name can be run")
-    elif not _is_found(module):
+    elif not may_be_run(module):
         raise BadInputError("-m", module, "no module of this name is found from here")
     shown, marks_lines = _shown(words.own)
     return ScriptPlan(
@@ -240,6 +268,8 @@ def _script(words: _Words) -> ScriptPlan:
         from_scratch="--from-scratch" in words.own,
         plain_saves="--plain-saves" in words.own,
         preload=_preload(words.own.get("--preload", "")),
+        role=words.own.get("--role", "default"),
+        rdzv_id=words.own.get("--rdzv-id", ""),
     )
 
 
@@ -257,7 +287,7 @@ def _shown(own: Mapping[str, str]) -> tuple[tuple[int, ...] | None, bool]:
     tee = own.get("--tee", "0")
     if re.fullmatch(r"[0-3]", tee):
         shown = None if tee != "0" else shown
-    elif re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", tee):
+    elif re.fullmatch(WHICH_STREAMS, tee):
         each = [one.split(":") for one in tee.split(",")]
         shown = tuple(int(rank) for rank, streams in each if streams != "0")
     else:
@@ -304,17 +334,6 @@ def _check_file(path: str) -> None:
         ) from error
     except OSError as error:
         raise BadInputError("run", path, f"cannot be read: {error.strerror}") from error
-
-
-def _is_found(module: str) -> bool:
-    """Whether ``python -m`` would find it; only its parents are imported, as there."""
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        del sys.path[0]
 
 
 def _seconds(own: Mapping[str, str], option: str, *, otherwise: float) -> float:

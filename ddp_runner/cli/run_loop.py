@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import pkgutil
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from ddp_runner.core.injection import refuse_of_loops
 from ddp_runner.core.script import LoopPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ddp_runner.core.launch_plan import LaunchPlan
     from ddp_runner.core.script import ScriptPlan
 
@@ -77,14 +80,47 @@ def with_loop(plan: LaunchPlan, script: ScriptPlan) -> LaunchPlan:
 def _source(script: ScriptPlan) -> bytes:
     if not script.module:
         return Path(script.path).read_bytes()
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = importlib.util.find_spec(script.module)
-        if found is not None and found.submodule_search_locations is not None:
-            found = importlib.util.find_spec(f"{script.module}.__main__")
-    except (ImportError, ValueError):
-        found = None
-    finally:
-        del sys.path[0]
+    found = _found(script.module)
+    if found is not None and found.submodule_search_locations is not None:
+        found = _found(f"{script.module}.__main__")
+    return _text(found)
+
+
+def may_be_run(module: str) -> bool:
+    """Whether ``python -m`` may find it, from the working directory: what a parent does at its import is not known."""
+    above = module.rpartition(".")[0]
+    return _found(module) is not None or b"__path__" in (_text(_found(above)) if above else b"")
+
+
+def _text(found: ModuleSpec | None) -> bytes:
     origin = None if found is None else found.origin
     return Path(origin).read_bytes() if origin and origin.endswith(".py") else b""
+
+
+def _found(module: str) -> ModuleSpec | None:
+    """What python would find, by its files alone: no parent is imported, as that is the user's code."""
+    names = module.split(".")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        each = (finder.find_spec(names[0], None) for finder in sys.meta_path)
+        found = next((one for one in each if one is not None), None)
+        for number in range(2, len(names) + 1):
+            folders = None if found is None else found.submodule_search_locations
+            found = _found_in(folders or (), ".".join(names[:number]))
+    except (ImportError, ValueError):
+        return None
+    finally:
+        del sys.path[0]
+    return found
+
+
+def _found_in(folders: Iterable[str], module: str) -> ModuleSpec | None:
+    parts = ModuleSpec(module, None, is_package=True)  # of a package without a file of its own
+    assert parts.submodule_search_locations is not None
+    for folder in folders:
+        importer = pkgutil.get_importer(folder)
+        found = None if importer is None else importer.find_spec(module, None)
+        if found is not None and found.loader is not None:
+            return found
+        parts.submodule_search_locations += (found and found.submodule_search_locations) or ()
+    return parts if parts.submodule_search_locations else None

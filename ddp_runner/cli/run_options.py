@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ddp_runner.cli.options import LONG_OF_SHORT, Option
 
+# As torchrun has it: stdout, stderr, both or none of all ranks, or of some.
+WHICH_STREAMS = r"[0-3]|\d+:[0-3](,\d+:[0-3])*"
 # Options of ``train`` that mean the same here.
 SHARED = (
     *("--nproc-per-node", "--gpus", "--cpu", "--name", "--log-dir"),
@@ -39,7 +41,7 @@ OWN = {
         Option(
             long="--hang-timeout",
             metavar="SECONDS",
-            says="from the first step on: without a step, a collective, a line or "
+            says="from the start on: without a step, a collective, a line or "
             "ddp_runner.heartbeat() of any rank it is a fault [no limit]",
         ),
         Option(
@@ -54,7 +56,7 @@ OWN = {
             long="--resume-with",
             metavar="GLOB:WORDS",
             says="words that are added at each start at which such a file exists, as in "
-            "'out/ckpt.pt:--resume out/ckpt.pt'; may be repeated",
+            "'out/ckpt.pt:--resume out/ckpt.pt'; {} is the newest whole match; may be repeated",
         ),
         Option(
             long="--from-scratch",
@@ -81,6 +83,9 @@ OWN = {
             says="accepted: the end of a rank is noticed at once",
         ),
         Option(long="--standalone", says="accepted: there is one machine"),
+        Option(long="--role", metavar="NAME", says="what ROLE_NAME is in each rank [default]"),
+        Option(long="--rdzv-id", metavar="ID", says="what TORCHELASTIC_RUN_ID is in each rank"),
+        Option(long="--rdzv-conf", metavar="A=B", says="accepted: nobody is waited for"),
     )
 }
 LONG_OF_SHORT_HERE = {
@@ -106,23 +111,20 @@ OF_TASKS = {
 }
 # What means nothing of a program that is no Python of ours to run.
 PYTHON_ONLY = ("--module", "--hang-timeout", "--preload", "--from-scratch", "--plain-saves")
-# Of torchrun, with no meaning here, or none that could be kept.
+# Of torchrun, with no meaning here, or none that could be kept. Values that say what is so in any case are taken.
 _ONE_MACHINE_ONLY = "is for several machines, which are not in this version"
 REFUSED = {
     "--nnodes": f"must be 1: more {_ONE_MACHINE_ONLY}",
     "--node-rank": _ONE_MACHINE_ONLY,
     "--rdzv-endpoint": _ONE_MACHINE_ONLY,
-    "--rdzv-id": _ONE_MACHINE_ONLY,
-    "--rdzv-conf": _ONE_MACHINE_ONLY,
     "--rdzv-backend": _ONE_MACHINE_ONLY,
     "--master-addr": _ONE_MACHINE_ONLY,
     "--local-addr": _ONE_MACHINE_ONLY,
-    "--start-method": "is not needed: ranks are forked from a process that has torch imported",
-    "--redirects": "is not needed: each rank has its own log file below --log-dir",
+    "--start-method": "must be spawn, fork or forkserver",
+    "--redirects": "must be 0 to 3, or rank:0 to 3 for some, as in 0:3,1:3",
     "--run-path": "is not needed: a Python file runs in a fork of this command's own Python",
     "--shutdown-timeout": "is called --grace-period here",
     "--signals-to-handle": "cannot be chosen: SIGINT, SIGTERM, SIGHUP and SIGUSR1 stop the run",
-    "--role": "has no use on one machine: ROLE_NAME is default",
     "--logs-specs": "is not in this version",
     "--event-log-handler": "is not in this version: events.jsonl has what happened",
     "--duplicate-stdout-filters": "is not in this version",
@@ -131,18 +133,29 @@ REFUSED = {
     "--virtual-local-rank": "is not in this version",
 }
 REFUSED_SWITCHES = ("--run-path", "--virtual-local-rank")
-# Values with which they say what is so in any case.
+_HERE = r"localhost|127\.0\.0\.1|0\.0\.0\.0|\[?::1\]?"  # and the name of this machine
+# Values with which they say what is so in any case, as regular expressions.
 ACCEPTED_VALUES = {
-    "--nnodes": ("1", "1:1"),
-    "--node-rank": ("0",),
-    "--master-addr": ("127.0.0.1", "localhost"),
+    "--nnodes": "1|1:1",
+    "--node-rank": "0",
+    "--master-addr": _HERE,
+    "--local-addr": _HERE,
+    "--rdzv-backend": "c10d|static",
+    "--rdzv-endpoint": rf"({_HERE})(:\d+)?",
+    "--start-method": "spawn|fork|forkserver",
+    "--redirects": WHICH_STREAMS,
 }
+# Where the command line has none of these, the environment's PET_<name> is read, as torchrun does.
+OF_ENVIRONMENT = (
+    *("--nproc-per-node", "--max-restarts", "--log-dir", "--tee", "--local-ranks-filter"),
+    *("--master-port", "--role", "--rdzv-id"),
+)
 EXAMPLES = (
     ("train.py --lr 1e-3", "two ranks on the CPU, or one per GPU"),
     ("-n 4 train.py", "as torchrun --nproc-per-node 4 train.py"),
     ("--max-restarts 3 train.py", "started again from its own checkpoint"),
     (
-        "--resume-with 'out/*.pt:--resume out' train.py",
+        "--resume-with 'out/checkpoint-*:--resume {}' train.py",
         "the same command resumes, now and after a failure",
     ),
     ("--hang-timeout 600 --tee 3 train.py", "hangs are faults, and all ranks are shown"),

@@ -55,6 +55,8 @@ def is_name(text: str) -> bool:
 
 def has_folders_of_its_name(run: RunSettings) -> bool:
     """Whether the run's files are where its name says, and another name would move them."""
+    if run.checkpoint_dir == run.log_dir:  # a script's, whose checkpoints are its own
+        return PurePath(run.log_dir) == PurePath(LOGS, run.name)
     folders = {"run.log_dir": run.log_dir, "run.checkpoint_dir": run.checkpoint_dir}
     return all(PurePath(folders[key]) == PurePath(root, run.name) for key, root in FOLDERS)
 

@@ -15,6 +15,7 @@ from ddp_runner.core.settings import RecoverySettings
 ZYGOTE_OF_SCRIPTS = (
     "scripts:"  # sent to a zygote in place of a task; modules to import ahead follow
 )
+NEWEST = "{}"
 WRONG_ARGUMENTS = 2  # argparse's exit code, and that of most programs
 ZYGOTE_OF_LOOPS = "loops:"  # the same for programs whose loop attaches
 GRACE_AFTER_FAULT_S = 1.0  # from SIGTERM to SIGKILL, for the ranks that are left
@@ -24,7 +25,10 @@ STOPPED_MAX_S = 10.0  # for which the system may hold a rank stopped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeWith:
-    """Words that a script is given at each start at which a file exists; ``pattern`` is a glob."""
+    """Words that a script is given at each start at which a file exists; ``pattern`` is a glob.
+
+    Where they have NEWEST in them, that stands for the newest match that is whole.
+    """
 
     pattern: str
     words: tuple[str, ...]
@@ -38,7 +42,7 @@ class ScriptPlan:
     started again, because the user has said how it resumes, or how often. ``preload``: modules that the
     zygote imports ahead. ``plain_saves``: torch.save is left as it is. ``from_scratch``: it may begin at its
     beginning where an attempt before has saved something. ``hang_timeout_s``: without a sign of any rank; 0: no limit. ``shown_ranks``: whose lines the console has,
-    None: all; ``marks_lines``: and each says whose it is.
+    None: all; ``marks_lines``: and each says whose it is. ``role`` and ``rdzv_id``: for the variables that torchrun sets.
     """
 
     path: str
@@ -54,6 +58,8 @@ class ScriptPlan:
     is_program: bool = False
     shown_ranks: tuple[int, ...] | None = (0,)
     marks_lines: bool = False
+    role: str = "default"
+    rdzv_id: str = ""
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ ASKED_PER_TIMEOUT = (
     4  # how often a rank is asked for its collectives, which it does not show by itself
 )
 ASKED_EVERY_MIN_S = 0.5
+OTHERS_SHOWN_MAX = 2  # lines at which others wait for the one that hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +30,16 @@ class SignsOfLife:
 
 
 class Silence:
-    """How long no rank has shown any sign. It begins with the first optimizer step of an attempt."""
+    """How long no rank has shown any sign, from the start of an attempt on."""
 
     def __init__(self) -> None:
         self._signs: tuple[SignsOfLife, ...] = ()
         self._since_s = 0.0
 
     def observe(self, signs: Sequence[SignsOfLife], now_s: float) -> float:
-        """For how long these ranks have been as they are now; 0.0 before the first step."""
+        """For how long these ranks have been as they are now."""
         seen = tuple(signs)
-        if seen != self._signs or not any(one.steps for one in seen):
+        if seen != self._signs:
             self._signs, self._since_s = seen, now_s
         return now_s - self._since_s
 
@@ -61,10 +62,21 @@ def who_holds_up(ranks: Collection[int], begun: Mapping[int, int]) -> int:
     return behind[0] if behind and (len(behind) < len(begun) or len(begun) == 1) else -1
 
 
-def hang_in_words(rank: int, *, timeout_s: float, place: str, begun: Mapping[int, int]) -> str:
-    """One line: who, for how long, where, and how many collectives each has begun where they differ."""
+def hang_in_words(
+    rank: int, *, timeout_s: float, places: Mapping[int, str], begun: Mapping[int, int]
+) -> str:
+    """One line: who, for how long, where, where the others wait, and the collectives of each where they differ.
+
+    ``places``: the user's line of each rank that has said so.
+    """
     who = f"rank {rank} hung" if rank >= 0 else "all ranks hung"
-    where = f" {place}" if place else ""
+    first = rank if rank >= 0 else min(places, default=-1)
+    where = f" {places[first]}" if places.get(first) else ""
+    said = {places.get(first, "") if rank < 0 else "", ""}
+    for other, place in sorted(places.items()):
+        if other != first and place not in said and len(said) <= OTHERS_SHOWN_MAX:
+            said.add(place)
+            where += f"; rank {other} waits {place}"
     counts = disagreement(begun)
     apart = f"; collectives begun: {counts}" if counts else ""
     unanswered = "; it did not answer" if rank >= 0 and rank not in begun else ""

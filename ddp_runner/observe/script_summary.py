@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 
 from ddp_runner.core.exits import RunStatus
+from ddp_runner.system.run_files import from_json, read_small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,26 @@ class ScriptSummary:
     gpus: Mapping[str, object] = field(default_factory=dict)
     rank_use: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def called(self) -> str:
+        """Name and id, as people are shown them."""
+        return f"{self.name} ({self.run_id})" if self.name else self.run_id
+
     def to_record(self) -> dict[str, object]:
         """The content of summary.json."""
         return {**asdict(self), "status": self.status.value}
+
+
+def read_script_summary(path: Path) -> ScriptSummary | None:
+    """Read ``path`` back; None where it is of no script. Raises OSError, or ValueError where it cannot be understood."""
+    record = from_json(read_small(path))
+    if not isinstance(record, dict) or "script" not in record:
+        return None
+    try:
+        known = {f.name: record[f.name] for f in fields(ScriptSummary) if f.name in record}
+        known["status"] = RunStatus(known["status"])
+        known["arguments"] = tuple(known["arguments"])
+        known["attempts"] = tuple(AttemptRecord(**one) for one in known["attempts"])
+        return ScriptSummary(**known)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a script's summary: {error}") from error

@@ -23,7 +23,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import FrozenImporter, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,6 +51,7 @@ from ddp_runner.observe.files import ends_torn, lossy_text
 from ddp_runner.rank.runtime import StartupOutput, write_stacks
 from ddp_runner.rank.script_groups import collectives_by_groups, hold_groups
 from ddp_runner.rank.signals import RUN_SIGNALS
+from ddp_runner.start import IMPORTED_BY_PYTHON
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.heartbeat import count_heartbeats
@@ -58,23 +59,25 @@ from ddp_runner.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.training.failure import fault_of
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
+# Those that no file can take the place of.
+_KEPT = {"__main__", "ddp_runner", *sys.builtin_module_names, *IMPORTED_BY_PYTHON}
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # which programs of others expect to end of
 
 
 def run(request: Fork, descriptors: list[int]) -> int:
     """Be rank ``request.rank`` of a script; to be called at the bottom of the stack, once a process.
 
-    ``descriptors``: control channel, board, output. What the script raises leaves it as it is:
-    SystemExit, or an exception whose traceback has been shown without our frames (then 1 is returned).
+    ``descriptors``: control channel, board, output, and standard input where it is this rank's. What the script
+    raises leaves it as it is: SystemExit, or an exception whose traceback has been shown without our frames (then 1 is returned).
     """
-    control, board, output = descriptors
+    control, board, output, *stdin = descriptors
     spec: dict[str, Any] = request.spec
     parent_death.set_process_name(f"ddp:rank{request.rank}")
     parent_death.mark_own_children()
     log = Path(str(spec["log_file"]))
     startup = StartupOutput(output, log)
     os.environ.update(torchrun_environment(request, spec))
-    _be_an_ordinary_process()
+    _be_an_ordinary_process(*stdin)
     link = _Link(
         Channel.from_descriptor(control),
         _slot_of(board, request, spec),
@@ -110,7 +113,7 @@ def torchrun_environment(request: Fork, spec: Mapping[str, Any]) -> dict[str, st
         "LOCAL_WORLD_SIZE": world_size,
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
+        "ROLE_NAME": str(spec["role"]),
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": str(spec["store_host"]),
@@ -123,16 +126,16 @@ def torchrun_environment(request: Fork, spec: Mapping[str, Any]) -> dict[str, st
     }
 
 
-def _be_an_ordinary_process() -> None:
+def _be_an_ordinary_process(stdin: int | None = None) -> None:
     """Leave nothing of the zygote's: its handlers, its streams, and what a fork has in common with others."""
     for number in (*RUN_SIGNALS, signal.SIGPIPE):
         usual = signal.SIG_IGN if number == signal.SIGPIPE else signal.SIG_DFL
         signal.signal(number, usual)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    read = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
+    os.dup2(read, 0)
+    os.close(read)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     # All forks would draw the same numbers; Python's own generator does this itself, and CUDA's begin later.
     np.random.seed()  # noqa: NPY002
@@ -318,16 +321,18 @@ class _StepCounter:
 def notice_files(slot: Slot, *, whole_saves: bool) -> None:
     """Count on the board what the script saves and reads with torch, at whatever name it is called by.
 
-    With ``whole_saves`` a save to a path is written beside it, synced and then renamed: a rank that is
+    With ``whole_saves`` a save to a file is written beside it, synced and then renamed: a rank that is
     killed while it saves leaves the file that was there.
     """
     save, load = torch.save, torch.load
 
     @functools.wraps(save)
     def saving(obj: object, f: Any, *args: Any, **named: Any) -> None:
-        if whole_saves and isinstance(f, (str, os.PathLike)):
-            _save_whole(lambda path: save(obj, path, *args, **named), Path(os.fspath(f)))
-        else:
+        if isinstance(f, (str, bytes, os.PathLike)):
+            f = os.fsdecode(f)  # torch takes no path in bytes
+        if whole_saves and isinstance(f, str) and (os.path.isfile(f) or not os.path.exists(f)):  # noqa: PTH110, PTH113
+            _save_whole(lambda path: save(obj, path, *args, **named), Path(f))
+        else:  # of a device or a pipe the reader is to get it
             save(obj, f, *args, **named)
         slot.add(Cell.SCRIPT_SAVES, 1)
 
@@ -380,11 +385,11 @@ def run_as_main(
     sys.modules["__main__"] = main
     try:
         if module:
-            sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as python does
+            _search_first(os.getcwd())  # noqa: PTH109 - as python does
             sys.argv[:] = ["-m", *arguments]
             runpy._run_module_as_main(module)  # type: ignore[attr-defined] # noqa: SLF001 - what ``python -m`` calls
         else:
-            sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+            _search_first(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
             sys.argv[:] = [path, *arguments]
             main.__dict__.update(
                 __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
@@ -405,6 +410,22 @@ def run_as_main(
             os.kill(os.getpid(), signal.SIGINT)
         return 1
     return 0
+
+
+def _search_first(folder: str) -> None:
+    """Have the program find what is in ``folder`` before anything else, though it is a fork of a process that has imported.
+
+    A module that ``folder`` has as well is forgotten, so the program imports its own; who has imported it keeps it.
+    """
+    sys.path.insert(0, folder)
+    for name in {name.partition(".")[0] for name in sys.modules} - _KEPT:
+        found = PathFinder.find_spec(name, [folder])
+        if found is None or found.loader is None or FrozenImporter.find_spec(name):
+            continue
+        known = getattr(sys.modules.get(name), "__file__", None)
+        if known is None or os.path.realpath(known) != os.path.realpath(str(found.origin)):
+            for one in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+                del sys.modules[one]
 
 
 def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:

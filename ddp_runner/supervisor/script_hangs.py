@@ -84,14 +84,15 @@ class ScriptHangs:
         # One outside of any group has answered all the same.
         answered = {rank: begun.get(rank, 0) for rank in self._answers}
         rank = who_holds_up([handle.rank for handle in alive], answered)
-        stack = self._world.stack_of(self._world.ranks[rank]) if rank >= 0 else ""
+        stacks = {handle.rank: self._world.stack_of(handle) for handle in alive}
+        places = {each: place_in(stack) for each, stack in stacks.items()}
+        # Both sides: whoever hangs, and the first of those that wait.
+        shown = sorted(stacks, key=lambda each: (each != rank, each))[:2]
         return Fault(
             kind=FaultKind.RANK_HUNG if rank >= 0 else FaultKind.COLLECTIVE_STUCK,
             rank=rank,
             step=max(handle.slot.get(Cell.COMMITTED_STEP) for handle in alive),
-            cause=hang_in_words(
-                rank, timeout_s=self._timeout_s, place=place_in(stack), begun=answered
-            ),
-            detail=stack,
+            cause=hang_in_words(rank, timeout_s=self._timeout_s, places=places, begun=answered),
+            detail="\n".join(f"rank {each}:\n{stacks[each]}" for each in shown if stacks[each]),
             at_ns=int(now_s * 1e9),
         )

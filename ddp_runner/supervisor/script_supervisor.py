@@ -6,7 +6,6 @@ one that is lost takes all with it, and they begin again from the script's own c
 
 from __future__ import annotations
 
-import glob
 import signal
 import uuid
 from collections.abc import Collection
@@ -55,6 +54,7 @@ from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.script_errors import error_file, explained, recorded_fault
 from ddp_runner.supervisor.script_hangs import ScriptHangs
+from ddp_runner.supervisor.script_resume import words_to_resume
 from ddp_runner.supervisor.supervisor import Supervisor
 
 LATE_S = 10.0  # for ranks to end after the first has
@@ -405,7 +405,11 @@ class ScriptSupervisor(Supervisor):
         if not missing or any(handle.state not in NO_PROCESS_LEFT for handle in missing):
             return
         self._began_s = now_s
-        arguments = [*self._script.arguments, *self._resume_words()]
+        resume_words, notes = words_to_resume(self._script.resume_with)
+        for line in notes:
+            self.recorder.say(line, level="WARNING")
+        arguments = [*self._script.arguments, *resume_words]
+        restarts = self.plan.settings.recovery.max_restarts if self._script.restarts else 0
         for handle in missing:
             log = self._log_file(handle.rank)
             extra = {
@@ -417,17 +421,14 @@ class ScriptSupervisor(Supervisor):
                 "plain_saves": self._script.plain_saves,
                 "log_file": str(log),
                 "error_file": str(error_file(log)),
-                "run_id": self._run_id,
+                "run_id": self._script.rdzv_id or self._run_id,
+                "role": self._script.role,
                 "attempt": self.attempt,
-                "max_restarts": self._script.restarts and self.plan.settings.recovery.max_restarts,
+                "max_restarts": restarts,
             }
-            if self.world.spawn_rank(handle, RankStart(script=extra, log_file=log), now_s=now_s):
+            start = RankStart(script=extra, log_file=log, reads_stdin=handle.rank == 0)
+            if self.world.spawn_rank(handle, start, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
-
-    def _resume_words(self) -> list[str]:
-        """What the script is given beside its own words, where what it resumes from is there."""
-        found = [one for one in self._script.resume_with if glob.glob(one.pattern)]  # noqa: PTH207 - as a shell has it
-        return [word for one in found for word in one.words]
 
     def _end_if_it_does_not_resume(self) -> None:
         """It would train again what is trained, and overwrite what it has saved."""

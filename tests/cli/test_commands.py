@@ -20,6 +20,7 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.train import plan_launch
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
 from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares, write_summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,8 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["run", "--tee", "9", __file__], ["--tee=9: must be 0 to 3, or rank:0 to 3 for some"]),
         (["run", "--local_ranks_filter=a", __file__], ["--local-ranks-filter=a: must be ranks"]),
         (["run", "--monitor_interval=x", __file__], ["--monitor-interval=x: must be a number"]),
-        (["run", "-r", "3", __file__], ["--redirects=3: is not needed: each rank has its own"]),
+        (["run", "-r", "7", __file__], ["--redirects=7: must be 0 to 3, or rank:0 to 3 for some"]),
+        (["run", "--rdzv-backend", "etcd", "x.py"], ["--rdzv-backend=etcd: is for several"]),
         (["run", "--node_rank=1", __file__], ["--node-rank=1: is for several machines"]),
         (
             ["run", "--shutdown-timeout=9", "x.py"],
@@ -314,6 +316,50 @@ def test_a_report_shows_result_time_and_faults(tmp_path, capsys):
     assert "step 60: rank 1: killed by SIGKILL, repaired in 1.5s, 1 step again" in text
     assert "bits per byte" in text
     assert "run_started 1, x 1, (unreadable line) 1" in text
+
+
+def test_a_report_of_a_script_says_nothing_of_exactness(tmp_path, capsys):
+    """Its attempts and what ended them; the newest step of a run that goes on, and of no number."""
+    attempts = [
+        AttemptRecord(
+            attempt=number,
+            steps=1234,
+            seconds=9.0,
+            first_step_s=1.0,
+            rank=None if number else 1,
+            cause="" if number else "ValueError: bad row",
+            detail="",
+            exit_code=None if number else 1,
+        )
+        for number in range(2)
+    ]
+    summary = ScriptSummary(
+        run_id="r1",
+        status=RunStatus.GAVE_UP,
+        exit_code=3,
+        script="own.py",
+        arguments=("--lr", "1"),
+        world_size=2,
+        steps=1234,
+        wall_s=20.0,
+        attempts=tuple(attempts),
+    )
+    write_summary(tmp_path / "summary.json", summary)
+    assert main(["report", "-l", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "gave up (exit 3)" in text
+    assert "1,234 optimizer steps on 2 ranks in the newest of 2 attempts" in text
+    assert "attempt 0  rank 1: ValueError: bad row, after 1,234 optimizer steps" in text
+    assert "exact" not in text
+    assert main(["report", "--compare", str(tmp_path), str(tmp_path)]) == 2
+    assert "is the run of a script" in capsys.readouterr().err
+    (tmp_path / "summary.json").unlink()
+    status = {"run_id": "r1", "state": "running", "step": 5, "max_steps": 0, "pid": os.getpid()}
+    (tmp_path / "status.json").write_text(
+        json.dumps({**status, "world_size": 2, "faults_total": 0})
+    )
+    assert main(["report", "-l", str(tmp_path)]) == 0
+    assert "running at step 5, 2 ranks" in capsys.readouterr().out
 
 
 HOSTILE = "\x1b[2Jabc\u202egpj.\u200b\udcff\nrun  another"

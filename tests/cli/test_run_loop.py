@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.cli.run_loop import calls_attach
+from ddp_runner.cli.run_loop import calls_attach, may_be_run
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,26 @@ def test_a_call_is_found_whatever_the_names(text):
 )
 def test_what_only_looks_like_one_is_none(text):
     assert not calls_attach(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("module", "may_be"),
+    [
+        ("json", True),
+        ("json.tool", True),
+        ("json.no_such", False),
+        ("spaces.inner.go", True),
+        ("spaces.inner.no_such", False),
+        ("moved.elsewhere", True),
+        ("no_such.go", False),
+        ("json.tool.no_such", False),
+    ],
+)
+def test_a_module_is_found_without_an_import(tmp_path, monkeypatch, module, may_be):
+    """By files alone, in packages without a file of their own too; one that says where to look may have any."""
+    (tmp_path / "spaces" / "inner").mkdir(parents=True)
+    (tmp_path / "spaces" / "inner" / "go.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "__init__.py").write_text("__path__.append('elsewhere'); 1 / 0")
+    monkeypatch.chdir(tmp_path)
+    assert may_be_run(module) == may_be

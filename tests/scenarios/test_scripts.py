@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 
 from tests.scenarios.conftest import filled_once
-from tests.scenarios.harness import PYTHON_M, Run, poll
+from tests.scenarios.harness import PYTHON_M, ROOT, Run, poll
 
 # As a person starts it, with interpreters that have imported nothing; most are forks, see tests.ready.
 RUN = (*PYTHON_M, "run")
@@ -85,6 +89,45 @@ def test_a_script_finds_what_python_and_torchrun_give_it(tmp_path):
         assert one["stdin"] == ""
         assert (tmp_path / f"atexit_{rank}").exists()
     assert run.summary()["attempts"][0]["exit_code"] == 5
+
+
+OWN_FILES = """
+import os, stat, sys
+sys.path.append(os.path.join(os.path.dirname(__file__), "lib"))
+import profile, secrets, tests
+import torch, ddp_runner
+assert (profile.WHO, secrets.WHO, tests.WHO) == ("mine", "mine", "mine")
+assert os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0"
+torch.save([1], b"bytes.pt")
+torch.save([2], "pipe")
+print("got", sys.stdin.read())
+"""
+
+
+def test_files_input_and_pipes_are_as_under_python(tmp_path):
+    """Its folder comes before what is imported already, what it appends before the checkout; rank 0 reads."""
+    for path in ("profile.py", "secrets.py", "lib/tests/__init__.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("WHO = 'mine'\n", encoding="utf-8")
+    (tmp_path / "own.py").write_text(OWN_FILES, encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe")
+    variables = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    reader = os.open(tmp_path / "pipe", os.O_RDWR)  # so that no writer waits
+    done = subprocess.run(
+        [ROOT / "launch_training.sh", "run", "-n", "1", "--cpu", "own.py"],
+        cwd=tmp_path,
+        env={**variables, "DDP_RUNNER_PYTHON": sys.executable},
+        input="hello",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "got hello" in done.stdout
+    assert torch.load(tmp_path / "bytes.pt") == [1]
+    assert torch.load(io.BytesIO(os.read(reader, 10_000))) == [2]
+    os.close(reader)
 
 
 def test_each_process_of_a_script_draws_its_own_random_numbers(tmp_path):
@@ -270,6 +313,22 @@ def test_a_module_runs_as_python_m_does(tmp_path):
     assert (run.logs / "attempt_0" / "rank_1.log").exists()
 
 
+def test_an_error_of_a_module_s_package_is_shown(tmp_path):
+    """The ranks raise it, once all is there; the supervisor has imported nothing of it."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text(
+        "import os\nopen('importers', 'a').write(f\"{os.environ.get('RANK')} \")\n"
+        "raise KeyError('no such recipe')\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "mine" / "go.py").touch()
+    with run_script(tmp_path, "-m", "mine.go", world=1) as run:
+        assert run.wait() == 1, run.console
+    assert "KeyError: 'no such recipe'" in run.console
+    assert 'mine/__init__.py", line 3' in run.console
+    assert (tmp_path / "importers").read_text() == "0 "
+
+
 SAVER = """
 import os, signal, sys, torch
 class Deadly:
@@ -279,7 +338,7 @@ w = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([w], lr=0.1)
 with open(f"words_{os.environ['RANK']}", "a") as file:
     file.write(f"{sys.argv[1:]}\\n")
-begin = torch.load("out.pt")["step"] if "--resume" in sys.argv else 0
+begin = torch.load(sys.argv[sys.argv.index("--resume") + 1])["step"] if "--resume" in sys.argv else 0
 for step in range(begin, 6):
     (w * w).sum().backward(); optimizer.step()
     if os.environ["RANK"] == "0" and step in (2, 5):
@@ -293,7 +352,7 @@ def test_a_rank_killed_inside_a_save_leaves_the_file_before(tmp_path):
     """The next attempt is told to resume, and reads it; what was half written is gone after its next save."""
     script = tmp_path / "own.py"
     script.write_text(SAVER, encoding="utf-8")
-    words = ("--resume-with", "out.pt:--resume out.pt")
+    words = ("--resume-with", "*.pt:--resume {}")
     with run_script(tmp_path, script, "--lr", 1, options=words, world=1) as run:
         assert run.wait() == 0, run.console
     asked = (tmp_path / "words_0").read_text().splitlines()

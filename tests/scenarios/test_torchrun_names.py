@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -16,6 +17,27 @@ grep SigIgn /proc/self/status
 echo "open: $(ls -l /proc/$$/fd | grep -c -e socket: -e memfd:)"
 if [ "$RANK$TORCHELASTIC_RESTART_COUNT" = 10 ]; then kill -9 $$; fi
 """
+
+
+TORCHRUNS = (
+    *("--nproc-per-node", "cpu", "--nnodes=1", "--rdzv-backend", "c10d", "--rdzv-id", "job7"),
+    *("--rdzv-endpoint", "localhost:0", "--rdzv_conf", "timeout=9", "--local_addr=127.0.0.1"),
+    *("-r", 3, "--start-method", "spawn", "--standalone", "--monitor-interval", 1),
+)
+
+
+def test_torchrun_s_words_for_one_machine_and_its_variables_are_taken(tmp_path):
+    """Options that say what is so in any case, those that a script sees, and PET_* where no option says it."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os; print(*(os.environ[name] for name in ('ROLE_NAME', 'TORCHELASTIC_RUN_ID',"
+        " 'WORLD_SIZE', 'TORCHELASTIC_MAX_RESTARTS')))\n",
+        encoding="utf-8",
+    )
+    variables = {"PET_ROLE": "trainer", "PET_NPROC_PER_NODE": "7", "PET_MAX_RESTARTS": "4"}
+    with run_script(tmp_path, script, world=None, options=TORCHRUNS, variables=variables) as run:
+        assert run.wait() == 0, run.console
+    assert f"trainer job7 {os.cpu_count()} 4" in run.console
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ddp_runner.supervisor.processes.environment import (
 )
 from ddp_runner.supervisor.processes.zygote_imports import what_to_import
 
-PACKAGE_PARENT = str(Path(ddp_runner.__file__).resolve().parents[1])
+ON_PATH = str(Path(ddp_runner.__file__).resolve().with_name("on_path"))
 
 
 def plan_of(settings, *, threads=3, stages=()):
@@ -86,10 +86,10 @@ def test_debug_turns_on_torch_s_own_checks():
 
 def test_the_package_is_found_from_any_folder():
     """Behind what the user has put on the path, and once."""
-    assert environment({})["PYTHONPATH"] == PACKAGE_PARENT
-    assert environment({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == f"/a:/b:{PACKAGE_PARENT}"
-    again = environment({"PYTHONPATH": f"/a:{PACKAGE_PARENT}"})
-    assert again["PYTHONPATH"] == f"/a:{PACKAGE_PARENT}"
+    assert environment({})["PYTHONPATH"] == ON_PATH
+    assert environment({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == f"/a:/b:{ON_PATH}"
+    again = environment({"PYTHONPATH": f"/a:{ON_PATH}"})
+    assert again["PYTHONPATH"] == f"/a:{ON_PATH}"
 
 
 def test_the_given_environment_is_not_changed():

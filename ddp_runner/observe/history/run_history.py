@@ -60,6 +60,7 @@ class RunStanding:
         default_factory=dict
     )  # how many times as slow as the others
     inexact_reasons: tuple[str, ...] = ()
+    is_script: bool = False  # of whose weights nothing is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +215,7 @@ class RunHistory:
             time_s=time_s if isinstance(time_s, dict) else {},
             stragglers=_by_rank(status.get("stragglers") or summary.get("stragglers")),
             inexact_reasons=tuple(map(str, reasons)) if isinstance(reasons, list) else (),
+            is_script="script" in summary or (self.folder / "attempt_0").is_dir(),
         )
 
     def _is_held(self, pid: int) -> bool:

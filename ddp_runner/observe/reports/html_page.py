@@ -102,7 +102,7 @@ def _head(state: RunStanding) -> str:
         ("faults", count(state.faults)),
         ("goodput", "-" if state.goodput is None else percent(state.goodput)),
         ("ranks", count(state.world_size)),
-        ("exact", "no" if state.inexact_reasons else "yes"),
+        *(() if state.is_script else [("exact", "no" if state.inexact_reasons else "yes")]),
     )
     grid = "".join(
         f"<div><span class=small>{text(name)}</span><span>{text(value)}</span></div>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddp_runner.start import PACKAGE_PARENT
+from ddp_runner.start import IMPORT_FOLDER, PACKAGE_PARENT
 from ddp_runner.system.torch_versions import USE_NCCL2
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ def kept_against_advice(own: Mapping[str, str], *, is_deterministic: bool) -> tu
 
 
 def _with_package(path: str) -> str:
-    """The search path with this package's folder, wherever the user's working directory is."""
+    """The search path with this package, wherever the user's working directory is."""
     parts = [part for part in path.split(":") if part]
-    if PACKAGE_PARENT not in parts:
-        parts.append(PACKAGE_PARENT)
+    if not {PACKAGE_PARENT, IMPORT_FOLDER} & set(parts):
+        parts.append(IMPORT_FOLDER)
     return ":".join(parts)
 
 

@@ -218,7 +218,7 @@ class Node:
             **(start.script or {}),
         }
         request = Fork(token=token, rank=rank, local_rank=self.ranks.index(rank), spec=spec)
-        descriptors = [theirs, self._memory.descriptor, output]
+        descriptors = [theirs, self._memory.descriptor, output, *([0] if start.reads_stdin else [])]
         started = StartedBy.NOBODY
         if start.may_take_spare and self._spare_becomes(process, request, descriptors):
             started = StartedBy.SPARE

@@ -35,3 +35,4 @@ class RankStart:
     # Of a script: what the rank is given beside its surroundings, and the log file of this attempt.
     script: Mapping[str, object] | None = None
     log_file: Path | None = None
+    reads_stdin: bool = False  # it has the standard input of this command
