@@ -411,12 +411,26 @@ def _notes(settings: Settings) -> tuple[str, ...]:
     steps, warmup = settings.run.max_steps, optim.warmup_steps
     if optim.schedule_steps:
         steps, name, whole = optim.schedule_steps, "optim.schedule_steps", "schedule"
-    if steps and warmup >= steps:
+    if warmup != "auto" and steps and warmup >= steps:
         notes.append(
             f"optim.warmup_steps={warmup} is not below {name}={steps}: "
             f"the warm-up is cut to half of the {whole}, {steps // 2} steps"
         )
-    if 0.5 < warmup < 1:
+    for key, steps, epochs, what in (
+        (
+            "checkpoint",
+            settings.checkpoint.save_every_steps,
+            settings.checkpoint.save_interval,
+            "save",
+        ),
+        ("log", settings.log.evaluate_every_steps, settings.log.evaluate_interval, "evaluate"),
+    ):
+        if steps != "auto" and steps and epochs:
+            notes.append(
+                f"{key}.{what}_every_steps={steps} and {key}.{what}_interval={epochs}: both are in force; "
+                f"{what}_interval=0 leaves the steps alone"
+            )
+    if warmup != "auto" and 0.5 < warmup < 1:
         notes.append(f"optim.warmup_steps={warmup}: the warm-up is cut to half of the schedule")
     notes += _share_notes(settings.data)
     folder = Path(settings.run.checkpoint_dir)
