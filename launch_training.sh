@@ -2,7 +2,7 @@
 # Finds or makes the Python environment, then becomes the command `ddp_runner`. It decides nothing else.
 #
 #   ./launch_training.sh [OPTIONS]            train; --help lists the options
-#   ./launch_training.sh COMMAND [OPTIONS]    train, run, checkpoints, report, page, doctor, demo, check, docs
+#   ./launch_training.sh COMMAND [OPTIONS]    train, run, checkpoints, report, page, doctor, demo, check, kill, docs
 #   ./launch_training.sh environment          only print the interpreter that would be used
 #
 # DDP_RUNNER_PYTHON names the interpreter to use; ddp_runner/cli/python_environment.py documents the order.

@@ -28,6 +28,7 @@ _MODULE_OF_COMMAND = {
     "docs": "ddp_runner.cli.docs",
     "page": "ddp_runner.cli.page",
     "run": "ddp_runner.cli.run",
+    "kill": "ddp_runner.cli.kill",
 }
 
 
