@@ -112,7 +112,7 @@ def test_steps_and_epochs_from_one_source_are_both_in_force_and_said(tmp_path, m
     ).settings
     assert (both.log.evaluate_interval, both.log.evaluate_every_steps) == (2, 9)
     (note,) = check_relations(both)
-    assert note.startswith("log.evaluate_every_steps=9 and log.evaluate_interval=2: both are in f")
+    assert note.startswith("log.evaluate_every_steps=9 and log.evaluate_interval=2 are both in f")
     file = written(tmp_path, to_yaml(resolve(command_line=[("save_every_steps", "9")]).settings))
     again = resolve(files=[file], command_line=[("save_interval", "2")]).settings.checkpoint
     assert (again.save_interval, again.save_every_steps) == (2, "auto")

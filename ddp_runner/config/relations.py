@@ -416,20 +416,14 @@ def _notes(settings: Settings) -> tuple[str, ...]:
             f"optim.warmup_steps={warmup} is not below {name}={steps}: "
             f"the warm-up is cut to half of the {whole}, {steps // 2} steps"
         )
-    for key, steps, epochs, what in (
-        (
-            "checkpoint",
-            settings.checkpoint.save_every_steps,
-            settings.checkpoint.save_interval,
-            "save",
-        ),
-        ("log", settings.log.evaluate_every_steps, settings.log.evaluate_interval, "evaluate"),
+    checkpoint, log = settings.checkpoint, settings.log
+    for each, by_steps, by_epochs in (
+        ("checkpoint.save", checkpoint.save_every_steps, checkpoint.save_interval),
+        ("log.evaluate", log.evaluate_every_steps, log.evaluate_interval),
     ):
-        if steps != "auto" and steps and epochs:
-            notes.append(
-                f"{key}.{what}_every_steps={steps} and {key}.{what}_interval={epochs}: both are in force; "
-                f"{what}_interval=0 leaves the steps alone"
-            )
+        if by_steps != "auto" and by_steps and by_epochs:
+            both = f"{each}_every_steps={by_steps} and {each}_interval={by_epochs}"
+            notes.append(f"{both} are both in force: {each}_interval=0 leaves the steps alone")
     if warmup != "auto" and 0.5 < warmup < 1:
         notes.append(f"optim.warmup_steps={warmup}: the warm-up is cut to half of the schedule")
     notes += _share_notes(settings.data)

@@ -29,7 +29,7 @@ def traceback_text(error: BaseException) -> str:
             continue
         seen.add(id(one))
         if (frames := _of_user(one.stack)) is not None:
-            one.stack = traceback.StackSummary.from_list(frames)  # type: ignore[arg-type] # frames, as they are
+            one.stack = traceback.StackSummary.from_list(frames)
         left += [other for other in (one.__cause__, one.__context__) if other is not None]
     return "".join(found.format())
 

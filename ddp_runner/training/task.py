@@ -191,15 +191,14 @@ def checked_datasets(given: object, *, task: str) -> Datasets:
         raise BadInputError(
             "--task", task, f"build_datasets() returned {_named(given)}; return {write}"
         )
-    several = given.validation if isinstance(given.validation, Mapping) else {"": given.validation}
-    for name, one in {
-        "train": given.train,
-        **{f"validation {n}".strip(): d for n, d in several.items()},
-    }.items():
+    found: dict[str, object] = {"train": given.train, "validation": given.validation}
+    if isinstance(given.validation, Mapping):
+        found |= {f"validation data {name!r}": one for name, one in given.validation.items()}
+    for name, one in found.items():
         if isinstance(one, DataLoader):
             what = f"build_datasets() gave a DataLoader as {name}; give its dataset: {_NO_LOADER}"
             raise BadInputError("--task", task, what)
-    if given.train is None:
+    if found["train"] is None:
         what = "build_datasets() gave None as train; give a dataset: Datasets(train=my_dataset)"
         raise BadInputError("--task", task, what)
     return given
