@@ -69,7 +69,8 @@ if [[ ${1:-} == environment ]]; then
     exec "$first" "$start" ddp_runner.cli.python_environment "${@:2}"
 fi
 extra=
-if [[ ${1:-} == docs || ${1:-} == page ]]; then
+# A help needs no extra, and so none is installed for it.
+if [[ (${1:-} == docs || ${1:-} == page) && " ${*:2} " != *" --help "* && " ${*:2} " != *" -h "* ]]; then
     extra=$1
 fi
 python=$("$first" "$start" ddp_runner.cli.python_environment --extra "$extra")

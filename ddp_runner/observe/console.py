@@ -70,7 +70,7 @@ class LogTail:
     knows whose is to be shown.
     With ``from_end`` what stands in the files now is not shown; a file that appears later is
     shown from its start. Of rank 0 the next ``shown_bytes`` are not shown either. ``shown``: the ranks
-    whose lines are shown, with ``marks_lines`` each behind ``[default0]:``, as torchrun has it.
+    whose lines are shown, ``kept_in`` the log in which a memory file's are kept, with ``marks_lines`` each behind ``[default0]:``, as torchrun has it.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class LogTail:
         shown_bytes: int = 0,
         shown: Collection[int] = (0,),
         marks_lines: bool = False,
+        kept_in: str = "",
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         paths = (
@@ -92,7 +93,7 @@ class LogTail:
         if len(paths) != ranks:
             raise ValueError(f"{len(paths)} log paths for {ranks} ranks")
         self._files = [
-            FollowedMemory(path)
+            FollowedMemory(path, kept_in=kept_in)
             if isinstance(path, int)
             else FollowedFile(path, from_end=from_end, skipped_bytes=0 if rank else shown_bytes)
             for rank, path in enumerate(paths)
