@@ -44,6 +44,7 @@ _SMALL: Mapping[str, object] = {
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "gpu": _GPU,
     "cpu": _CPU,
+    "cpu_program": _CPU,
     "gpu_test": {**_GPU, **_SMALL},
     "cpu_test": {**_SMALL, "optim.precision": "fp32"},
 }
