@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -35,6 +36,9 @@ def test_the_rank_that_is_named_is_killed_and_replaced(tmp_path, capsys):
     (fault,) = run.summary()["faults"]
     assert (fault["kind"], fault["rank"]) == ("rank_killed", 1)
     assert "is not training on this machine" in refused("1", *folder)
+    for rank in range(2):
+        log = (run.logs / f"rank_{rank}.log").read_text(encoding="utf-8")
+        assert not re.search(r"[ \t]$", log, re.MULTILINE), log
 
 
 def test_a_process_that_is_no_rank_of_the_run_is_never_killed(tmp_path):
