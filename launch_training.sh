@@ -2,7 +2,7 @@
 # Finds or makes the Python environment, then becomes the command `ddp_runner`. It decides nothing else.
 #
 #   ./launch_training.sh [OPTIONS]            train; --help lists the options
-#   ./launch_training.sh COMMAND [OPTIONS]    train, run, checkpoints, report, page, doctor, demo, check, docs
+#   ./launch_training.sh COMMAND [OPTIONS]    train, run, checkpoints, report, page, doctor, demo, check, kill, docs
 #   ./launch_training.sh environment          only print the interpreter that would be used
 #
 # DDP_RUNNER_PYTHON names the interpreter to use; ddp_runner/cli/python_environment.py documents the order.
@@ -69,7 +69,8 @@ if [[ ${1:-} == environment ]]; then
     exec "$first" "$start" ddp_runner.cli.python_environment "${@:2}"
 fi
 extra=
-if [[ ${1:-} == docs || ${1:-} == page ]]; then
+# A help needs no extra, and so none is installed for it.
+if [[ (${1:-} == docs || ${1:-} == page) && " ${*:2} " != *" --help "* && " ${*:2} " != *" -h "* ]]; then
     extra=$1
 fi
 python=$("$first" "$start" ddp_runner.cli.python_environment --extra "$extra")

@@ -28,6 +28,7 @@ _MODULE_OF_COMMAND = {
     "docs": "ddp_runner.cli.docs",
     "page": "ddp_runner.cli.page",
     "run": "ddp_runner.cli.run",
+    "kill": "ddp_runner.cli.kill",
 }
 
 
@@ -78,6 +79,10 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
         return "train", ["--help"]
     if word in _MODULE_OF_COMMAND:
         return word, rest
+    if os.path.exists(word):  # noqa: PTH110 - pathlib takes 5 ms
+        raise BadInputError(
+            f"{word} is a file", "", f"run {word} (a script), or --task {word} (a task)"
+        )
     near = difflib.get_close_matches(word, _MODULE_OF_COMMAND, n=1)
     hint = f"did you mean {near[0]}?" if near else "the commands are " + _listed()
     raise BadInputError(word, "", f"unknown command; {hint}")

@@ -86,6 +86,45 @@ def test_a_users_task_has_one_recipe_on_all_devices():
     assert differing - waits == {"data.num_workers", "optim.precision"}
 
 
+def test_a_program_of_the_users_has_no_recipe_of_a_built_in_task():
+    """Its word for a task is that of bytes, which it does not train."""
+    settings = resolve(preset="cpu_program", command_line=[("task", "bytes")]).settings
+    assert (settings.checkpoint.save_interval, settings.checkpoint.save_every_steps) == (1, "auto")
+    assert (settings.log.log_interval, settings.run.max_steps) == (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "cadence"),
+    [
+        ({}, (0, 200, 0, 500)),  # of the recipe of bytes
+        ({"task": "m:T"}, (1, "auto", 1, 0)),
+        ({"task": "m:T", "save_every_steps": "5", "evaluate_every_steps": "7"}, (0, 5, 0, 7)),
+        ({"save_every_epochs": "2", "evaluate_every_epochs": "3"}, (2, "auto", 3, 0)),
+        ({"task": "m:T", "save_every_steps": "0", "save_interval": "0"}, (0, 0, 1, 0)),
+    ],
+)
+def test_evaluations_and_saves_come_by_steps_or_by_epochs(given, cadence):
+    """The later choice has the word, whether of the recipe, a file or the command line."""
+    settings = resolve(preset="cpu", command_line=list(given.items())).settings
+    checkpoint, log = settings.checkpoint, settings.log
+    saves = (checkpoint.save_interval, checkpoint.save_every_steps)
+    assert (*saves, log.evaluate_interval, log.evaluate_every_steps) == cadence
+
+
+def test_steps_and_epochs_from_one_source_are_both_in_force_and_said(tmp_path, monkeypatch):
+    """A file's choice gives way to the command line; a run's own config.yaml is no second choice."""
+    monkeypatch.chdir(tmp_path)
+    both = resolve(
+        command_line=[("evaluate_interval", "2"), ("evaluate_every_steps", "9")]
+    ).settings
+    assert (both.log.evaluate_interval, both.log.evaluate_every_steps) == (2, 9)
+    (note,) = check_relations(both)
+    assert note.startswith("log.evaluate_every_steps=9 and log.evaluate_interval=2 are both in f")
+    file = written(tmp_path, to_yaml(resolve(command_line=[("save_every_steps", "9")]).settings))
+    again = resolve(files=[file], command_line=[("save_interval", "2")]).settings.checkpoint
+    assert (again.save_interval, again.save_every_steps) == (2, "auto")
+
+
 def test_a_recipe_lies_below_whatever_is_set(tmp_path):
     """A built-in task's own values give way to every source, and are of no other task."""
     file = written(tmp_path, "learning_rate: 0.5\n")
@@ -126,7 +165,7 @@ def test_the_recipe_of_bytes_is_the_one_whose_figures_are_published():
     settings = resolve(preset="cpu").settings
     model, optim, log = settings.model, settings.optim, settings.log
     assert (model.seq_len, model.hidden_size, model.num_layers, model.num_heads) == (128, 128, 2, 4)
-    assert (optim.learning_rate, optim.beta2, optim.warmup_steps) == (6e-3, 0.98, 100)
+    assert (optim.learning_rate, optim.beta2, optim.warmup_steps) == (6e-3, 0.98, "auto")
     assert (settings.run.max_steps, settings.data.batch_size) == (3000, 8)
     assert settings.data.num_workers == 0
     assert (log.log_interval, log.evaluate_every_steps, log.evaluate_batches) == (20, 500, 25)
@@ -212,7 +251,7 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
         (
             "warmup_steps",
             "1.5",
-            "warmup_steps=1.5: must be a whole number, 0 or more, or a share between 0 and 1",
+            "warmup_steps=1.5: must be a whole number, 0 or more, or a share between 0 and 1, or auto",
         ),
         (
             "decay_steps",

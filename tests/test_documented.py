@@ -1,8 +1,9 @@
 """What the documentation says can be typed: every command of it, in its order, in one folder.
 
 A block of code is run as it stands: commands by a shell, Python by this interpreter. A comment in
-front of it, which readers do not see, says otherwise: ``<!-- saved as my_task.py -->`` or
-``<!-- not run: why -->``. A block of neither kind, or of ``text``, is what a command has printed.
+front of it, which readers do not see, says otherwise: ``<!-- saved as my_task.py -->``,
+``<!-- run by tests/FILE.py::TEST -->`` or ``<!-- not run: why it cannot be -->``. A block of neither
+kind, or of ``text``, is what a command has printed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,7 @@ _COMMAND = re.compile(r"^(\./|python|pip |ddp-runner|torchrun )", re.MULTILINE)
 _EXAMPLE = re.compile(r"^    (\./launch_training\.sh .*)$", re.MULTILINE)
 _SAVED = "saved as "
 _NOT_RUN = "not run: "
+_RUN_BY = "run by "
 # A few steps of each run; the command line, and what it means, stay as they are written.
 SHORT = {
     "DDP_RUNNER_RUN__MAX_STEPS": "6",
@@ -69,7 +72,7 @@ def documents():
     return [ROOT / "README.md", *sorted(docs.rglob("*.md")), *sorted(docs.rglob("*.py"))]
 
 
-def run_block(block, folder):
+def run_block(block, folder, *, short=SHORT):
     """Run it in ``folder`` as a reader would; what it printed."""
     words = [sys.executable, "-c", block.text]
     if block.language != "python":
@@ -79,7 +82,7 @@ def run_block(block, folder):
         cwd=folder,
         env={
             **os.environ,
-            **SHORT,
+            **short,
             "PYTHONPATH": str(ROOT),
             "DDP_RUNNER_PYTHON": sys.executable,
             "TMPDIR": str(folder),
@@ -100,15 +103,12 @@ def run_block(block, folder):
 @pytest.mark.timeout(600)  # some fifteen launches
 def test_every_documented_command_works_one_after_the_other_in_one_folder(tmp_path):
     """Nobody who types what is written is refused for what was written before it."""
-    folder = tmp_path / "checkout"
-    folder.mkdir()
-    for name in ("launch_training.sh", "docs"):
-        (folder / name).symlink_to(ROOT / name)
+    folder = checkout(tmp_path)
     ran = []
-    for block in (block for path in documents() for block in blocks_of(path)):
+    for block in all_blocks():
         if block.mark.startswith(_SAVED):
             (folder / block.mark.removeprefix(_SAVED)).write_text(block.text, encoding="utf-8")
-        elif block.is_code and not block.mark.startswith(_NOT_RUN):
+        elif block.is_code and not block.mark.startswith((_NOT_RUN, _RUN_BY)):
             assert not block.mark, f"{block.place}: what does {block.mark!r} mean?"
             run_block(block, folder)
             ran.append(block)
@@ -117,6 +117,73 @@ def test_every_documented_command_works_one_after_the_other_in_one_folder(tmp_pa
     assert len(languages) - languages.count("python") >= 3
     assert any(block.place.startswith("docs") for block in ran)
     assert (folder / "logs" / "latest").resolve().parent == folder / "logs"
+
+
+def checkout(tmp_path):
+    """A folder from which the command is started, with what the documents have a reader save."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in ("launch_training.sh", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    for block in all_blocks():
+        if block.mark.startswith(_SAVED):
+            (folder / block.mark.removeprefix(_SAVED)).write_text(block.text, encoding="utf-8")
+    return folder
+
+
+def all_blocks():
+    return [block for path in documents() for block in blocks_of(path)]
+
+
+def marked(test):
+    """The blocks that say that they are run by that test of this file."""
+    return [
+        block
+        for block in all_blocks()
+        if block.mark == f"{_RUN_BY}tests/{Path(__file__).name}::{test}"
+    ]
+
+
+@pytest.mark.parametrize("block", all_blocks(), ids=lambda block: block.place)
+def test_a_mark_says_which_test_runs_it_or_why_none_can(block):
+    """The test that a mark names is there."""
+    kinds = [kind for kind in (_SAVED, _NOT_RUN, _RUN_BY) if block.mark.startswith(kind)]
+    assert kinds or not (block.mark and block.is_code), block
+    if kinds == [_RUN_BY]:
+        file, _, test = block.mark.removeprefix(_RUN_BY).partition("::")
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), block
+
+
+@pytest.mark.whole_run
+@pytest.mark.timeout(300)
+def test_the_commands_for_your_own_script_start_it(tmp_path):
+    """Each of them runs train.py, or the module, with its arguments."""
+    folder = checkout(tmp_path)
+    (folder / "package").mkdir()
+    for path in (folder / "train.py", folder / "package" / "train.py"):
+        path.write_text("import sys\nprint('trained with', *sys.argv[1:])\n", encoding="utf-8")
+    blocks = marked("test_the_commands_for_your_own_script_start_it")
+    assert {block.place.partition(":")[0] for block in blocks} == {
+        "docs/own-script.md",
+        "docs/own-loop.md",
+    }
+    for block in blocks:
+        lines = block.text.splitlines()
+        printed = run_block(block, folder)
+        for arguments in ("--lr 1e-3", "--epochs 3", "ARGS"):
+            asked = sum(line.endswith(arguments) for line in lines)
+            assert printed.count(f"trained with {arguments}\n") >= asked
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_command_that_takes_minutes_works_as_it_is_written(tmp_path):
+    """The demo, and the check of one's own task."""
+    folder = checkout(tmp_path)
+    blocks = marked("test_a_command_that_takes_minutes_works_as_it_is_written")
+    assert any("demo" in block.text for block in blocks)
+    for text in sorted({block.text for block in blocks}):
+        run_block(Block("documents", "", "", text), folder, short={})
 
 
 def test_blocks_are_distinguished(tmp_path, monkeypatch):

@@ -197,6 +197,21 @@ def test_a_chosen_python_that_lacks_packages_is_an_error_not_a_detour(checkout):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["page", "docs"])
+def test_the_help_of_a_command_needs_no_extra(checkout, command):
+    """Nothing is installed to print a text; the command itself asks for its extra, as before."""
+    (checkout.root / "pyproject.toml").write_text(
+        '[project.optional-dependencies]\npage = [\n  "no-such-a>=1",\n]\ndocs = [\n  "no-such-a>=1",\n]\n'
+    )
+    for words in (["--help"], ["--port", "1", "-h"]):
+        done = checkout.run(command, *words, DDP_RUNNER_PYTHON=sys.executable)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.endswith("|".join([command, *words]) + "\n")
+    refused = checkout.run(command, "--port", "1", DDP_RUNNER_PYTHON=sys.executable)
+    assert refused.returncode == 2
+    assert "no-such-a is missing" in refused.stderr
+
+
 def test_a_python_that_does_not_start_is_named(checkout):
     """One line, exit 2, for a chosen interpreter that is none."""
     done = checkout.run(DDP_RUNNER_PYTHON="/no/such/python")

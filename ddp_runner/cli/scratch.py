@@ -6,11 +6,15 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.exits import ExitCode
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_REMOVED_WITHIN_S = 5.0
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,12 +43,23 @@ def in_temporary_folder(
         exit_code = ExitCode.INTERRUPTED
     finally:
         if not kept:
-            shutil.rmtree(folder)
+            _remove(folder)
     if exit_code is ExitCode.INTERRUPTED:
         say(f"\n{command}: interrupted; everything it started has ended")
     if kept:
         say(f"logs and checkpoints of the runs: {folder}")
     return exit_code
+
+
+def _remove(folder: Path) -> None:
+    """Remove it whole: neither another Ctrl-C nor a process that still writes there as it ends leaves a rest."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        deadline_s = time.monotonic() + _REMOVED_WITHIN_S
+        while folder.exists() and time.monotonic() < deadline_s:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def say_now(text: str) -> None:

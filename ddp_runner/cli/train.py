@@ -206,7 +206,7 @@ def plan_launch(
         files=(*at_home, *arguments.files),
         environment=environment,
         command_line=arguments.assignments,
-        preset=preset_name(devices, is_test=asked.run.test),
+        preset=preset_name(devices, is_test=asked.run.test, is_task=has_modes),
     )
     stages, notes = checked(resolved if choice is None else in_mode(resolved, choice))
     settings = at_its_begin(stages)
@@ -347,10 +347,12 @@ def _planned(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[Dev
     return plan_devices(settings, found=found, cores=cores)
 
 
-def preset_name(devices: Sequence[DevicePlan], *, is_test: bool) -> str:
-    """The preset for these devices."""
+def preset_name(devices: Sequence[DevicePlan], *, is_test: bool, is_task: bool = True) -> str:
+    """The preset for these devices; that of a program of the user's has no recipe of a built-in task."""
     base = "cpu" if devices[0].visible_index is None else "gpu"
-    return f"{base}_test" if is_test else base
+    if is_test:
+        return f"{base}_test"
+    return base if is_task or base == "gpu" else "cpu_program"
 
 
 def threads_per_rank(

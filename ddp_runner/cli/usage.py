@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": "what a step's time is made of, what bounds it, what to try",
     "docs": "show the documentation in a browser",
     "page": "watch runs in a browser while they train",
+    "kill": "end a rank of a run, to see it replaced: kill 1",
 }
 EXAMPLES = (
     ("", "train on this machine's own text"),

@@ -21,8 +21,8 @@ from ddp_runner.config.fields import (
     whose_value,
 )
 from ddp_runner.config.foreign_values import in_our_values, note_on
-from ddp_runner.config.presets import PRESETS, recipe_of
-from ddp_runner.config.run_names import name_the_run
+from ddp_runner.config.presets import CADENCES, PRESETS, recipe_of
+from ddp_runner.config.run_names import STRENGTH, name_the_run
 from ddp_runner.config.sources import (
     Assignment,
     Origin,
@@ -138,6 +138,7 @@ def _laid(
 ) -> Resolved:
     values, origin = _merge(assignments)
     _lay_recipe(values, origin, preset=preset)
+    _choose_cadence(values, origin)
     if stage is not None:
         end_by_its_own(stage, values, origin)
     name_the_run(values, origin)
@@ -161,6 +162,7 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
         return _resolved([*below, *given], (), preset=preset).settings
     values, origin = _merge([*below, *given])
     _lay_recipe(values, origin, preset=preset)
+    _choose_cadence(values, origin)
     name_the_run(values, origin)
     return build_settings(values)
 
@@ -252,6 +254,19 @@ def _lay_recipe(
         is_chosen = key == "run.max_steps" and origin["run.epochs"] != "default"
         if origin[key] == "default" and not is_chosen:
             values[key], origin[key] = value, "preset"
+
+
+def _choose_cadence(values: dict[str, object], origin: dict[str, Origin]) -> None:
+    """Epochs or steps, whichever a later source has chosen; one source that gives both has both."""
+    for epochs, steps in CADENCES:
+        by_steps = values.get(steps, 0)
+        has_steps = isinstance(by_steps, int) and by_steps > 0
+        if not has_steps or values.get(epochs, 1) == 0:
+            continue
+        if STRENGTH[origin[epochs]] < STRENGTH[origin[steps]]:
+            values[epochs], origin[epochs] = 0, "preset"
+        elif STRENGTH[origin[epochs]] > STRENGTH[origin[steps]]:
+            values[steps], origin[steps] = known_fields()[steps].default, "preset"
 
 
 @cache

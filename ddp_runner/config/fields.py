@@ -71,7 +71,7 @@ class FieldSpec:
         """What a legal value is, in words."""
         parts = [self.kind.value]
         if self.kind is Kind.STEPS:
-            return str(self.kind.value)
+            return ", or ".join((str(self.kind.value), *self.choices))
         if self.kind is Kind.DURATION:
             return f"{self.kind.value}, or none"
         if self.kind in (Kind.CHOICE, Kind.CHOICES):

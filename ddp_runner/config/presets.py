@@ -40,6 +40,7 @@ _SMALL: Mapping[str, object] = {
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "gpu": _GPU,
     "cpu": _CPU,
+    "cpu_program": _CPU,
     "gpu_test": {**_GPU, **_SMALL},
     "cpu_test": {**_SMALL, "optim.precision": "fp32"},
 }
@@ -64,6 +65,11 @@ RECIPES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "synthetic": _LANGUAGE_MODEL_ON_CPU,
     }
 }
+# Pairs of settings by epochs and by steps: one of them is in force.
+CADENCES = (
+    ("checkpoint.save_interval", "checkpoint.save_every_steps"),
+    ("log.evaluate_interval", "log.evaluate_every_steps"),
+)
 
 
 def recipe_of(task: str, *, preset: str | None) -> Mapping[str, object]:

@@ -411,12 +411,20 @@ def _notes(settings: Settings) -> tuple[str, ...]:
     steps, warmup = settings.run.max_steps, optim.warmup_steps
     if optim.schedule_steps:
         steps, name, whole = optim.schedule_steps, "optim.schedule_steps", "schedule"
-    if steps and warmup >= steps:
+    if warmup != "auto" and steps and warmup >= steps:
         notes.append(
             f"optim.warmup_steps={warmup} is not below {name}={steps}: "
             f"the warm-up is cut to half of the {whole}, {steps // 2} steps"
         )
-    if 0.5 < warmup < 1:
+    checkpoint, log = settings.checkpoint, settings.log
+    for each, by_steps, by_epochs in (
+        ("checkpoint.save", checkpoint.save_every_steps, checkpoint.save_interval),
+        ("log.evaluate", log.evaluate_every_steps, log.evaluate_interval),
+    ):
+        if by_steps != "auto" and by_steps and by_epochs:
+            both = f"{each}_every_steps={by_steps} and {each}_interval={by_epochs}"
+            notes.append(f"{both} are both in force: {each}_interval=0 leaves the steps alone")
+    if warmup != "auto" and 0.5 < warmup < 1:
         notes.append(f"optim.warmup_steps={warmup}: the warm-up is cut to half of the schedule")
     notes += _share_notes(settings.data)
     folder = Path(settings.run.checkpoint_dir)

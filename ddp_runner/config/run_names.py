@@ -26,7 +26,7 @@ TEST = "test"  # what every --test is called: it begins afresh, whatever is ther
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 FOLDERS = (("run.log_dir", LOGS), ("run.checkpoint_dir", CHECKPOINTS))
-_STRENGTH: Mapping[Origin, int] = {
+STRENGTH: Mapping[Origin, int] = {
     "default": 0,
     "preset": 1,
     "file": 2,
@@ -83,7 +83,7 @@ def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:
             continue
         # A config.yaml that a run has written names both; a name that is given later wins.
         is_of_a_name = folder.parent == PurePath(root)
-        is_later = _STRENGTH[origin["run.name"]] > _STRENGTH[origin[key]]
+        is_later = STRENGTH[origin["run.name"]] > STRENGTH[origin[key]]
         if origin[key] in ("default", "preset") or (is_of_a_name and is_later):
             values[key] = str(PurePath(root, name))
         elif keeps_apart and folder.name != TEST:

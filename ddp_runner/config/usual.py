@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import known_fields
-from ddp_runner.config.presets import PRESETS, RECIPES
+from ddp_runner.config.presets import CADENCES, PRESETS, RECIPES
 from ddp_runner.config.run_names import FOLDERS, TEST, name_of_task
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ def _usual(key: str, values: Mapping[str, object]) -> Iterator[object]:
     name = TEST if is_test else name_of_task(task)
     if key == "run.name":
         yield name
+    other = values.get(dict(CADENCES).get(key, ""))
+    if isinstance(other, int) and other > 0:
+        yield 0  # steps were chosen
     folders = dict(FOLDERS)
     if key in folders:
         yield str(PurePath(folders[key], str(values.get("run.name", name))))

@@ -237,8 +237,9 @@ class OptimSettings:
     factors in the last decay_steps, as --find-lr does."""
     schedule_steps: NonNegative = 0
     """Steps at which the schedule ends, before the end of the run or beyond. 0: with the run."""
-    warmup_steps: StepsOrShare = 100
-    """Steps in which the learning rate grows linearly, or their share of the schedule; at most half of it."""
+    warmup_steps: Literal["auto"] | StepsOrShare = "auto"
+    """Steps in which the learning rate grows linearly, or their share of the schedule; at most half of it.
+    auto: 100, or a tenth of a schedule that is shorter than 1,000."""
     decay_steps: StepsOrShare = 0.1
     """Steps, or their share of the schedule, in which wsd goes down at its end; at most what the warm-up
     leaves."""
@@ -345,10 +346,10 @@ class CheckpointSettings:
     """When state is saved and which files are kept."""
 
     save_interval: NonNegative = 1
-    """Epochs between checkpoints. 0: none at the end of an epoch."""
+    """Epochs between checkpoints. 0: none at the end of an epoch, as where save_every_steps is a number."""
     save_every_steps: Literal["auto"] | NonNegative = "auto"
-    """Steps between checkpoints. auto: by time, from what a save costs and how often one was
-    needed. 0: none by steps."""
+    """Steps between checkpoints, in place of epochs. auto: besides those of epochs by time, from what a save
+    costs and how often one was needed. 0: none by steps."""
     memory_every: Literal["auto"] | NonNegative = "auto"
     """Steps between copies of the state in the supervisor's memory, to go on from where all ranks end at
     once. Each save makes one too. auto: by time, so that copies cost at most 0.5 % of it. 0: none, ever."""
@@ -381,9 +382,10 @@ class LogSettings:
     log_interval: Positive = 10
     """Steps between lines of metrics."""
     evaluate_interval: NonNegative = 1
-    """Epochs between evaluations. 0: none at the end of an epoch; one at the end of the run."""
+    """Epochs between evaluations. 0: none at the end of an epoch, as with evaluate_every_steps; one at the
+    end of the run."""
     evaluate_every_steps: NonNegative = 0
-    """Steps between evaluations. 0: none by steps."""
+    """Steps between evaluations, in place of epochs. 0: none by steps."""
     evaluate_batches: NonNegative = 0
     """Batches of batch_size that each rank evaluates. 0: the whole validation data."""
     evaluate_at_start: bool = False

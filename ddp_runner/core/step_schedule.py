@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ddp_runner.core.settings import CheckpointSettings, LogSettings
 
 SAVE_BACKOFF_MAX = 16  # intervals
+_WARMUP_STEPS, _WARMUP_PART = 100, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,13 @@ def run_length(
 def steps_of(steps: float, *, of: int) -> int:
     """``steps`` as a number: below 1 it is a share of so many."""
     return round(steps * of) if 0 < steps < 1 else int(steps)
+
+
+def warmup_of(steps: float | Literal["auto"], *, schedule_steps: int) -> int:
+    """The steps of a warm-up. ``auto``: a hundred, or a share of a schedule that is short."""
+    if steps == "auto":
+        return min(_WARMUP_STEPS, schedule_steps // _WARMUP_PART)
+    return steps_of(steps, of=schedule_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.observe.format import printable, rank_list, without_styles
-from ddp_runner.observe.logger import CONTINUATION, parse_line, split_records
+from ddp_runner.observe.logger import CONTINUATION, HELD_BACK, parse_line, split_records
 from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, CHUNK_BYTES, FollowedFile, FollowedMemory
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ class LogTail:
     """Tails ``rank_<r>.log`` of a directory, or one path (or memory file) per rank in rank order.
 
     Only lines with ``seal`` are records; whatever else looks like one is a task's output. What
-    stands behind a line of nothing but the seal is for the log alone: a traceback, where somebody else
+    stands behind a record ``HELD_BACK`` is for the log alone: a traceback, where somebody else
     knows whose is to be shown.
     With ``from_end`` what stands in the files now is not shown; a file that appears later is
     shown from its start. Of rank 0 the next ``shown_bytes`` are not shown either. ``shown``: the ranks
-    whose lines are shown, with ``marks_lines`` each behind ``[default0]:``, as torchrun has it.
+    whose lines are shown, ``kept_in`` the log in which a memory file's are kept, with ``marks_lines`` each behind ``[default0]:``, as torchrun has it.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class LogTail:
         shown_bytes: int = 0,
         shown: Collection[int] = (0,),
         marks_lines: bool = False,
+        kept_in: str = "",
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         paths = (
@@ -92,7 +93,7 @@ class LogTail:
         if len(paths) != ranks:
             raise ValueError(f"{len(paths)} log paths for {ranks} ranks")
         self._files = [
-            FollowedMemory(path)
+            FollowedMemory(path, kept_in=kept_in)
             if isinstance(path, int)
             else FollowedFile(path, from_end=from_end, skipped_bytes=0 if rank else shown_bytes)
             for rank, path in enumerate(paths)
@@ -168,12 +169,12 @@ class LogTail:
         return [record for record in records if self._worth_showing(record)]
 
     def _is_last_shown(self, record: _Record) -> bool:
-        return record.level == RAW and bool(self._seal) and record.lines[0] == self._seal
+        return record.level == "DEBUG" and bool(self._seal) and record.lines[0] == HELD_BACK
 
     def _worth_showing(self, record: _Record) -> bool:
+        if self._is_last_shown(record):
+            return True
         if record.level == RAW:
-            if self._is_last_shown(record):
-                return True
             first = record.lines[0]
             is_for_the_file = _STACK_LINE.match(first) or _PROFILER_STAGE.match(first)
             return bool(first.strip()) and not is_for_the_file

@@ -1,7 +1,7 @@
 """DDPLogger: writes and reads a run's text log, a line per event. A failing disk never raises.
 
 ``2026-11-20 19:47:20.123 INFO    rank 1 step 60 | message`` in local time; further lines of a
-message are indented by two spaces.
+message are indented by two spaces. Of a rank the milliseconds are followed by the run's seal.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
 
 LEVELS = ("DEBUG", "STEP", "INFO", "WARNING", "ERROR")
 CONTINUATION = "  "
-SEAL_CHARACTERS = 32
+SEAL_DIGITS = 3  # so that the time has microseconds to whoever reads it
+HELD_BACK = "the rest is not shown on the console:"  # of a rank's output, behind this record
 FIRST_LINE_MAX = 8_000  # characters of a sealed record: a reader cuts lines that are far longer
 _RECORD = re.compile(
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (?P<level>DEBUG|STEP|INFO|WARNING|ERROR) +"
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}(?P<seal>\d*) (?P<level>DEBUG|STEP|INFO|WARNING|ERROR) +"
     r"(?:rank (?P<rank>\d+)|supervisor)(?: step (?P<step>\d+))? \| (?P<message>.*)",
     re.DOTALL,
 )
 
 _RECORD_HEAD = re.compile(
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (?:DEBUG|STEP|INFO|WARNING|ERROR) +(?:rank \d|supervisor )"
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}(?P<seal>\d*) (?:DEBUG|STEP|INFO|WARNING|ERROR) +(?:rank \d|supervisor )"
 )
 
 
@@ -54,23 +55,21 @@ class LogLine:
 
 
 def new_seal() -> str:
-    """What ends the first line of each record of a run: spaces and tabs that nobody sees or can guess.
+    """What ends the time of each record of a run: digits that nobody can guess.
 
-    It distinguishes a record from what a task prints in the same format, such as an older log. Only code
-    that runs in a rank, and looks for the seal there, can imitate it.
+    It distinguishes a record from what a task prints in the same format, such as an older log: one in a
+    thousand of those has the same digits. Code that reads them in a rank can imitate them.
     """
-    return "".join(secrets.choice(" \t") for _ in range(SEAL_CHARACTERS))
+    return f"{secrets.randbelow(10**SEAL_DIGITS):0{SEAL_DIGITS}d}"
 
 
 def parse_line(text: str, *, seal: str = "") -> LogLine | None:
     """The record that begins on this line; None for raw output and continuation lines.
 
-    With ``seal`` only what ends with it is a record.
+    Only what has the ``seal`` is a record.
     """
-    if not text.endswith(seal):
-        return None
-    match = _RECORD.fullmatch(text[: len(text) - len(seal)])
-    if match is None:
+    match = _RECORD.fullmatch(text)
+    if match is None or match["seal"] != seal:
         return None
     rank, step = match["rank"], match["step"]
     return LogLine(
@@ -83,9 +82,8 @@ def parse_line(text: str, *, seal: str = "") -> LogLine | None:
 
 def split_records(text: str, *, seal: str = "") -> list[str]:
     """``text`` cut where a record begins in mid-line: the writer before was killed there."""
-    if not text.endswith(seal):
-        return [text]
-    starts = [match.start() for match in _RECORD_HEAD.finditer(text)]
+    found = _RECORD_HEAD.finditer(text)
+    starts = [match.start() for match in found if match["seal"] == seal]
     cuts = [0, *(start for start in starts if start > 0), len(text)]
     return [text[first:last] for first, last in pairwise(cuts)]
 
@@ -93,7 +91,7 @@ def split_records(text: str, *, seal: str = "") -> list[str]:
 def format_record(
     level: str, message: str, *, rank: int | None, step: int | None, at: datetime, seal: str = ""
 ) -> str:
-    """One record of the log, newline included; ``seal`` ends its first line."""
+    """One record of the log, newline included; ``seal`` ends its time."""
     who = "supervisor" if rank is None else f"rank {rank}"
     where = who if step is None else f"{who} step {step}"
     text = message.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
@@ -103,8 +101,8 @@ def format_record(
         quoted = _RECORD_HEAD.search(first)  # what looks like a record is not taken for one
         cut = min(FIRST_LINE_MAX, quoted.start() if quoted else FIRST_LINE_MAX)
         rest = [first[cut:], *rest] if len(first) > cut else rest
-        first = first[:cut] + seal
-    lines = [f"{stamp} {level:<7} {where} | {first}", *(CONTINUATION + line for line in rest)]
+        first = first[:cut]
+    lines = [f"{stamp}{seal} {level:<7} {where} | {first}", *(CONTINUATION + line for line in rest)]
     return "\n".join(lines) + "\n"
 
 

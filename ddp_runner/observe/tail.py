@@ -128,8 +128,9 @@ class FollowedFile:
 class FollowedMemory(FollowedFile):
     """The same on a file in memory, by its descriptor, which stays the caller's."""
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(Path(f"/proc/self/fd/{descriptor}"), from_end=False)
+    def __init__(self, descriptor: int, *, kept_in: str = "") -> None:
+        """``kept_in``: the file in which people find what stands here."""
+        super().__init__(Path(kept_in or f"/proc/self/fd/{descriptor}"), from_end=False)
         self._fd = os.dup(descriptor)
 
     def _open(self) -> bool:

@@ -23,6 +23,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from importlib.machinery import FrozenImporter, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +49,7 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.observe.files import ends_torn, lossy_text
+from ddp_runner.observe.logger import HELD_BACK, format_record
 from ddp_runner.rank.runtime import StartupOutput, write_stacks
 from ddp_runner.rank.script_groups import collectives_by_groups, hold_groups
 from ddp_runner.rank.signals import RUN_SIGNALS
@@ -84,7 +86,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
         startup,
         request.rank,
         log=log,
-        hold_back=f"{spec['log_seal']}\n".encode(),
+        seal=str(spec["log_seal"]),
     )
     link.join()
     if spec["is_program"]:
@@ -170,14 +172,14 @@ class _Link:
         rank: int,
         *,
         log: Path,
-        hold_back: bytes,
+        seal: str,
     ) -> None:
         self._channel = channel
         self.slot = slot
         self._output = output
         self._rank = rank
         self._log = log
-        self._hold_back = hold_back  # a line after which nothing of this rank is shown
+        self._seal = seal
         self._forms: queue.SimpleQueue[Form] = queue.SimpleQueue()
         self._generation = 0
 
@@ -225,14 +227,18 @@ class _Link:
             aborted=False,
         )
         self._send(Faulted(generation=self._generation, fault=fault))
-        # INVARIANT one-traceback: what stands behind a line of the seal alone is for the log, not for the console.
-        # Broken if: the traceback is printed before that line.
+        # INVARIANT one-traceback: what stands behind the record HELD_BACK is for the log, not for the console.
+        # Broken if: the traceback is printed before that record.
         # Guarded by: test_one_traceback_is_shown_and_that_of_the_first.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the script may have closed it
                 stream.flush()
+        now = datetime.now(timezone.utc).astimezone()
+        last = format_record(
+            "DEBUG", HELD_BACK, rank=self._rank, step=None, at=now, seal=self._seal
+        )
         with contextlib.suppress(OSError):
-            os.write(2, (b"\n" if ends_torn(self._log) else b"") + self._hold_back)
+            os.write(2, (b"\n" if ends_torn(self._log) else b"") + last.encode())
 
     def leaving(self, code: object) -> None:
         """Say with what the program has ended, as by ``sys.exit(code)``: a peer may fail of that before this process ends.

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from ddp_runner.observe.dry_run_report import (
 )
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.system.user_errors import traceback_text
 from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.components.optimizer import bytes_to_come
 from ddp_runner.training.components.rng import seed_step
@@ -92,7 +92,7 @@ def main(
         print(f"ddp_runner: error: {error}: a dry run is one rank alone", file=sys.stderr)
         return ExitCode.FAILED
     except Exception as error:  # noqa: BLE001 - the top of a command: a task may raise anything
-        text = "".join(traceback.format_exception(error))
+        text = traceback_text(error)
         print(printable(without_secrets(text, hidden)), end="", file=sys.stderr)
         print("ddp_runner: error: the dry run failed, as a run would", file=sys.stderr)
         return ExitCode.FAILED

@@ -7,6 +7,7 @@ import traceback
 
 from ddp_runner.core.classify import classify_error
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.system.user_errors import traceback_text, user_place
 
 
 def _cause(kind: FaultKind, name: str, text: str) -> str:
@@ -19,7 +20,7 @@ def _cause(kind: FaultKind, name: str, text: str) -> str:
 
 def fault_of(error: BaseException, *, rank: int, step: int, phase: str, aborted: bool) -> Fault:
     """The fault that ``error`` stands for, with its traceback as text and no reference to it."""
-    detail = "".join(traceback.format_exception(error))
+    detail = traceback_text(error)
     at_ns = time.monotonic_ns()
     if isinstance(error, FaultError):
         known = error.fault
@@ -41,6 +42,8 @@ def fault_of(error: BaseException, *, rank: int, step: int, phase: str, aborted:
         text = str(error)
         kind = classify_error(type_name=name, text=text, aborted=aborted)
         cause = _cause(kind, name, text)
+        if kind is FaultKind.RANK_RAISED and (place := user_place(error)):
+            cause = f"{cause} ({place})"
     return Fault(
         kind=kind, rank=rank, step=step, cause=cause, phase=phase, detail=detail, at_ns=at_ns
     ).bounded()

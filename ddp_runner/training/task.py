@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_runner.collective.loss import Weighted
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
 
 Loss = Tensor | Weighted | tuple[Tensor | Weighted, Mapping[str, Tensor | float]]
+_NO_LOADER = "batches are made here, of -b samples, by Datasets(collate=...)"
 Batch = Any  # whatever the dataset's samples collate to: a tensor, tuple or mapping of tensors
 
 
@@ -172,3 +174,55 @@ class TakesSettings(Protocol):
     takes_settings: bool
 
     def __init__(self, settings: Settings) -> None: ...
+
+
+def checked_datasets(given: object, *, task: str) -> Datasets:
+    """What ``build_datasets()`` returned. Raises BadInputError, which says what to write, for anything else."""
+    if not isinstance(given, Datasets):
+        write = "Datasets(train=...)"
+        if given is None:
+            write += ", as in: return Datasets(train=my_dataset)"
+        elif isinstance(given, DataLoader):
+            write = f"Datasets(train=its dataset): {_NO_LOADER}"
+        elif isinstance(given, Dataset):
+            write = "Datasets(train=that dataset)"
+        elif isinstance(given, tuple) and len(given) == 2:
+            write = "Datasets(train=..., validation=...) of the two"
+        raise BadInputError(
+            "--task", task, f"build_datasets() returned {_named(given)}; return {write}"
+        )
+    found: dict[str, object] = {"train": given.train, "validation": given.validation}
+    if isinstance(given.validation, Mapping):
+        found |= {f"validation data {name!r}": one for name, one in given.validation.items()}
+    for name, one in found.items():
+        if isinstance(one, DataLoader):
+            what = f"build_datasets() gave a DataLoader as {name}; give its dataset: {_NO_LOADER}"
+            raise BadInputError("--task", task, what)
+    if found["train"] is None:
+        what = "build_datasets() gave None as train; give a dataset: Datasets(train=my_dataset)"
+        raise BadInputError("--task", task, what)
+    return given
+
+
+def checked_model(given: object, *, task: str) -> nn.Module:
+    """What ``build_model()`` returned. Raises BadInputError, which says what to write, for anything else."""
+    if isinstance(given, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        write = "the module inside it: this run wraps it"
+    elif isinstance(given, nn.Module):
+        return given
+    elif isinstance(given, type):
+        write = f"an instance: {given.__name__}(...)"
+    elif given is None:
+        write = "the model, as in: return model"
+    else:
+        write = "one torch.nn.Module"
+    raise BadInputError("--task", task, f"build_model() returned {_named(given)}; return {write}")
+
+
+def _named(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -62,7 +62,13 @@ from ddp_runner.training.stream_order import (
     stream_order,
     too_little,
 )
-from ddp_runner.training.task import Datasets, HasLayerGroups, Task
+from ddp_runner.training.task import (
+    Datasets,
+    HasLayerGroups,
+    Task,
+    checked_datasets,
+    checked_model,
+)
 from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_modules, task_sha256
 from ddp_runner.training.validation_data import monitor_for, refuse_unfit_validation
 
@@ -179,7 +185,7 @@ def build_workload(
     # Guarded by: test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere.
     seed_all(settings.run.seed)
     task = load_task(settings)
-    datasets = task.build_datasets()
+    datasets = checked_datasets(task.build_datasets(), task=settings.run.task)
     global_batch = batch_sizes.global_batch(settings.data, world_size=rank_info.computing_devices)
     if global_batch < rank_info.world_size:
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
@@ -194,7 +200,7 @@ def build_workload(
     )
     seed_all(settings.run.seed)
     entering(Stage.MODEL)
-    model = task.build_model()
+    model = checked_model(task.build_model(), task=settings.run.task)
     _refuse_shapeless(model, settings)
     model = _placed(model, settings, device)
     _refuse_sparse_gradients(model, settings)

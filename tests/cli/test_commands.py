@@ -43,6 +43,10 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
     ("words", "lines"),
     [
         (["tran"], ["tran: unknown command; did you mean train?"]),
+        (
+            [__file__, "--lr", "1"],
+            [f"{__file__} is a file: run {__file__} (a script), or --task {__file__} (a task)"],
+        ),
         (["run"], ["run: needs a script: "]),
         (["run", "gone.py"], ["run=gone.py: no such file"]),
         (["run", "-m", "no.such.module"], ["-m=no.such.module: no module of this name"]),

@@ -149,6 +149,36 @@ def test_a_signal_ends_everything_and_removes_the_folder(start, tmp_path, number
     assert "demo: interrupted" in (tmp_path / "output.txt").read_text()
 
 
+_REMOVES = """
+import sys
+from ddp_runner.cli.scratch import in_temporary_folder
+
+def work(folder):
+    for number in range(2000):
+        (folder / str(number)).touch()
+    print("working", flush=True)
+    sys.stdin.read()
+
+sys.exit(in_temporary_folder("demo", work, keep=False))
+"""
+
+
+def test_one_ctrl_c_after_the_other_leaves_no_part_of_the_folder(tmp_path):
+    """They come while the folder is being removed, too."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _REMOVES],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    with process:
+        assert process.stdout.readline() == b"working\n"
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_script_is_a_plan_that_the_command_accepts():
     """Every fault names a rank of the world and a step that the run reaches."""
     for world_size in (2, 3, 8):

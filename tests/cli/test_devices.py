@@ -339,6 +339,8 @@ def test_devices_choose_preset_and_threads(monkeypatch):
     on_gpu, on_cpu = planned(found=found), planned(("device", "cpu"), found=found)
     assert preset_name(on_gpu, is_test=False) == "gpu"
     assert preset_name(on_cpu, is_test=True) == "cpu_test"
+    names = [preset_name(devices, is_test=False, is_task=False) for devices in (on_cpu, on_gpu)]
+    assert names == ["cpu_program", "gpu"]
     assert threads_per_rank(settings, devices=on_gpu, cores=96) == 8
     assert threads_per_rank(settings, devices=on_cpu, cores=96) == 48
     assert threads_per_rank(settings, devices=on_cpu, cores=1) == 1

@@ -198,8 +198,8 @@ def test_a_read_that_raises_again_and_again_ends_the_run():
     with pytest.raises(FaultError) as raised:
         take_all(loader)
     assert raised.value.fault.kind is FaultKind.BAD_SAMPLE
-    assert raised.value.fault.cause == (
-        "an item of the stream could not be loaded: item 2 of shard 4 (file 4): OSError: out of reach"
+    assert raised.value.fault.cause.startswith(
+        "an item of the stream could not be loaded: item 2 of shard 4 (file 4): OSError: out of reach ("
     )
 
 
@@ -216,7 +216,7 @@ def test_items_that_cannot_be_read_are_left_out_and_reported_once(workers):
         loader.close()
     assert set(found) == EVERYTHING - set(Damaged.BAD)
     assert len(found) == 4 * STEPS > len(EVERYTHING) * 2
-    assert {one.fault.cause for one in reported} == {
+    assert {one.fault.cause.partition(" (")[0] for one in reported} == {
         f"an item of the stream could not be loaded: item {number} of shard {shard}: ValueError: damaged"
         for shard, number in Damaged.BAD
     }

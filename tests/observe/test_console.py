@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 import pytest
 
 from ddp_runner.observe.console import LINES_PER_POLL_MAX, REPEAT_WINDOW_S, LogTail
-from ddp_runner.observe.logger import format_record, new_seal
+from ddp_runner.observe.logger import HELD_BACK, format_record, new_seal
 from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, LINE_BYTES_MAX
 from tests.processes import open_files_in
 
@@ -276,7 +276,7 @@ def test_one_path_per_rank_may_be_given(tmp_path):
 
 def test_a_printed_line_in_the_format_of_a_record_is_raw(tmp_path):
     """Also one that was a record of an earlier run, behind a torn line, or quoted in a record."""
-    seal, path = new_seal(), tmp_path / "rank_0.log"
+    seal, other, path = "123", "124", tmp_path / "rank_0.log"
 
     def sealed(level, message, seal=seal):
         return format_record(level, message, rank=0, step=None, at=AT, seal=seal)
@@ -286,7 +286,7 @@ def test_a_printed_line_in_the_format_of_a_record_is_raw(tmp_path):
     lines = [
         sealed("INFO", "ours"),
         forged,
-        sealed("ERROR", "of an earlier run", new_seal()),
+        sealed("ERROR", "of an earlier run", other),
         f"torn {forged}",
         f"torn {sealed('WARNING', 'ours too')}",
         sealed("INFO", quoted),
@@ -333,14 +333,18 @@ def test_ranks_that_are_asked_for_are_shown_and_marked(tmp_path):
         assert [line.text for line in tail.poll()] == ["[default1]:raw 1", "[default2]:raw 2"]
 
 
-def test_behind_a_line_of_the_seal_alone_nothing_is_shown(tmp_path):
-    """Of that rank; a line of blanks, and a record, hold nothing back."""
+def test_behind_the_record_that_holds_back_nothing_is_shown(tmp_path):
+    """Of that rank; the same without the seal, and any other record, hold nothing back."""
     seal, paths = new_seal(), [tmp_path / f"rank_{rank}.log" for rank in range(2)]
-    paths[0].write_text(f"before\n \t \nstill\n{seal}\nTraceback\n")
+    last, other = (
+        format_record("DEBUG", text, rank=0, step=None, at=AT, seal=seal)
+        for text in (HELD_BACK, "other")
+    )
+    paths[0].write_text(f"before\n{HELD_BACK}\n{other}still\n{last}Traceback\n")
     paths[1].write_text("of another\n")
     how = {"ranks": 2, "debug": False, "from_end": False, "seal": seal, "shown": (0, 1)}
     with contextlib.closing(LogTail(paths, **how)) as tail:
-        assert [line.text for line in tail.poll()] == ["before", "still", "of another"]
+        assert [line.text for line in tail.poll()] == ["before", HELD_BACK, "still", "of another"]
         with paths[0].open("a") as file:
             file.write("more of it\n")
         assert tail.poll() == []

@@ -126,7 +126,7 @@ def test_a_script_that_raises_with_a_secret_does_not_publish_it(tmp_path, how):
     assert_shown_nowhere(run, SECRET)
     assert "the service refuses ***" in run.console
     attempt = run.summary()["attempts"][0]
-    assert attempt["cause"] == "RuntimeError: the service refuses ***"
+    assert attempt["cause"].startswith("RuntimeError: the service refuses ***")
 
 
 def test_the_last_words_of_a_rank_are_published_without_its_secrets(tmp_path, tmp_path_factory):

@@ -80,6 +80,18 @@ def test_a_start_shows_what_it_is_at_and_what_the_task_prints(folder):
     assert all(f" | {name} " in supervisor_log for name in PARTS)
 
 
+def test_all_that_a_task_prints_at_import_is_in_the_log(folder):
+    """The console shows the first of many lines and says where the others are; each is there once."""
+    lines = 'print(*(f"line {n}" for n in range(500)), sep="\\n", flush=True)\n'
+    task = (folder / "mine.py").read_text().replace('wait_for("', 'str("')
+    (folder / "mine.py").write_text(lines + task)
+    with Run(folder, *SHORT, task="mine.py", world=1) as run:
+        assert run.wait() == 0, run.console
+    log = (run.logs / "supervisor.log").read_text(encoding="utf-8")
+    assert re.findall(r"\| line (\d+)$", log, re.MULTILINE) == [str(n) for n in range(500)]
+    assert "more lines stand in supervisor.log\n" in run.console
+
+
 def test_the_display_distinguishes_ranks_that_have_not_begun_from_dead_ones(folder):
     """First they wait, then they build, and it says what; nobody is dead."""
     with Run(folder, *SHORT, "log.display=live", task="mine.py", command=TRAIN) as run:

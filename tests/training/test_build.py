@@ -48,6 +48,68 @@ def test_a_stream_without_a_length_is_as_long_as_the_run():
     assert state.stream is not None
 
 
+@pytest.mark.parametrize(
+    ("datasets", "line"),
+    [
+        ("None", "returned None; return Datasets(train=...), as in: return Datasets(train=my_data"),
+        ("DATA", "returned a TensorDataset; return Datasets(train=that dataset)"),
+        (
+            "DataLoader(DATA)",
+            "returned a DataLoader; return Datasets(train=its dataset): batches ar",
+        ),
+        ("(DATA, DATA)", "returned a tuple; return Datasets(train=..., validation=...) of the two"),
+        ("{'train': DATA}", "returned a dict; return Datasets(train=...)"),
+        ("Datasets(train=None)", "gave None as train; give a dataset: "),
+        ("Datasets(train=DataLoader(DATA))", "gave a DataLoader as train; give its dataset: batch"),
+        ("Datasets(train=DATA, validation=DataLoader(DATA))", "gave a DataLoader as validation; "),
+        (
+            "Datasets(train=DATA, validation={'a': DataLoader(DATA)})",
+            "gave a DataLoader as validati",
+        ),
+    ],
+)
+def test_wrong_data_of_a_task_is_one_line_with_what_to_write(tmp_path, datasets, line):
+    """A DataLoader as train would have been a stream of whole batches."""
+    with pytest.raises(BadInputError) as caught:
+        build("Returns", file=_returning(tmp_path, datasets=datasets))
+    assert f": build_datasets() {line}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("None", "returned None; return the model, as in: return model"),
+        ("nn.Linear", "returned the class Linear; return an instance: Linear(...)"),
+        ("(nn.Linear(2, 1), 7)", "returned a tuple; return one torch.nn.Module"),
+        (
+            "nn.DataParallel(nn.Linear(2, 1))",
+            "returned a DataParallel; return the module inside it",
+        ),
+    ],
+)
+def test_a_wrong_model_of_a_task_is_one_line_with_what_to_write(tmp_path, model, line):
+    """The control is built."""
+    with pytest.raises(BadInputError) as caught:
+        build("Returns", file=_returning(tmp_path, model=model))
+    assert f": build_model() {line}" in str(caught.value)
+    assert build("Returns", file=_returning(tmp_path))[0].parameters == 3
+
+
+def _returning(folder, *, datasets="Datasets(train=DATA)", model="nn.Linear(2, 1)"):
+    file = folder / f"returns_{len(list(folder.iterdir()))}.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "from ddp_runner import Datasets\n"
+        "DATA = TensorDataset(torch.zeros(32, 2))\n"
+        "class Returns:\n"
+        f"    def build_datasets(self): return {datasets}\n"
+        f"    def build_model(self): return {model}\n"
+        "    def loss(self, model, batch): return model(batch[0]).mean()\n"
+    )
+    return file
+
+
 def test_a_stream_has_no_workers_unless_some_are_asked_for():
     """``auto``, the default, is none there."""
     workload, _ = build(num_workers="auto")

@@ -10,6 +10,7 @@ from ddp_runner.training.components.lr_schedule import (
     apply_learning_rate,
     learning_rate,
     schedule_words,
+    warmup_end,
 )
 
 
@@ -146,6 +147,17 @@ def test_a_warm_up_below_1_is_a_share_of_the_schedule(share, steps, of_longer):
     assert rates(100, warmup_steps=share) == rates(100, warmup_steps=steps)
     longer = rates(100, warmup_steps=share, schedule_steps=200)
     assert longer == rates(100, warmup_steps=of_longer, schedule_steps=200)
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "steps"), [(156, 15), (999, 99), (1000, 100), (50_000, 100)]
+)
+def test_without_a_word_the_warm_up_of_a_short_run_is_short(total_steps, steps):
+    """A hundred steps, or a tenth of the schedule where that is less."""
+    assert warmup_end(OptimSettings(), total_steps=total_steps) == steps
+    assert warmup_end(OptimSettings(warmup_steps=100), total_steps=total_steps) == min(
+        100, total_steps // 2
+    )
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "inverse_sqrt"])

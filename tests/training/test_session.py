@@ -227,8 +227,9 @@ def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):
 
 
 def test_checkpoints_by_steps_come_besides_those_by_epochs(tmp_path):
-    """Both intervals hold; a step that both name is saved once."""
-    _, messages, _ = train(settings(tmp_path, save_every_steps=4, keep_last=9))
+    """Where both are asked for, both hold; a step that both name is saved once."""
+    both = {"save_every_steps": 4, "save_interval": 1}
+    _, messages, _ = train(settings(tmp_path, keep_last=9, **both))
     assert [saved.step for saved in messages_of(messages, Saved)] == [4, 6, 8, 12]
 
 

@@ -7,7 +7,6 @@ sample that fails.
 from __future__ import annotations
 
 import copy
-import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +15,7 @@ from ddp_runner.data.host_generators import generators_kept, seed_host
 from ddp_runner.data.permutation import mix64
 from ddp_runner.data.sample_hash import sample_hash
 from ddp_runner.data.unshared import Unshared
+from ddp_runner.system.user_errors import traceback_text, user_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,9 +155,10 @@ def failed(error: Exception, *, indices: Sequence[int]) -> SampleFailed:
     """``error`` as a value; called while it is handled."""
     lines = str(error).splitlines()
     name = type(error).__name__
+    place = f" ({where})" if (where := user_place(error)) else ""
     return SampleFailed(
         indices=tuple(indices),
-        error=f"{name}: {lines[0]}" if lines else name,
-        traceback="".join(traceback.format_exception(error)),
+        error=(f"{name}: {lines[0]}" if lines else name) + place,
+        traceback=traceback_text(error),
         for_memory=lacks_memory(error),
     )

@@ -16,7 +16,7 @@ _BEFORE_S, _AFTER_S = (
     2.0,
     5.0,
 )  # stacks are asked for when a fault is noticed, and again before a kill
-_STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} ")
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3,} ")
 _BEGINS = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ ")
 _GOES_ON = ("  File ", "  <", "  ...")
 _NEAR_BYTES = 1024 * 1024

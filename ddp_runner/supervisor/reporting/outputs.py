@@ -153,6 +153,10 @@ class Outputs:
         """A line on the console only: it stands, or will stand, in its rank's log."""
         self._display.line(without_secrets(line.text, self.hidden), level=line.level)
 
+    def keep(self, text: str) -> None:
+        """A line in the supervisor's log only: it stands on the console, as far as there is room."""
+        self._log("INFO", without_secrets(text, self.hidden))
+
     def announce(self, text: str) -> None:
         """A line on the console that must stand in no file."""
         self._display.line(text, level="INFO")

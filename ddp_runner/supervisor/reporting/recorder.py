@@ -83,6 +83,10 @@ class Recorder:
         """A line on the console only: it stands, or will stand, in its rank's log."""
         self.outputs.show_line(line)
 
+    def keep(self, text: str) -> None:
+        """A line in the supervisor's log only."""
+        self.outputs.keep(text)
+
     def metrics(self, step: int, rank: int, values: Mapping[str, float]) -> None:
         """One logged step, or what an evaluation after it has found."""
         if LOSS in values:

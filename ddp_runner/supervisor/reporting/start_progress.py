@@ -10,6 +10,7 @@ from ddp_runner.core.lifecycle import NO_PROCESS_LEFT, RankState
 from ddp_runner.core.messages import Built
 from ddp_runner.core.phases import Stage
 from ddp_runner.observe.console import LogTail
+from ddp_runner.observe.tail import FollowedMemory
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Recorder
@@ -22,10 +23,19 @@ _CHECKPOINT_SHOWN_FROM_S = 0.1  # to look for one, and find none, is not worth a
 
 @dataclass(slots=True, kw_only=True)
 class _Follow:
-    """The output of one process, followed from its beginning; ``who`` it is among all there were."""
+    """The output of one process, followed from its beginning; ``who`` it is among all there were.
+
+    ``whole``: the same for the supervisor's log, where the process has none of its own.
+    """
 
     who: tuple[str, int]
     tail: LogTail
+    whole: FollowedMemory | None
+
+    def close(self) -> None:
+        self.tail.close()
+        if self.whole is not None:
+            self.whole.close()
 
 
 class Start:
@@ -148,26 +158,32 @@ class Start:
         if follow is not None and (follow.who == who or output is None):
             return follow
         if follow is not None:
-            follow.tail.close()
+            follow.close()
         if output is None:
             return None
-        tail = LogTail([output], ranks=1, debug=self._debug, seal=self._node.log_seal)
-        new = _Follow(who=who, tail=tail)
+        has_no_log = who[0] == "zygote"
+        kept_in = "supervisor.log" if has_no_log else "rank_0.log"
+        seal = self._node.log_seal
+        tail = LogTail([output], ranks=1, debug=self._debug, seal=seal, kept_in=kept_in)
+        whole = FollowedMemory(output) if has_no_log else None
+        new = _Follow(who=who, tail=tail, whole=whole)
         self._show(new)
         return new
 
     def _show(self, follow: _Follow) -> None:
         for line in follow.tail.poll():
             self._shown.update(line.text.splitlines())
-            if follow.who[0] == "zygote":
-                self._recorder.say(line.text)  # it has no log of its own
-            else:
-                self._recorder.show_line(line)
+            self._recorder.show_line(line)
+        while follow.whole is not None:
+            for text in follow.whole.read_lines():
+                self._recorder.keep(text)
+            if not follow.whole.has_more:
+                break
 
     def _stop_following(self) -> None:
         for follow in (self._zygote, self._rank):
             if follow is not None:
-                follow.tail.close()
+                follow.close()
         self._zygote = self._rank = None
 
 

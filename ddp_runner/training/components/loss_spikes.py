@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_runner.core.loss_spikes import RecentValues
 from ddp_runner.core.settings import Settings
-from ddp_runner.core.step_schedule import steps_of
+from ddp_runner.core.step_schedule import warmup_of
 from ddp_runner.training.components.lr_schedule import schedule_end
 
 
@@ -82,7 +82,7 @@ class LossSpikes:
             window=recovery.explosion_window,
             loss_factor=recovery.explosion_loss_factor,
             grad_factor=recovery.explosion_grad_factor,
-            warmup_steps=steps_of(optim.warmup_steps, of=end),
+            warmup_steps=warmup_of(optim.warmup_steps, schedule_steps=end),
             loss_max=recovery.explosion_loss_max,
             rate_factor=recovery.explosion_rate_factor,
             recover_steps=recovery.explosion_recover_steps,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ddp_runner.core.step_schedule import steps_of
+from ddp_runner.core.step_schedule import steps_of, warmup_of
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import OptimSettings
@@ -58,7 +58,7 @@ def schedule_end(settings: OptimSettings, *, total_steps: int) -> int:
 def warmup_end(settings: OptimSettings, *, total_steps: int) -> int:
     """The first step after the warm-up."""
     end = schedule_end(settings, total_steps=total_steps)
-    return min(steps_of(settings.warmup_steps, of=end), end // 2)
+    return min(warmup_of(settings.warmup_steps, schedule_steps=end), end // 2)
 
 
 def decay_begin(settings: OptimSettings, *, total_steps: int) -> int:

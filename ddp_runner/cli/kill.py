@@ -1,0 +1,53 @@
+"""``kill``: ends one rank of a run on this machine, for trying out how it is replaced. Never any other process."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+from ddp_runner.cli.arguments import LOG_DIR, parse_small
+from ddp_runner.cli.runs import NAME, log_dir_of
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.observe.history.json_lines import whole
+from ddp_runner.observe.history.run_history import RunHistory
+from ddp_runner.start import COMMAND
+from ddp_runner.system.run_holder import holder_of, signal_below_holder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+HELP = f"""Usage:  {COMMAND} kill RANK [--name NAME | -l DIR]
+
+Ends a rank of a run on this machine by SIGKILL, to see it replaced.
+
+      --name NAME           the run in logs/NAME [the newest run]
+  -l, --log-dir DIR         the run in DIR"""
+
+
+def run(words: Sequence[str]) -> int:
+    """Kill the rank. Raises BadInputError where there is no such run or no such rank."""
+    arguments = parse_small(words, valued=(LOG_DIR, NAME), words_max=1)
+    if arguments.wants_help:
+        print(HELP)
+        return ExitCode.DONE
+    if not arguments.words:
+        raise BadInputError("kill", "", "needs the number of a rank, as in: kill 1")
+    (asked,) = arguments.words
+    folder = log_dir_of(arguments)
+    history = RunHistory(folder)
+    history.read_status()
+    state = history.state
+    if state.pid <= 1 or holder_of(folder) != state.pid:
+        raise BadInputError("kill", asked, f"the run in {folder} is not training on this machine")
+    pids = {str(rank.get("rank")): whole(rank.get("pid"), 0) for rank in state.ranks}
+    if asked not in pids:
+        known = f"the run in {folder} has the ranks {', '.join(pids)}" if pids else "there is none"
+        raise BadInputError("kill", asked, f"must be the number of a rank; {known}")
+    # A pid from the file is signalled only while it is a child of the process that holds the run's folder.
+    if not signal_below_holder(folder, state.pid, pids[asked], signal.SIGKILL):
+        raise BadInputError(
+            "kill", asked, "this rank has no process on this machine now: try again in a second"
+        )
+    print(f"killed rank {asked}, process {pids[asked]}, of the run in {folder}")
+    return ExitCode.DONE
