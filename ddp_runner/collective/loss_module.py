@@ -32,7 +32,8 @@ class Signal(IntEnum):
     )
     # Ranks where a buffer has another shape or type than after the step before, or the loss other parts.
     RELAID = 5
-    NOT_ALL_USED = 6  # ranks that have left out a parameter; written by who sums the gradients
+    NEWS = 6  # ranks that follow something beside the model which they have not compared with the others
+    NOT_ALL_USED = 7  # ranks that have left out a parameter; written by who sums the gradients
 
 
 PLAIN_FORM = LossForm()  # one number

@@ -21,6 +21,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.step_schedule import DueActions, due_after
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.training.exactness.first_step import SideComparison
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.saving import INTERVAL
@@ -115,6 +116,7 @@ class Session:
         self.group = group
         self._guard = guard
         self._maker = maker
+        self._side = SideComparison(parts, is_first=group.rank == 0)
         self._step: StepInHand | None = None
         self.reason = StopReason.COMPLETED  # why training ended, once it has
         self._evaluated_step = EMPTY_STEP  # for whose evaluation the run ends, if it does
@@ -153,6 +155,7 @@ class Session:
                 stop=self._runtime.stop_asked(),
                 save=self._wants_save(),
                 copy=self.group.rank == 0 and self._saving.asks_copy(),
+                news=self._state.side.has_news,
             ),
             began_ns=began_ns,
             aside_ns=self._aside_ns(),
@@ -205,6 +208,8 @@ class Session:
         if outcome is Outcome.WENT_BACK or result.stop is not None or self._maker.at_end:
             return result.stop  # the end of the run compares, evaluates and saves by itself
         save_now = self._may_save(wanted=due.save or result.save)
+        if result.news or save_now:
+            self._compare_side()
         copy_now = not save_now and result.copy and self._state.monitor.is_calm
         return self._run_due(
             evaluate_now=due.evaluate,
@@ -222,6 +227,13 @@ class Session:
             replica_check_steps=self._settings.recovery.replica_check_steps,
         )
         return replace(due, evaluate=self._maker.evaluates(step, by_settings=due.evaluate))
+
+    def _compare_side(self) -> None:
+        """Learn what each rank has of its own beside the model, before a repair or a file makes it one rank's."""
+        step = self._state.committed_step
+        with waiting_for_peers(self._runtime.slot):
+            answers = self.group.exchange(f"side/{step}", json.dumps(self._side.mine()))
+        self._side.compare([json.loads(answer) for answer in answers])
 
     def _wants_save(self) -> bool:
         """Whether this rank votes for a save: again and again, until all have heard of it."""
@@ -265,15 +277,18 @@ class Session:
         saves, wanted_step = self.group.rank == 0, self._saving.save_requests.wanted_step
         makes_up = saves and self._saving.has_to_make_up()
         covered_step = self._saving.covered_step() if saves else 0
-        mine = json.dumps([self._state.boundary_done_step, makes_up, wanted_step, covered_step])
+        mine = json.dumps(
+            [self._state.boundary_done_step, makes_up, wanted_step, covered_step, self._side.mine()]
+        )
         with waiting_for_peers(self._runtime.slot):
             answers = [json.loads(answer) for answer in self.group.exchange("boundary_done", mine)]
+        self._side.compare([own for *_, own in answers])
         if self._maker.at_end:
             return None
         due = self._due(step)
         is_undone = min(done for done, *_ in answers) < step
         is_lost = (
-            max(wanted for _, _, wanted, _ in answers) > answers[0][3]
+            max(wanted for _, _, wanted, *_ in answers) > answers[0][3]
         )  # with the rank 0 before
         evaluate_now = is_undone and due.evaluate
         if self._state.improvement.is_over and not evaluate_now:  # a run that has ended, or was to

@@ -58,6 +58,7 @@ class Votes:
     stop: StopReason | None = None
     save: bool = False
     copy: bool = False  # in memory, without a file: only rank 0 votes for that
+    news: bool = False  # what it follows is to be compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,7 @@ class StepResult:
     stop: StopReason | None
     save: bool
     copy: bool = False
+    news: bool = False  # on some rank: what ranks hold beside the model is compared now
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers beside the loss
     without_weight: bool = False  # skipped: no sample of any rank counts
 
@@ -199,6 +201,7 @@ class Stepper:
             stop=agreed_stop(agreed.signals),
             save=agreed_save(agreed.signals[Signal.SAVE]),
             copy=agreed.signals[Signal.SAVE] > 0,
+            news=agreed.signals[Signal.NEWS] > 0,
             parts=means.parts,
             without_weight=means.weight == 0,
         )
@@ -396,6 +399,7 @@ def as_signals(votes: Votes) -> list[float]:
     values = [0.0] * len(Signal)
     values[Signal.PREEMPT] = float(votes.stop is StopReason.PREEMPTED)
     values[Signal.INTERRUPT] = float(votes.stop is StopReason.INTERRUPTED)
+    values[Signal.NEWS] = float(votes.news)
     values[Signal.SAVE] = 1.0 if votes.save else COPY_VOTE * votes.copy
     return values
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,9 +28,10 @@ from ddp_runner.training.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import SparseGradientError, Stepper, StepRules, own_share
 
-SIDE_COMPARED_STEPS = 2  # after which what ranks hold beside the model is compared, of each launch
 NAMES_SHOWN = 3
 _NOT_DONE = "-"
+_NOT_ITS_OWN = "which each rank has its own of, is another rank's since a repair or a resume"
+_NOT_SEEN = "which cannot be looked into, may have been used before a repair or a resume"
 
 
 class FirstStep:
@@ -125,6 +126,11 @@ class FirstStep:
             state.buffers.keep()
             self._changed = changed + state.side.follow_changed_since(held_side)
             state.train_unfrozen()
+        if state.side.opaque and self._group.rank == 0:
+            self._runtime.logger.warning(
+                f"{named(state.side.opaque)} cannot be looked into: after a repair or a resume the run is not"
+                " known to be exact; keep a number of its place instead, and make it from that"
+            )
         if came:
             self._refuse(
                 f"{came[0]} came into the model with its first forward, when optimizer, DDP and checkpoints"
@@ -147,12 +153,10 @@ class FirstStep:
                 self._repeated = notes.share()
 
     def compare(self, step: int) -> None:
-        """After a step: report whether the first one was repeated, and what ranks have differently."""
+        """After a step: report whether the first one was repeated."""
         if self._is_first:
             self._compare_shares(step)
             self._is_first, self._rehearsed = False, None
-        if step <= self._state.begun_step + SIDE_COMPARED_STEPS:
-            self._compare_side(step)
 
     def _compare_shares(self, step: int) -> None:
         where = _NOT_DONE
@@ -182,21 +186,6 @@ class FirstStep:
                 f" on {rank_list(ranks)} (a kernel that is not deterministic, or a state that cannot be"
                 f" seen: in a global, a closure, a file){seen}",
             )
-
-    def _compare_side(self, step: int) -> None:
-        """What two ranks have differently beside the model, which a replaced one will not have."""
-        side = self._state.side
-        answers = self._exchange(f"side/{step}", json.dumps(side.digests()))
-        all_digests = [json.loads(text) for text in answers]
-        names = {name for digests in all_digests for name in digests}
-        differing = {n for n in names if len({digests.get(n) for digests in all_digests}) > 1}
-        if differing - side.differing and self._group.rank == 0:
-            self._runtime.logger.info(
-                f"each rank has its own {named(sorted(differing))}, which steps change: one that is"
-                " replaced goes on with another rank's",
-                step=step,
-            )
-        side.differing |= differing
 
     def _exchange(self, name: str, value: str) -> list[str]:
         with waiting_for_peers(self._runtime.slot):
@@ -229,15 +218,49 @@ def why_a_device_varies(device: torch.device, *, is_deterministic: bool, devices
     )
 
 
+class SideComparison:
+    """Of what the ranks of one generation hold beside the model and steps change, which a replaced one may lack."""
+
+    def __init__(self, parts: RankParts, *, is_first: bool) -> None:
+        """``is_first``: this rank says what all of them find."""
+        self._parts = parts
+        self._side = parts.state.side
+        self._is_first = is_first
+
+    def mine(self) -> dict[str, Any]:
+        """What the other ranks need to know of this one."""
+        return {"digests": self._side.digests(), "was_received": self._side.was_received}
+
+    def compare(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Remember what two ranks have differently, by all ranks' :meth:`mine`; say what is new of it."""
+        side = self._side
+        all_digests = [answer["digests"] for answer in answers]
+        names = {name for digests in all_digests for name in digests}
+        differing = {n for n in names if len({digests.get(n) for digests in all_digests}) > 1}
+        new = sorted(differing - side.differing)
+        side.differing |= differing
+        side.has_news = side.was_received = False
+        if not new or not self._is_first:
+            return
+        self._parts.runtime.logger.info(
+            f"each rank has its own {named(new)}, which steps change: one that is"
+            " replaced goes on with another rank's",
+            step=self._parts.state.committed_step,
+        )
+        if any(answer["was_received"] for answer in answers):
+            report_inexact(self._parts, f"{named(new)}, {_NOT_ITS_OWN}")
+
+
 def report_lost(parts: RankParts) -> None:
     """Say what of a step that is done again, or of a rank that is replaced, could not be kept."""
     lost, side = parts.state.take_lost(), parts.state.side
     if lost:
         report_lost_names(parts, lost)
     if side.took_over:
-        whose = "which each rank has its own of, is another rank's since a repair"
-        report_inexact(parts, f"{named(side.took_over)}, {whose}")
-    side.took_over = []
+        report_inexact(parts, f"{named(side.took_over)}, {_NOT_ITS_OWN}")
+    if side.doubtful:
+        report_inexact(parts, f"{named(side.doubtful)}, {_NOT_SEEN}")
+    side.took_over, side.doubtful = [], []
 
 
 def report_lost_names(parts: RankParts, lost: list[str]) -> None:

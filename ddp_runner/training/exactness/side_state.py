@@ -1,13 +1,13 @@
 """What forward and loss change beside the optimizer: found by looking, then kept, put back, sent, saved.
 
-That is what hangs on the modules of the model, on the task and on what the task holds: tensors that
-are no parameters and no saved buffers, numbers, lists, random generators, extra state. The model's own
-state dict is not touched: see ``buffers`` for what of it a step changes.
+That is what hangs on the modules of the model, on the task and on what the task holds (``attributes``): tensors
+that are no parameters and no saved buffers, numbers, lists, random generators, extra state. The model's own
+state dict is not touched: see ``buffers`` for what of it a step changes. What an iterator has given cannot be
+seen: it is named.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddp_runner.checkpoint.entry_names import bare_names
+from ddp_runner.training.exactness.attributes import (
+    attributes_of,
+    is_opaque,
+    objects_in,
+    own_classes,
+    remove_attribute,
+    write_attribute,
+)
 from ddp_runner.training.exactness.values import (
-    ENTRIES_MAX,
     Kept,
     NotPlainError,
     TensorCopy,
@@ -30,19 +37,6 @@ LOOKS_AT_FIRST = 3  # after every step, whatever a look takes
 OWNERS_MAX = 5_000
 DEPTH_MAX = 6  # of objects in objects
 _EXTRA = "extra state"
-_OF_MODULES = frozenset(vars(nn.Module())) | {
-    "_compiled_call_impl",
-    "_flat_weights",
-    "_flat_weights_names",
-    "_all_weights",
-}
-_NOT_WALKED = frozenset(sys.stdlib_module_names) | {
-    "torch",
-    "numpy",
-    "ddp_runner",
-    "rich",
-    "pydantic",
-}
 _NO_STEPS = -1
 
 
@@ -60,10 +54,8 @@ class _Owner:
 
     def entries(self) -> Iterator[tuple[str, Any]]:
         """Attribute -> value, as they are now."""
-        for key, value in vars(self.of).items():
-            if not (isinstance(self.of, nn.Module) and key in _OF_MODULES) and (
-                key not in self._recomputed
-            ):
+        for key, value in attributes_of(self.of).items():
+            if key not in self._recomputed:
                 yield key, value
         if isinstance(self.of, nn.Module):
             unsaved = self.of._non_persistent_buffers_set  # noqa: SLF001 - there is no other way
@@ -78,17 +70,26 @@ class _Owner:
     def read(self, key: str) -> Any:
         if key == _EXTRA and self.has_extra:
             return self.of.get_extra_state()
-        return getattr(self.of, key, None)
+        if isinstance(self.of, nn.Module):
+            return getattr(self.of, key, None)
+        return attributes_of(self.of).get(key)
 
     def write(self, key: str, value: Any) -> None:
         if key == _EXTRA and self.has_extra:
             self.of.set_extra_state(value)
-        elif getattr(self.of, key, None) is not value or key not in vars(self.of):
-            setattr(self.of, key, value)
+        elif self.read(key) is not value or not self.has(key):
+            write_attribute(self.of, key, value)
 
     def remove(self, key: str) -> None:
-        if key in vars(self.of):
-            delattr(self.of, key)
+        if key in attributes_of(self.of):
+            remove_attribute(self.of, key)
+
+    def has(self, key: str) -> bool:
+        """Whether it has an attribute of this name."""
+        if key == _EXTRA and self.has_extra:
+            return True
+        is_module = isinstance(self.of, nn.Module)
+        return hasattr(self.of, key) if is_module else key in attributes_of(self.of)
 
 
 class SideState:
@@ -123,6 +124,12 @@ class SideState:
         self._stepped_s = 0.0
         self.differing: set[str] = set()  # names of what two ranks have differently
         self.took_over: list[str] = []  # of those, what is another rank's now
+        self.opaque: list[str] = []  # names of what cannot be looked into
+        self.doubtful: list[
+            str
+        ] = []  # of those, what may not be as it was, since a repair or a resume
+        self.has_news = False  # something is followed that was not compared with other ranks
+        self.was_received = False  # the state of another process, since it was compared
         self._lost: list[str] = []
         self._step = 0
         self._owners = self._walk()
@@ -182,7 +189,7 @@ class SideState:
     def _keep_followed(self) -> None:
         for name, kept in self._followed.items():
             owner, key = self._place(name)
-            if owner is None or not _has(owner, key):
+            if owner is None or not owner.has(key):
                 self._followed[name] = _ABSENT
                 continue
             value = owner.read(key)
@@ -207,6 +214,7 @@ class SideState:
         for name, kept in self._followed.items():
             if not self._give_back(name, kept):
                 self._lost.append(name)
+        self.doubtful = list(self.opaque)
         self._take_picture()
 
     def take_lost(self) -> list[str]:
@@ -239,7 +247,7 @@ class SideState:
         values: dict[str, Any] = {}
         for name in self._followed:
             owner, key = self._place(name)
-            if owner is None or not _has(owner, key):
+            if owner is None or not owner.has(key):
                 values[name] = None
                 continue
             try:
@@ -250,9 +258,11 @@ class SideState:
             return {}
         return {"values": values, "blind": sorted(self._blind), "differing": sorted(self.differing)}
 
-    def restore(self, record: Mapping[str, Any]) -> None:
-        """Take over a record of another process, or of before."""
+    def restore(self, record: Mapping[str, Any], *, is_begin: bool = False) -> None:
+        """Take over a record of another process, or of before. ``is_begin``: no step has changed anything yet."""
         self._owners = self._walk()
+        self.was_received = not is_begin
+        self.doubtful = [] if is_begin else list(self.opaque)
         self._blind |= set(record.get("blind", ()))
         self.differing |= set(record.get("differing", ()))
         values = record.get("values", {})
@@ -323,6 +333,7 @@ class SideState:
         self._pictured_step = self._step
 
     def _follow(self, name: str, kept: Kept | None) -> None:
+        self.has_news = self.has_news or name not in self._followed
         self._followed.setdefault(name, kept or _ABSENT)
         self._picture.pop(name, None)
 
@@ -342,7 +353,7 @@ class SideState:
 
     def _now(self, name: str) -> Kept:
         owner, key = self._place(name)
-        if owner is None or not _has(owner, key):
+        if owner is None or not owner.has(key):
             return _ABSENT
         return self._kept(owner.read(key))
 
@@ -382,63 +393,36 @@ class SideState:
             seen.add(id(module))
         roots = [(self._root_name, self._task, 0)] if self._task is not None else []
         pending = roots + [(o.path, o.of, 0) for o in owners.values()]
+        opaque: list[str] = []
         while pending and len(owners) < OWNERS_MAX:
             path, at, depth = pending.pop()
             if path not in owners:
                 if id(at) in seen or id(at) in self._apart:
                     continue
                 seen.add(id(at))
+                if is_opaque(at):
+                    opaque.append(f"{path} ({type(at).__name__})")
+                    continue
                 owners[path] = _Owner(path, at, is_models=False)
+            for kind in own_classes(at):
+                if id(kind) not in seen:
+                    seen.add(id(kind))
+                    owners.setdefault(
+                        kind.__qualname__, _Owner(kind.__qualname__, kind, is_models=False)
+                    )
             if depth >= DEPTH_MAX:
                 continue
             pending += [
-                (inner_path, inner, depth + 1) for inner_path, inner in _objects_in(at, path)
+                (inner_path, inner, depth + 1) for inner_path, inner in objects_in(at, path)
             ]
+        if pending:
+            opaque.append(f"{pending[-1][0]} (behind {OWNERS_MAX:,} other objects)")
+        self.opaque = sorted(opaque)
         self._own = frozenset(own)
         return owners
 
 
 _ABSENT = Kept(object())
-
-
-def _has(owner: _Owner, key: str) -> bool:
-    if key == _EXTRA and owner.has_extra:
-        return True
-    return key in vars(owner.of) or (isinstance(owner.of, nn.Module) and hasattr(owner.of, key))
-
-
-def _objects_in(at: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The objects in attributes of ``at``, also in its lists and dicts, whose attributes may change."""
-    if isinstance(at, nn.Module):
-        for key, module in at._modules.items():  # noqa: SLF001
-            if module is not None:
-                yield f"{path}.{key}", module
-    for key, value in vars(at).items():
-        if isinstance(at, nn.Module) and key in _OF_MODULES:
-            continue
-        if type(value) in (list, tuple, dict) and len(value) <= ENTRIES_MAX:
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            for place, one in inner:
-                if _is_walked(one):
-                    yield f"{path}.{key}[{place!r}]", one
-        elif _is_walked(value):
-            yield f"{path}.{key}", value
-
-
-def _is_walked(value: Any) -> bool:
-    if isinstance(value, nn.Module):
-        return True
-    kind = type(value)
-    if not hasattr(value, "__dict__") or isinstance(value, (type, Dataset)):
-        return False
-    if isinstance(value, (dict, list, tuple, set, str, int, float)):
-        return False
-    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
-        return False  # data
-    if callable(getattr(value, "load_state_dict", None)):
-        return False  # it gives its state itself
-    root = (kind.__module__ or "").partition(".")[0]
-    return root not in _NOT_WALKED or root == "__main__"
 
 
 def _recomputed_names(of: Any) -> frozenset[str]:

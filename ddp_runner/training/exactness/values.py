@@ -25,6 +25,7 @@ ENTRIES_MAX = 100_000  # of one list or dict; one with more is known by its leng
 _LEAVES = (type(None), bool, int, float, complex, str, bytes)
 _PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
 _GENERATOR, _SET, _DEQUE = "ddp_runner:generator", "ddp_runner:set", "ddp_runner:deque"
+_BYTES = "ddp_runner:bytearray"
 _PAIRS, _STATEFUL = "ddp_runner:pairs", "ddp_runner:state_dict"
 
 
@@ -174,6 +175,25 @@ class _Array(Kept):
         if self._value.dtype.hasobject:
             return super().plain()
         return to_plain(self._value)
+
+
+class _Bytes(Kept):
+    """A bytearray, whose content may change in place."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+
+    def is_in(self, value: Any) -> bool:
+        return type(value) is bytearray and value == self._value
+
+    def given_back(self, live: Any) -> Any:
+        if type(live) is not bytearray:
+            return bytearray(self._value)
+        live[:] = self._value
+        return live
+
+    def plain(self) -> Any:
+        return {_BYTES: self._value}
 
 
 class _GeneratorState(Kept):
@@ -346,6 +366,9 @@ class _Keeping:
     def _array(self, value: Any, _: Kept | None) -> Kept:
         return _Array(value)
 
+    def _bytes(self, value: Any, _: Kept | None) -> Kept:
+        return _Bytes(bytes(value))
+
     def _sequence(self, value: Any, before: Kept | None) -> Kept:
         if len(value) > ENTRIES_MAX:
             return Kept(value)
@@ -364,6 +387,7 @@ class _Keeping:
     _WAYS: ClassVar[list[tuple[Any, Callable[..., Kept]]]] = [
         (Tensor, _tensor),
         (np.ndarray, _array),
+        (bytearray, _bytes),
         ((list, tuple, set, frozenset, deque), _sequence),
         (dict, _dict),
     ]
@@ -397,6 +421,7 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
         frozenset if packed[0] == "frozenset" else set, [from_wire(one) for one in packed[1]]
     ),
     _STATEFUL: lambda packed: _Stateful(from_wire(packed)),
+    _BYTES: lambda packed: _Bytes(bytes(packed)),
 }
 
 

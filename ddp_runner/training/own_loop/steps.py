@@ -451,6 +451,7 @@ class LoopSteps:
             stop=agreed_stop(signals),
             save=agreed_save(signals[Signal.SAVE] * self._group.world_size),  # it is their mean
             copy=signals[Signal.SAVE] > 0,
+            news=signals[Signal.NEWS] > 0,
         )
 
     def _log(self, result: StepResult) -> None:
