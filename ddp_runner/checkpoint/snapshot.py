@@ -79,13 +79,17 @@ class HostMemory:
         is no memory for it nothing is held; the first :meth:`snapshot` tries again and reports it.
         """
         if self._making is None and not self._pieces:
+            # A thread begins with GPU 0, where pinning would open a context, whichever GPU this rank has.
+            device = torch.cuda.current_device() if can_pin() else -1
             self._making = threading.Thread(
-                target=self._make, args=(tuple(sizes_bytes),), name="checkpoint-memory"
+                target=self._make, args=(tuple(sizes_bytes), device), name="checkpoint-memory"
             )
             self._making.start()
 
-    def _make(self, sizes_bytes: Sequence[int]) -> None:
+    def _make(self, sizes_bytes: Sequence[int], device: int) -> None:
         with contextlib.suppress(RuntimeError, MemoryError, OSError):
+            if device >= 0:
+                torch.cuda.set_device(device)
             if self._rooms is None:
                 self._pieces = [_room(size, pinned=can_pin()) for size in sizes_bytes]
             else:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.dry_stages import Handed, try_stages
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
+from ddp_runner.cli.gpu_checks import installed_nccl, judge_nccl
 from ddp_runner.cli.gpus import VisibleGpus
 from ddp_runner.cli.machine import core_count, has_nccl2, torch_build, torch_has
 from ddp_runner.cli.modes import choose, placed
@@ -248,6 +249,7 @@ def plan_launch(
             *place_notes(own_devices, found=found, cores=cores),
             *_kept_variables(settings, devices, environment),
             *version_notes(),
+            *nccl_notes(settings, devices),
             *spare_notes(settings, devices),
             *page_notes(settings),
             *(f"{path} lies under these settings" for path in at_home),
@@ -320,6 +322,17 @@ def version_notes() -> tuple[str, ...]:
     build = torch_build()
     said = untested(build.version) if build else ""
     return (said,) if said else ()
+
+
+def nccl_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, ...]:
+    """A line where repairs on GPUs rest on a version of NCCL that is known to abort badly."""
+    build = torch_build()
+    on_gpus = devices[0].visible_index is not None
+    if build is None or build.hip or not on_gpus or settings.ddp.backend == "gloo":
+        return ()
+    version = installed_nccl()
+    judged = judge_nccl(version, cuda=build.cuda)
+    return (f"NCCL {judged.found}: {judged.cure}",) if version and judged.cure else ()
 
 
 def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, ...]:

@@ -145,6 +145,7 @@ _OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "cannot allocate memory",
     "failed to allocate",
+    "_status_alloc_failed",  # of cuBLAS, cuDNN, cuSOLVER
 )
 _UNFINISHED_TEXTS = (
     "expected to have finished reduction",
@@ -166,7 +167,11 @@ _COMPILER_TYPES = frozenset(
         "UserError",
     }
 )
-_DEVICE_TEXTS = ("cuda error", "cuda driver error", "device-side assert", "uncorrectable ecc")
+_DEVICE_TEXTS = (
+    *("cuda error", "cuda driver error", "device-side assert", "uncorrectable ecc"),
+    # Of cuDNN and of Triton, whose errors do not begin as CUDA's own do.
+    *("_status_execution_failed", "illegal memory access"),
+)
 _COLLECTIVE_TYPES = frozenset(
     {"DistBackendError", "DistNetworkError", "DistStoreError", "QueueEmptyError"}
 )
@@ -192,7 +197,7 @@ def classify_error(  # noqa: PLR0911 - a table in the order of precedence
     """The kind of an exception that left a step, by its type's name and its text.
 
     ``aborted``: whether this rank had been told to leave the generation; a communication error is
-    then this runner's own doing. Texts are those of torch 2.6 to 2.13 and gloo.
+    then this runner's own doing. Texts are those of torch 2.6 to 2.15 and gloo.
     """
     lowered = text.lower()
     if type_name.endswith(_OUT_OF_MEMORY_TYPES):

@@ -81,7 +81,7 @@ class NumericsGuard:
         LOSS_EXPLODED) at the end.
         """
         if result.overflowed:
-            scale = float(self._state.precision.scaler.get_scale())
+            scale = self._state.precision.scale()
             self._runtime.logger.progress(
                 f"gradients overflowed in fp16: step skipped, loss scale {scale:g} from here on"
             )

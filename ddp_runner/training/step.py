@@ -155,7 +155,7 @@ class Stepper:
         state, scaler = self._state, self._state.precision.scaler
         limits = state.loss_spikes.limits()
         self._accumulate(micro_batches, votes, limits, step=state.committed_step)
-        scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+        scale = state.precision.scale()
         agreed = self._commit.ready_to_change(
             scale=scale,
             measure=lambda: self._measure(scale),
@@ -213,10 +213,7 @@ class Stepper:
         """
         step = self._state.committed_step - 1
         self._accumulate(micro_batches, Votes(), Limits(), step=step, reduces=False)
-        scaler = self._state.precision.scaler
-        norm = float(self._total_norm()) / (
-            float(scaler.get_scale()) if scaler.is_enabled() else 1.0
-        )
+        norm = float(self._total_norm()) / self._state.precision.scale()
         self._replica.zero_gradients()
         self._state.drop_unfinished_step()
         return norm
@@ -291,8 +288,7 @@ class Stepper:
                 state.optimizer.step()
             if state.ema is not None and state.ema.is_due(state.own_step + 1):
                 state.ema.update(state.model)
-        if scaler.is_enabled():
-            scaler.update()
+        state.precision.update()
 
 
 def accumulate(

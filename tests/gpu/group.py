@@ -18,7 +18,6 @@ PRODUCT = {
     "TORCH_INCLUDE_STACK_TRACE": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "NCCL_NVLS_ENABLE": "0",
     "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }  # what ranks find in their environment; see ddp_runner.supervisor.processes.environment

@@ -104,15 +104,17 @@ def test_ranks_on_gpus_meet_on_loopback_and_can_be_forked():
     made = environment({})
     assert (made["NCCL_SOCKET_IFNAME"], made["PYTORCH_NVML_BASED_CUDA_CHECK"]) == ("lo", "1")
     assert made["TORCH_NCCL_ENABLE_MONITORING"] == made["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
-    assert "NCCL_ALGO" not in made, "control: how sums are made is NCCL's choice"
+    for name in ("NCCL_ALGO", "NCCL_NVLS_ENABLE"):
+        assert name not in made, "control: how sums are made is NCCL's choice"
 
 
 def test_a_variable_that_stands_against_repairs_is_named():
     """It is kept; control: who has set what is needed, or something else, reads nothing."""
     mine = {"NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_BLOCKING_WAIT": "0", "NCCL_DEBUG": "INFO"}
-    assert kept_against_advice(mine, is_deterministic=False) == (
+    assert kept_against_advice(mine, is_deterministic=True) == (
         "NCCL_NVLS_ENABLE=1 of your environment is kept; 0 is what repairs on GPUs need",
     )
+    assert kept_against_advice(mine, is_deterministic=False) == ()
     assert kept_against_advice({"NCCL_ALGO": "Tree"}, is_deterministic=False) == ()
     assert len(kept_against_advice({"NCCL_ALGO": "Tree"}, is_deterministic=True)) == 1
 

@@ -193,10 +193,10 @@ def falling(precision, steps, *, every, start=0):
     """The lines of a run in which each so-manieth step overflows."""
     lines = {}
     for step in range(start + 1, start + steps + 1):
-        before = precision.scaler.get_scale()
+        before = precision.scale()
         if step % every == 0:
             scale = before / 2
-            precision.scaler.load_state_dict({**precision.scaler.state_dict(), "scale": scale})
+            precision.load_state_dict({**precision.state_dict(), "scale": scale})
         if line := precision.watch(step=step, before=before):
             lines[step] = line
     return lines
@@ -221,7 +221,23 @@ def test_a_loss_scale_that_grows_between_is_no_news():
     assert all(precision.watch(step=step, before=steady) == "" for step in range(21, 5000))
     for step in range(5000, 9000, 500):
         now = precision.scaler.get_scale()
-        precision.scaler.load_state_dict({**precision.scaler.state_dict(), "scale": now * 2})
+        precision.load_state_dict({**precision.scaler.state_dict(), "scale": now * 2})
         assert precision.watch(step=step, before=now) == ""
-        precision.scaler.load_state_dict({**precision.scaler.state_dict(), "scale": now})
+        precision.load_state_dict({**precision.scaler.state_dict(), "scale": now})
         assert precision.watch(step=step + 100, before=now * 2) == ""
+
+
+def test_the_loss_scale_is_read_once_between_two_updates(monkeypatch):
+    """Reading waits for the device; control: what was loaded, or lowered, is seen."""
+    precision = Precision("fp16", torch.device("cpu"))
+    reads = []
+    read = torch.amp.GradScaler.get_scale
+    monkeypatch.setattr(
+        torch.amp.GradScaler, "get_scale", lambda scaler: reads.append(1) or read(scaler)
+    )
+    assert [precision.scale() for _ in range(3)] == [65536.0] * 3
+    assert not precision.has_lowered(precision.scale())
+    assert len(reads) == 1
+    precision.load_state_dict({**precision.scaler.state_dict(), "scale": 8.0})
+    assert precision.scale() == 8.0
+    assert precision.has_lowered(16.0)

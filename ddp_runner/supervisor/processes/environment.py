@@ -24,8 +24,6 @@ _NCCL = {
     # the key by which a dump is asked for stays in the store, where a later replacement finds it.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # A group that is formed again may not get its multicast memory (and sums by it vary).
-    "NCCL_NVLS_ENABLE": "0",
 }
 # The ranks of one machine meet on loopback, whatever its other networks do.
 _ONE_MACHINE = {"NCCL_SOCKET_IFNAME": "lo"}
@@ -34,7 +32,7 @@ _FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # cuBLAS repeats its results only with a fixed workspace, chosen before CUDA starts.
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # By size and topology NCCL chooses how it sums, and so in which order.
-_NCCL_IN_ORDER = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+_NCCL_IN_ORDER = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
 # CUDA counts the fastest GPU first unless this says otherwise; --gpus and nvidia-smi count by bus.
 _BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 # A model whose parts come from a set of names has them in one order in every process, a replacement's too.

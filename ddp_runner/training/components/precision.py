@@ -50,6 +50,7 @@ class Precision:
             growth_interval=growth_interval,
         )
         self._fell: tuple[int, float] | None = None  # first, since it last grew: step, scale before
+        self._scale: float | None = None  # as it was read last; None: to be read
 
     @classmethod
     def of(cls, settings: OptimSettings, device: torch.device) -> Precision:
@@ -76,16 +77,30 @@ class Precision:
             self.scaler = torch.amp.GradScaler(self._device_type)
             self.scaler.load_state_dict(known)
 
+    def scale(self) -> float:
+        """The loss scale. Read once after each update: on a GPU that waits for the device. Without fp16: 1."""
+        if not self.scaler.is_enabled():
+            return 1.0
+        if self._scale is None:
+            self._scale = float(self.scaler.get_scale())
+        return self._scale
+
+    def update(self) -> None:
+        """End a step of the scaler's, which may change the loss scale."""
+        if self.scaler.is_enabled():
+            self.scaler.update()
+            self._scale = None
+
     def has_lowered(self, scale: float) -> bool:
         """Whether the scaler has found an overflow at this loss scale, and is not at its end."""
-        return self.scaler.is_enabled() and SCALE_MIN < scale > self.scaler.get_scale()
+        return self.scaler.is_enabled() and SCALE_MIN < scale > self.scale()
 
     def watch(self, *, step: int, before: float) -> str:
         """Take in the loss scale after ``step``, which was ``before``; a line where it has only fallen for long.
 
         All ranks that watch the same steps say the same.
         """
-        now = float(self.scaler.get_scale())
+        now = self.scale()
         if now > before:
             self._fell = None
         elif now < before:
@@ -114,6 +129,7 @@ class Precision:
         scale within a few skipped steps. Without fp16 there is nothing to load.
         """
         if state and self.scaler.is_enabled():
+            self._scale = None
             self.scaler.load_state_dict(state)
             self.scaler.set_growth_interval(self._growth_interval)
             has_fallen = "fell_first_at" in state
