@@ -46,7 +46,8 @@ PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to t
 class Membership:
     """One agreed membership.
 
-    ``secret`` is known to its members alone; empty where nobody could hand one out.
+    ``secret`` is known to its members alone; empty where nobody could hand one out. ``owes_drill``: as of
+    :class:`~ddp_runner.core.messages.Form`.
     """
 
     generation: int
@@ -55,6 +56,7 @@ class Membership:
     local_rank: int
     local_world_size: int
     secret: str = field(default="", repr=False)
+    owes_drill: bool = False
 
 
 class Group:

@@ -17,12 +17,22 @@ REPEATED, DRILLED = "repeated", "drilled"  # what is proved
 
 
 def number_of_drill(
-    committed_step: int, *, begun_step: int, total_steps: int, drill_at: Sequence[int] | None
+    committed_step: int,
+    *,
+    begun_step: int,
+    total_steps: int,
+    drill_at: Sequence[int] | None,
+    owed_from: int | None = None,
 ) -> int | None:
-    """The how many-th drill, from 0, the step that begins now is for; None where it is for none."""
-    if drill_at is None or committed_step >= total_steps:
+    """The how many-th drill, from 0, the step that begins now is for; None where it is for none.
+
+    ``owed_from``: the step at which a generation formed that is to make up for one.
+    """
+    if not drill_at or committed_step >= total_steps:
         return None
     steps = sorted(set(drill_at))
+    if owed_from is not None and committed_step - owed_from == steps[0]:
+        return 0
     since = committed_step - begun_step
     return steps.index(since) if since in steps else None
 

@@ -30,7 +30,8 @@ class WireError(ValueError):
 class Form:
     """Supervisor -> rank: join generation ``generation`` through the store of its launch.
 
-    ``secret`` is new for each generation, and the same for all its ranks. ``store_host``,
+    ``secret`` is new for each generation, and the same for all its ranks. ``owes_drill``: one was cut short, so
+    that it is made up for in this generation. ``store_host``,
     ``store_port`` and ``term`` (of :class:`~ddp_runner.system.folder_owner.FolderOwner`): where the
     store is from now on, for a rank that was cut off from it; empty where they are as they were.
     """
@@ -42,6 +43,7 @@ class Form:
     local_world_size: int
     run_id: str
     secret: str = field(repr=False)
+    owes_drill: bool = False
     store_host: str = ""
     store_port: int = 0
     term: str = ""

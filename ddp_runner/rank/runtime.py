@@ -331,4 +331,5 @@ def _membership(form: Form) -> Membership:
         local_rank=form.local_rank,
         local_world_size=form.local_world_size,
         secret=form.secret,
+        owes_drill=form.owes_drill,
     )

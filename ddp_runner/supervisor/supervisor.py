@@ -394,7 +394,8 @@ class Supervisor:
         self.facts.formed_at_s = now_s
         self._repair.returning.is_regrouping = False
         self.recorder.record(events.Forming(generation=self.facts.generation))
-        self.world.form(self.facts.generation, run_id=self.facts.run_id)
+        owes_drill = self.keeper.drills.is_owed
+        self.world.form(self.facts.generation, run_id=self.facts.run_id, owes_drill=owes_drill)
         self._save_request.pass_on()
         if self._stop is not None:
             self.world.stop(Stop(reason=self._stop))

@@ -112,8 +112,8 @@ class World:
         handle.machine.advance(RankEvent.EXITED)
         handle.released()
 
-    def form(self, generation: int, *, run_id: str) -> None:
-        """Have every rank join ``generation``."""
+    def form(self, generation: int, *, run_id: str, owes_drill: bool = False) -> None:
+        """Have every rank join ``generation``. ``owes_drill``: as of :class:`Form`."""
         present = self.present
         # INVARIANT secret-by-channel: what a generation signs with travels by the control channel only.
         # Broken if: it comes from the store, or one that was used before is used again.
@@ -133,6 +133,7 @@ class World:
                 local_world_size=there[node],
                 run_id=run_id,
                 secret=secret,
+                owes_drill=owes_drill,
             )
             local_rank[node] += 1
             self.send(handle, message)

@@ -93,3 +93,12 @@ def test_who_is_suspected_depends_on_what_differs():
     assert "data that" in failed_reason(**asked, differs="the samples")
     gpu = failed_reason(**{**asked, "on_cpu": False}, differs="layer2.weight")
     assert "kernels that do not repeat, or state in a global" in gpu
+
+
+def test_a_drill_that_is_owed_is_due_as_soon_as_the_first_of_a_launch():
+    """Counted from where the generation formed. Control: others are due as without it, and none where there are none."""
+    plan = {"begun_step": 100, "total_steps": 1000, "drill_at": (2, 50)}
+    assert [n for n in range(100, 300) if number_of_drill(n, **plan) is not None] == [102, 150]
+    owed = [n for n in range(100, 300) if number_of_drill(n, **plan, owed_from=130) is not None]
+    assert owed == [102, 132, 150]
+    assert number_of_drill(132, **{**plan, "drill_at": None}, owed_from=130) is None

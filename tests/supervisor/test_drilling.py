@@ -209,3 +209,28 @@ def test_no_drill_is_running_when_a_run_has_ended(simulate):
     assert_done(run)
     assert drill.dead
     assert proof(run) == set()
+
+
+@pytest.mark.parametrize("is_running", [True, False], ids=["running", "waiting"])
+def test_a_drill_that_a_repair_cuts_short_is_made_up_for(simulate, is_running):
+    """The next generation is asked for one, and the one after that which passed is not."""
+    run = simulate(steps=300)
+    run.to_step(10)
+    if is_running:
+        give(run, 10)
+        run.run_until(lambda: run.rank(DRILL))
+    else:
+        give(run, 10, parts=("state",))
+        run.run_until(lambda: run.supervisor.keeper.drills._parts)
+    assert run.supervisor.keeper.drills.is_owed is False
+    run.kill(2)
+    run.run_until(lambda: run.events("repaired"))
+    assert [one["step"] for one in run.events("drill_skipped")] == [10]
+    assert run.supervisor.keeper.drills.is_owed is True
+    run.run_until(lambda: run.node.drill is None)
+    give(run, 50, rank=2)
+    run.run_until(lambda: run.rank(DRILL))
+    answer(run, 50, 2)
+    run.run_until(lambda: proof(run) == {50})
+    assert run.supervisor.keeper.drills.is_owed is False
+    assert_done(run)

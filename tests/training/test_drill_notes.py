@@ -20,7 +20,11 @@ from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
 from tests.processes import poll
 from tests.training.building import CPU, build_state, make_slot
 
-GROUP = SimpleNamespace(rank=0, world_size=1, membership=SimpleNamespace(local_world_size=1))
+GROUP = SimpleNamespace(
+    rank=0,
+    world_size=1,
+    membership=SimpleNamespace(local_world_size=1, generation=1, owes_drill=False),
+)
 
 
 class Bench:

@@ -41,11 +41,17 @@ class DrillKeeper:
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._began_s = 0.0
         self._said_short = False
+        self._refused: int | None = None  # the newest step of which a part could not be written
+        self.is_owed = False  # a repair has cut one short, and none has come to its end since
 
     def part(self, message: DrillPart) -> None:
         """A rank has written its part, or could not."""
+        if message.step == self._refused:  # the other part of one that cannot be
+            self._remove(message.step)
+            return
         parts = self._parts.setdefault(message.step, {})
         if message.problem:
+            self._refused = message.step
             self._parts.pop(message.step)
             self._remove(message.step)
             self._skipped(message.rank, message.step, message.problem)
@@ -80,6 +86,7 @@ class DrillKeeper:
             self._is_given_up = True
             if fault_free and self._running is not None:
                 self._report_skipped(why)
+            self.is_owed = self.is_owed or self._running is not None
             self._cut_short(why)
         if not fault_free:
             self.drop()
@@ -98,6 +105,7 @@ class DrillKeeper:
             self._report_skipped(message.problem)
             return
         self._running = None
+        self.is_owed = False
         self._remove(step)
         finding, is_first = "", False
         if message.differs:
@@ -127,11 +135,19 @@ class DrillKeeper:
             self._report_skipped(f"its process ended ({how}){said}")
 
     def drop(self) -> None:
-        """Forget those that are to come: the ranks do their steps again, or end."""
-        for step in [*self._parts, *([self._waiting[0]] if self._waiting else [])]:
-            self._remove(step)
+        """Give up those that are to come: the ranks do their steps again, or end."""
+        waiting = {} if self._waiting is None else {self._waiting[0]: self._waiting[1]}
+        given_up = {step: max(parts.values(), default=0) for step, parts in self._parts.items()}
         self._parts.clear()
         self._waiting = None
+        for step, rank in (given_up | waiting).items():
+            # INVARIANT drilled-in-the-end: what a fault-free run would have found, a repaired one looks for too.
+            # Broken if: a drill is given up, or cut short, and no generation is asked to make up for it.
+            # Guarded by: test_a_drill_that_a_repair_cuts_short_is_made_up_for.
+            self.is_owed = True
+            self._remove(step)
+            why = "something is being repaired, or the run ends"
+            self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why))
 
     def clear(self) -> None:
         """Nothing is written any more, or not yet: remove what is left."""

@@ -96,6 +96,7 @@ class Drills:
         self._runtime = runtime
         self._saver: BackgroundSaver | None = None  # of the state that is being written
         self._step = 0  # of that
+        self._formed = (0, 0)  # generation, and the step that it began with
         self._before_change = state.before_change
         state.before_change = self._release_state
 
@@ -109,12 +110,15 @@ class Drills:
         """
         if self._saver is not None:
             self._collect(self._saver)
-        step = self._state.committed_step
+        step, membership = self._state.committed_step, group.membership
+        if self._formed[0] != membership.generation:
+            self._formed = (membership.generation, step)
         number = number_of_drill(
             step,
             begun_step=self._state.begun_step,
             total_steps=self._total_steps,
             drill_at=self._drill_at,
+            owed_from=self._formed[1] if membership.owes_drill else None,
         )
         if number is None:
             yield
