@@ -123,7 +123,8 @@ class Replica:
             state=self,
             hook=lambda replica, bucket: _sum_over_ranks(replica, bucket),  # noqa: PLW0108
         )
-        self._ddp.lay_out()
+        with waiting_for_peers(slot):  # which wrap again between steps, where one may be late
+            self._ddp.lay_out()
         self.sums.finds_unused = self._ddp.find_unused_parameters
         # Is given each parameter with this rank's own gradient of the step, before it is summed: of
         # all micro-batches, times the loss scale, zeros for a parameter without any. Not the signals'.

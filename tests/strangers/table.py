@@ -84,6 +84,7 @@ TWINS = {
         "ForwardHook",
         "PositivesSeen",
         "StaticTwice",
+        "Strided",
     ),
 }
 
@@ -167,6 +168,7 @@ TABLE = {
         *_of("layers", "Heads", allowed=KNOWN_OR_REPORTED, words=("order",), hash_seeds=("1", "2")),
         # Kinds of models and tensors.
         *_of("kinds", "Scripted", "Jagged"),
+        *_of("kinds", "Strided", is_plain=False),  # torch warns of it
         *_of("kinds", "SyncNorms", is_plain=False),  # torch's own layer takes GPUs alone
         *_of("kinds", "StaticTwice", settings=("static_graph=true",)),
         *_of(

@@ -99,7 +99,7 @@ def batch_hash(batch: Any) -> str:
     pending = [batch]
     while pending:
         value = pending.pop()
-        if isinstance(value, Tensor) and value.layout is torch.strided:
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
             found.append(tensor_hash(value.resolve_conj().resolve_neg()))
         elif isinstance(value, Mapping):
             pending += value.values()
