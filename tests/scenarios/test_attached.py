@@ -467,6 +467,51 @@ def test_what_fails_behind_the_loop_fails_the_run(tmp_path):
     assert run.summary()["steps"] == 24
 
 
+SPAWNS = """
+import multiprocessing
+import torch
+import ddp_runner
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+    print("child", child.exitcode)
+run = ddp_runner.attach()
+data = torch.utils.data.TensorDataset(torch.zeros(8, 1))
+model = torch.nn.Linear(1, 1)
+run.ddp(model)
+run.keep(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context="spawn")
+run.steps(loader, max_steps=1)
+"""
+
+
+def test_a_program_that_is_spawned_again_is_one_line(tmp_path):
+    """In the process that is spawned, and in the one whose loader would spawn workers."""
+    own = tmp_path / "spawns.py"
+    own.write_text(SPAWNS, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(own)]
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    first, *_, last = ended.stderr.strip().splitlines()
+    assert "spawns.py:10: a process that multiprocessing has spawned calls attach()" in first
+    assert "child 2" in ended.stdout
+    assert "spawns.py:16: workers that are started by spawn import the program" in last
+
+
+def test_a_loop_with_another_count_of_ranks_is_refused(tmp_path):
+    """In one line, with the words for the old one."""
+    with run_loop(tmp_path, "--steps", "4") as run:
+        assert run.wait() == 0, run.console
+    with run_loop(tmp_path, "--steps", "4", world=1) as run:
+        assert run.wait() == 2, run.console
+    assert "with other settings (ranks: 2 -> 1)" in run.console
+    assert "or the old settings: -n 2" in run.console
+    assert "Traceback" not in run.console
+
+
 def test_it_runs_under_plain_python(tmp_path):
     """One rank, without a supervisor; what it raises is the user's own error, and it is resumed."""
     plant(tmp_path, r0_s15_forward=RAISE)

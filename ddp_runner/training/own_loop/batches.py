@@ -6,6 +6,7 @@ A process that comes late draws what is behind it and drops it, so it stands whe
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -67,6 +68,23 @@ def why_alike(batches: object) -> str:
             " run.loader(), or DistributedSampler(dataset, run.world_size, run.rank)"
         )
     return ""
+
+
+def why_spawned(batches: object, *, is_guarded: Callable[[], bool]) -> str:
+    """Why workers of the loader would begin the program again, in words; empty where they do not.
+
+    ``is_guarded``: whether what runs now is left out where the program is imported.
+    """
+    if not isinstance(batches, DataLoader) or not batches.num_workers:
+        return ""
+    context = batches.multiprocessing_context
+    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
+    if method == "fork" or is_guarded():
+        return ""
+    return (
+        f"workers that are started by {method} import the program, which would begin the run again in each: put"
+        ' what starts it under if __name__ == "__main__":'
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
