@@ -322,6 +322,23 @@ def test_a_loss_may_be_noted_behind_backward_too(run):
     assert run._state.monitor.last == known[-1] + 1
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "samples"), [(1, 6), (2, 12)], ids=["each batch", "two batches a step"]
+)
+def test_samples_of_a_loader_are_counted(run, accumulate, samples):
+    """By its batch size: two steps of three samples, or of twice as many."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=3)
+    for _ in run.steps(loader, max_steps=2, accumulate=accumulate):
+        with run.step():
+            net(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run._state.samples == samples
+
+
 def test_the_net_is_the_bare_module_between_steps(run):
     model, optimizer = parts()
     net = run.ddp(model)

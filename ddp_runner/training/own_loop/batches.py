@@ -53,6 +53,14 @@ def _count_of(batches: Iterable[Any]) -> int | None:
         return None
 
 
+def batch_size_of(batches: object) -> int:
+    """How many samples a batch has, as far as a DataLoader says it; else 1."""
+    if not isinstance(batches, DataLoader):
+        return 1
+    size = batches.batch_size or getattr(batches.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else 1
+
+
 def why_alike(batches: object) -> str:
     """Why every rank is given the same samples, in words; empty where nothing says so."""
     if not isinstance(batches, DataLoader) or isinstance(batches.dataset, IterableDataset):

@@ -26,7 +26,7 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.training.changes import report_changes
 from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.loaders import make_loader, waiting, watch_memory
-from ddp_runner.training.own_loop.batches import KeptLoader, OwnBatches, SafeBatches
+from ddp_runner.training.own_loop.batches import KeptLoader, OwnBatches, SafeBatches, batch_size_of
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.parts import Batches, LoopParts
@@ -65,8 +65,9 @@ def prepare(
         size, share = len(batches.dataset), batches.batch_size * batches.accumulate
         data = replace(settings.data, batch_size=share, micro_batch_size=batches.batch_size)
         settings = replace(settings, data=data)
-    else:  # counted in steps
-        size, share = length.steps_per_epoch * info.world_size, 1
+    else:  # in batches, where nobody knows how large they are
+        share = batch_size_of(batches) * accumulate
+        size = length.steps_per_epoch * info.world_size * share
     order = SampleOrder(
         seed=settings.run.seed, dataset_size=size, global_batch_size=share * info.world_size
     )
