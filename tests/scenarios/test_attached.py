@@ -196,6 +196,41 @@ def test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact(tmp_path, words
     assert run.summary()["exact"] is False
 
 
+UNSEEDED = """
+import numpy as np
+import torch
+import ddp_runner
+{before}
+run = ddp_runner.attach()
+{behind}
+data = torch.utils.data.TensorDataset(torch.tensor(made, dtype=torch.float32))
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for (batch,) in run.steps(run.loader(data, batch_size=4), max_steps=12):
+    with run.step():
+        net(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before attach", "behind it"])
+def test_data_that_a_replaced_rank_makes_otherwise_is_inexact(tmp_path, is_before):
+    """From random numbers that nobody has seeded, where attach() has not yet done so."""
+    made = "made = np.random.default_rng().normal(size=(256, 8))"
+    seeded = "made = np.random.normal(size=(256, 8))"
+    own = tmp_path / "made.py"
+    places = {"before": made, "behind": ""} if is_before else {"before": "", "behind": seeded}
+    own.write_text(UNSEEDED.format(**places), encoding="utf-8")
+    with run_loop(tmp_path, loop=own, options=("--inject", "kill:rank=1,step=5")) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is not is_before, summary["inexact_reasons"]
+    assert all("rank 1 made other data than before" in one for one in summary["inexact_reasons"])
+
+
 HIDDEN = """
 import torch
 import ddp_runner

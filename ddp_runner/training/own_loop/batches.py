@@ -6,23 +6,33 @@ A process that comes late draws what is behind it and drops it, so it stands whe
 from __future__ import annotations
 
 import copy
+import hashlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.components.rng import seed_all, seed_step
+from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.own_loop.misuse import misuse
 
+_ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind
 _NONE = object()
 _DRAWING = -2  # in the place of a micro-step, where a batch is drawn
@@ -59,6 +69,30 @@ def batch_size_of(batches: object) -> int:
         return 1
     size = batches.batch_size or getattr(batches.batch_sampler, "batch_size", None)
     return size if isinstance(size, int) and size > 0 else 1
+
+
+def digest_in_memory(batches: object) -> str:
+    """Of data that the program has made, as far as it lies in memory: loads no sample, reads a part of what is large."""
+    data = getattr(batches, "dataset", batches)
+    while isinstance(data, Subset):
+        data = data.dataset
+    values = [data] if isinstance(data, (Tensor, np.ndarray)) or type(data) in (list, tuple) else []
+    values += getattr(data, "__dict__", {}).values()
+    found = [part for value in values for part in _parts_in_memory(value)]
+    return combined(found) if found else ""
+
+
+def _parts_in_memory(value: Any) -> Iterator[str]:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.size:
+        every = max(1, value.size // _ELEMENTS_READ)
+        yield hashlib.sha256(value.reshape(-1)[::every].tobytes()).hexdigest()
+    elif isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu":
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
+        yield tensor_hash(flat[:: max(1, flat.numel() // _ELEMENTS_READ)].contiguous())
+    elif type(value) in (list, tuple) and value:
+        for at in (0, len(value) // 2, -1):
+            if value[at] is not value:
+                yield from _parts_in_memory(value[at])
 
 
 def why_alike(batches: object) -> str:
