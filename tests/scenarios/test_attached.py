@@ -295,7 +295,7 @@ for batch in run.steps(Shuffled(), epochs=2):
 """
 
 
-def test_the_first_batch_of_an_epoch_may_take_as_long_as_a_start(tmp_path):
+def test_an_epoch_may_begin_as_slowly_as_a_start(tmp_path):
     """No rank is called hung in the seconds before it."""
     own = tmp_path / "slow.py"
     own.write_text(SLOW_TO_BEGIN, encoding="utf-8")
