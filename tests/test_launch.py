@@ -287,6 +287,9 @@ def test_an_interrupted_venv_is_made_again(checkout, tmp_path):
     assert environment.Repository(checkout.root, extra="").is_complete()
     again = checkout.run("environment", PATH=path)
     assert (again.stdout, again.stderr) == (made, "")
+    where = [made.strip(), "-c", "import sys; print(sys.path[-1])"]
+    last = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert last.strip() == str(checkout.root), "`python train.py` there finds the package"
 
 
 def test_an_empty_environment_finds_a_python_that_can_be_started(checkout):

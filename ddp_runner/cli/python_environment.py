@@ -306,6 +306,9 @@ def _install(repository: Repository) -> None:
             "pip could not install the requirements (its reason stands above); with no network, "
             "set DDP_RUNNER_PYTHON to a Python that satisfies requirements.txt"
         )
+    # `python train.py` finds the package too, behind whatever the environment has.
+    for packages in repository.venv.glob("lib/python*/site-packages"):
+        (packages / "ddp_runner.pth").write_text(f"{repository.root}\n", encoding="utf-8")
 
 
 def _say(text: str) -> None:

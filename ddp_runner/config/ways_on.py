@@ -79,6 +79,8 @@ def words_of_old(
             others.append(f"no {key}")
         elif is_sealed(old[key]) or is_secret(key, old[key]):
             others.append(f"the old {key}")
+        elif key == "ranks":  # of a loop of one's own: nothing shares its batches out again
+            words.append(f"-n {old[key]}")
         elif "." not in key or is_described(key):  # a fact about the data, which is not a setting
             others.append(f"the {key.removesuffix(' fingerprint')} as it was")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import sys
@@ -64,6 +65,14 @@ def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
     settings by their names, for those two; ``run`` takes them on its command line. Python's, NumPy's and
     torch's random numbers are seeded. Raises BadInputError for settings that are wrong.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # Of a process that multiprocessing spawns, which imports the program first: a loader's worker, say.
+        expected = (
+            "a process that multiprocessing has spawned calls attach(): put what starts the run under"
+            ' if __name__ == "__main__":'
+        )
+        sys.stderr.write(f"ddp_runner: error: {misuse(expected)}\n")
+        raise SystemExit(ExitCode.BAD_USAGE)
     if _this.run is not None:
         raise misuse("attach() is called a second time: keep what the first call gave")
     if _this.runtime is not None and _this.settings is not None:

@@ -239,7 +239,8 @@ def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loa
     # With the salts of the file, without which no secret could be compared.
     new = config.aligned(old, {**workload.resume_key, **config.task_resume_key(settings, like=old)})
     if changes := config.difference(old, new):
-        devices = int(str(workload.recipe["ranks"])) * len(workload.devices)
+        # The recipe of a loop of one's own has no ranks, which its resume key has.
+        devices = int(str(workload.recipe.get("ranks", 1))) * len(workload.devices)
         ways = config.ways_on(settings, old=old, new=new, world_size=devices)
         raise BadInputError(
             "--resume",

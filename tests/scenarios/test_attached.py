@@ -196,6 +196,41 @@ def test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact(tmp_path, words
     assert run.summary()["exact"] is False
 
 
+UNSEEDED = """
+import numpy as np
+import torch
+import ddp_runner
+{before}
+run = ddp_runner.attach()
+{behind}
+data = torch.utils.data.TensorDataset(torch.tensor(made, dtype=torch.float32))
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+net = run.ddp(model)
+run.keep(model=model, optimizer=optimizer)
+for (batch,) in run.steps(run.loader(data, batch_size=4), max_steps=12):
+    with run.step():
+        net(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before attach", "behind it"])
+def test_data_that_a_replaced_rank_makes_otherwise_is_inexact(tmp_path, is_before):
+    """From random numbers that nobody has seeded, where attach() has not yet done so."""
+    made = "made = np.random.default_rng().normal(size=(256, 8))"
+    seeded = "made = np.random.normal(size=(256, 8))"
+    own = tmp_path / "made.py"
+    places = {"before": made, "behind": ""} if is_before else {"before": "", "behind": seeded}
+    own.write_text(UNSEEDED.format(**places), encoding="utf-8")
+    with run_loop(tmp_path, loop=own, options=("--inject", "kill:rank=1,step=5")) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is not is_before, summary["inexact_reasons"]
+    assert all("rank 1 made other data than before" in one for one in summary["inexact_reasons"])
+
+
 HIDDEN = """
 import torch
 import ddp_runner
@@ -260,7 +295,7 @@ for batch in run.steps(Shuffled(), epochs=2):
 """
 
 
-def test_the_first_batch_of_an_epoch_may_take_as_long_as_a_start(tmp_path):
+def test_an_epoch_may_begin_as_slowly_as_a_start(tmp_path):
     """No rank is called hung in the seconds before it."""
     own = tmp_path / "slow.py"
     own.write_text(SLOW_TO_BEGIN, encoding="utf-8")
@@ -465,6 +500,51 @@ def test_what_fails_behind_the_loop_fails_the_run(tmp_path):
         assert run.wait() == 1, run.console
     assert "training had ended, and the program failed behind it" in run.console
     assert run.summary()["steps"] == 24
+
+
+SPAWNS = """
+import multiprocessing
+import torch
+import ddp_runner
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+    print("child", child.exitcode)
+run = ddp_runner.attach()
+data = torch.utils.data.TensorDataset(torch.zeros(8, 1))
+model = torch.nn.Linear(1, 1)
+run.ddp(model)
+run.keep(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context="spawn")
+run.steps(loader, max_steps=1)
+"""
+
+
+def test_a_program_that_is_spawned_again_is_one_line(tmp_path):
+    """In the process that is spawned, and in the one whose loader would spawn workers."""
+    own = tmp_path / "spawns.py"
+    own.write_text(SPAWNS, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(own)]
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    first, *_, last = ended.stderr.strip().splitlines()
+    assert "spawns.py:10: a process that multiprocessing has spawned calls attach()" in first
+    assert "child 2" in ended.stdout
+    assert "spawns.py:16: workers that are started by spawn import the program" in last
+
+
+def test_a_loop_with_another_count_of_ranks_is_refused(tmp_path):
+    """In one line, with the words for the old one."""
+    with run_loop(tmp_path, "--steps", "4") as run:
+        assert run.wait() == 0, run.console
+    with run_loop(tmp_path, "--steps", "4", world=1) as run:
+        assert run.wait() == 2, run.console
+    assert "with other settings (ranks: 2 -> 1)" in run.console
+    assert "or the old settings: -n 2" in run.console
+    assert "Traceback" not in run.console
 
 
 def test_it_runs_under_plain_python(tmp_path):

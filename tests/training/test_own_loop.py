@@ -19,7 +19,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.start_weights import completed
 from ddp_runner.training.own_loop.attached_run import AttachedRun
-from ddp_runner.training.own_loop.batches import OwnBatches, length_of, why_alike
+from ddp_runner.training.own_loop.batches import OwnBatches, length_of, why_alike, why_spawned
 from ddp_runner.training.own_loop.kept import KeptObjects, KeptState
 from ddp_runner.training.runtime import local_runtime
 
@@ -305,6 +305,40 @@ def test_a_stop_ends_the_loop_and_functions_are_called_in_between(run):
     assert called == [2, 4, 6]
 
 
+def test_a_loss_may_be_noted_behind_backward_too(run):
+    """Then it goes with the gradients of the next step: the mean over ranks is that of the step before."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    known = []
+    for number, (x, _) in enumerate(run.steps(DATA, max_steps=3)):
+        known.append(run._state.monitor.last)
+        with run.step():
+            net(x).sum().backward()
+            run.note(loss=float(number))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert known[-1] is not None
+    assert run._state.monitor.last == known[-1] + 1
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "samples"), [(1, 6), (2, 12)], ids=["each batch", "two batches a step"]
+)
+def test_samples_of_a_loader_are_counted(run, accumulate, samples):
+    """By its batch size: two steps of three samples, or of twice as many."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=3)
+    for _ in run.steps(loader, max_steps=2, accumulate=accumulate):
+        with run.step():
+            net(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run._state.samples == samples
+
+
 def test_the_net_is_the_bare_module_between_steps(run):
     model, optimizer = parts()
     net = run.ddp(model)
@@ -473,6 +507,17 @@ def test_a_wait_that_is_cut_short_leaves_no_batch_out():
     with pytest.raises(RuntimeError):
         batches.take(1)
     assert torch.equal(batches.take(1)[0], [plain.take(0)[0], plain.take(1)[0]][1])
+
+
+def test_spawned_workers_of_an_unguarded_program_are_refused():
+    """They would import the program, and begin its run again in each."""
+    data = TensorDataset(torch.zeros(4, 1))
+    spawned = DataLoader(data, num_workers=1, multiprocessing_context="spawn")
+    assert "import the program" in why_spawned(spawned, is_guarded=lambda: False)
+    assert why_spawned(spawned, is_guarded=lambda: True) == ""
+    forked = DataLoader(data, num_workers=1, multiprocessing_context="fork")
+    for harmless in (forked, DataLoader(data), [1, 2]):
+        assert why_spawned(harmless, is_guarded=lambda: False) == ""
 
 
 def test_batches_without_a_length_begin_again_when_they_end():

@@ -29,12 +29,12 @@ from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.engine import Engine
 from ddp_runner.training.exactness.first_step import report_lost_names
-from ddp_runner.training.own_loop.batches import KeptLoader, length_of, why_alike
+from ddp_runner.training.own_loop.batches import KeptLoader, length_of, why_alike, why_spawned
 from ddp_runner.training.own_loop.client import LoopClient
 from ddp_runner.training.own_loop.declared import LeaveBlock, OwnLoop, Recurring
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
-from ddp_runner.training.own_loop.misuse import misuse, user_frame, user_line
+from ddp_runner.training.own_loop.misuse import is_guarded, misuse, user_frame, user_line
 from ddp_runner.training.own_loop.net import AttachedModule
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.prepare import prepare
@@ -181,7 +181,7 @@ class AttachedRun:
     def note(self, **values: Any) -> None:
         """Have these numbers logged: tensors of one element, or floats.
 
-        ``loss`` that is noted before backward is the mean over ranks.
+        ``loss`` is the mean over ranks: of this step where it is noted before backward, else of the one before.
         """
         self._loop.note(values)
 
@@ -215,6 +215,8 @@ class AttachedRun:
         self._check_kept()
         if isinstance(batches, KeptLoader):
             accumulate = batches.accumulate
+        if spawned := why_spawned(batches, is_guarded=is_guarded):
+            raise misuse(spawned)
         warning = why_alike(batches) if self.world_size > 1 else ""
         if warning:
             self._runtime.logger.warning(f"{user_line()}: {warning}")

@@ -6,22 +6,33 @@ A process that comes late draws what is behind it and drops it, so it stands whe
 from __future__ import annotations
 
 import copy
+import hashlib
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.components.rng import seed_all, seed_step
+from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.own_loop.misuse import misuse
 
+_ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind
 _NONE = object()
 _DRAWING = -2  # in the place of a micro-step, where a batch is drawn
@@ -52,6 +63,38 @@ def _count_of(batches: Iterable[Any]) -> int | None:
         return None
 
 
+def batch_size_of(batches: object) -> int:
+    """How many samples a batch has, as far as a DataLoader says it; else 1."""
+    if not isinstance(batches, DataLoader):
+        return 1
+    size = batches.batch_size or getattr(batches.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def digest_in_memory(batches: object) -> str:
+    """Of data that the program has made, as far as it lies in memory: loads no sample, reads a part of what is large."""
+    data = getattr(batches, "dataset", batches)
+    while isinstance(data, Subset):
+        data = data.dataset
+    values = [data] if isinstance(data, (Tensor, np.ndarray)) or type(data) in (list, tuple) else []
+    values += getattr(data, "__dict__", {}).values()
+    found = [part for value in values for part in _parts_in_memory(value)]
+    return combined(found) if found else ""
+
+
+def _parts_in_memory(value: Any) -> Iterator[str]:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.size:
+        every = max(1, value.size // _ELEMENTS_READ)
+        yield hashlib.sha256(value.reshape(-1)[::every].tobytes()).hexdigest()
+    elif isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu":
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
+        yield tensor_hash(flat[:: max(1, flat.numel() // _ELEMENTS_READ)].contiguous())
+    elif type(value) in (list, tuple) and value:
+        for at in (0, len(value) // 2, -1):
+            if value[at] is not value:
+                yield from _parts_in_memory(value[at])
+
+
 def why_alike(batches: object) -> str:
     """Why every rank is given the same samples, in words; empty where nothing says so."""
     if not isinstance(batches, DataLoader) or isinstance(batches.dataset, IterableDataset):
@@ -67,6 +110,23 @@ def why_alike(batches: object) -> str:
             " run.loader(), or DistributedSampler(dataset, run.world_size, run.rank)"
         )
     return ""
+
+
+def why_spawned(batches: object, *, is_guarded: Callable[[], bool]) -> str:
+    """Why workers of the loader would begin the program again, in words; empty where they do not.
+
+    ``is_guarded``: whether what runs now is left out where the program is imported.
+    """
+    if not isinstance(batches, DataLoader) or not batches.num_workers:
+        return ""
+    context = batches.multiprocessing_context
+    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
+    if method == "fork" or is_guarded():
+        return ""
+    return (
+        f"workers that are started by {method} import the program, which would begin the run again in each: put"
+        ' what starts it under if __name__ == "__main__":'
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultKind
 from ddp_runner.core.phases import Phase
+from ddp_runner.observe.format import rank_list
 from ddp_runner.training.agreeing import (
     agree_on_weights,
     change_tuning,
@@ -22,6 +23,7 @@ from ddp_runner.training.agreeing import (
     recalled,
 )
 from ddp_runner.training.components.tuning import Tuning, free_memory
+from ddp_runner.training.exactness.first_step import report_inexact
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.parts import LoopParts
@@ -79,6 +81,22 @@ class LoopClient:
         changed = self._changed or (recalled(self._parts) if is_first else None)
         state.tuning = exchange_tuning(group, state.tuning, changed=changed)
         self._changed = None
+        self._compare_data(group)
+
+    def _compare_data(self, group: Group) -> None:
+        """Compare what each rank has as data with what that rank had before, in this launch or the last one."""
+        state = self._parts.state
+        with waiting_for_peers(self._runtime.slot):
+            found = group.exchange("data", self._parts.data_digest)
+        before, state.data_of = state.data_of, list(found)
+        pairs = enumerate(zip(before, found, strict=False))
+        other = [rank for rank, (was, now) in pairs if was != now]
+        if other and state.committed_step > 0 and group.rank == 0:
+            report_inexact(
+                self._parts,
+                f"{rank_list(other)} made other data than before: make it behind attach(), which seeds all random"
+                " numbers, or seed what makes it",
+            )
 
     def enter(self, group: Group, guard: NumericsGuard) -> StepMaker:
         """Wrap the module for the steps of a generation."""

@@ -50,6 +50,7 @@ class OwnLoop:
     noted: dict[str, Tensor | float] = field(
         default_factory=dict
     )  # in the step in hand, or the newest
+    late_loss: Tensor | float | None = None  # of the newest step, where it was noted after backward
     wants_stop: bool = False
 
     def scales(self) -> list[int]:

@@ -135,6 +135,7 @@ class KeptState(TrainState):
         # Variables of the loop that change from step to step, in words: no other process can have them.
         self.carried: list[str] = []
         self._has_formed = self._began_again = False  # the latter: the loop, or a step of it
+        self.data_of: list[str] = []  # by rank: digests of the data that each has made
         self._carried_lost: set[str] = set()  # of these, what has been said
         super().__init__(
             model=model,
@@ -209,6 +210,7 @@ class KeptState(TrainState):
         self.lost.clear()
         self.has_updated = bool(state.get("updated", True))
         self.note_carried(map(str, state.get("carried", ())))
+        self.data_of = [*map(str, state.get("data_of", ()))]
         _retype(self.optimizer, self.optimizer_state_of(state)["state"])
         self._forget_unscaled()
         self._take_as_it_is()
@@ -227,6 +229,8 @@ class KeptState(TrainState):
         own = {"kept": self._kept.names(), "updated": self.has_updated}
         if self.carried:
             own["carried"] = list(self.carried)
+        if any(self.data_of):
+            own["data_of"] = list(self.data_of)
         return {**super().capture(), **own}
 
     def note_carried(self, names: Iterable[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
 from pathlib import Path
 from types import FrameType
@@ -31,6 +33,28 @@ def user_frame() -> FrameType | None:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def is_guarded() -> bool:
+    """Whether the program's own module has come here under ``if __name__ == ...``, as far as its source is there."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as above
+    while frame is not None and frame.f_globals.get("__name__") != "__main__":
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    if frame is None:
+        return True
+    try:
+        lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+        tree = ast.parse("".join(lines))
+    except (SyntaxError, ValueError):
+        return True
+    tests = [
+        node.test
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
+    ]
+    return not tree.body or any("__name__" in ast.unparse(test) for test in tests)
 
 
 def is_users(path: str) -> bool:

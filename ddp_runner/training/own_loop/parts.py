@@ -35,4 +35,5 @@ class LoopParts(RankParts):
     """The parts of any rank, with the state that is kept and the loop's batches."""
 
     state: KeptState
+    data_digest: str  # of what of the data lies in memory; empty where nothing does
     loader: Batches

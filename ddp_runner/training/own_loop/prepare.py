@@ -26,7 +26,13 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.training.changes import report_changes
 from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.loaders import make_loader, waiting, watch_memory
-from ddp_runner.training.own_loop.batches import KeptLoader, OwnBatches, SafeBatches
+from ddp_runner.training.own_loop.batches import (
+    KeptLoader,
+    OwnBatches,
+    SafeBatches,
+    batch_size_of,
+    digest_in_memory,
+)
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.parts import Batches, LoopParts
@@ -65,8 +71,9 @@ def prepare(
         size, share = len(batches.dataset), batches.batch_size * batches.accumulate
         data = replace(settings.data, batch_size=share, micro_batch_size=batches.batch_size)
         settings = replace(settings, data=data)
-    else:  # counted in steps
-        size, share = length.steps_per_epoch * info.world_size, 1
+    else:  # in batches, where nobody knows how large they are
+        share = batch_size_of(batches) * accumulate
+        size = length.steps_per_epoch * info.world_size * share
     order = SampleOrder(
         seed=settings.run.seed, dataset_size=size, global_batch_size=share * info.world_size
     )
@@ -90,6 +97,7 @@ def prepare(
         monitor=Monitor(),
         parameters=sum(one.numel() for one in state.model.parameters()),
     )
+    data_digest = digest_in_memory(batches)
     store = CheckpointStore(
         Path(settings.run.checkpoint_dir),
         keep_last=settings.checkpoint.keep_last,
@@ -139,6 +147,7 @@ def prepare(
         saving.resumed(start.loaded)
         report_changes(runtime, state, known=start.loaded.manifest.changes)
     parts = LoopParts(
+        data_digest=data_digest,
         settings=settings,
         workload=workload,
         state=state,

@@ -334,6 +334,8 @@ class LoopSteps:
     def _own_signals(self) -> Tensor:
         """What rides along with the gradients of this step: each signal once, however many backwards there are."""
         loop, loss = self._loop, self._loop.noted.get(LOSS)
+        if loss is None and not self._has_carried:
+            loss = loop.late_loss
         is_noted = loss is not None and not self._has_carried_loss
         if self._has_carried and not is_noted:
             return self._zeros
@@ -348,7 +350,7 @@ class LoopSteps:
         carried[_Own.NOTED] = float(is_noted)
         carried = carried.to(self._zeros.device, non_blocking=True)
         if is_noted and loss is not None:
-            self._has_carried_loss = True
+            self._has_carried_loss = LOSS in loop.noted
             carried[Signal.LOSS] = loss.mean().float() if isinstance(loss, Tensor) else loss
         return carried
 
@@ -435,6 +437,7 @@ class LoopSteps:
         # What the loop does before it asks for the next batch may take as long as an evaluation.
         self._slot.stamp(Phase.EVALUATE, time.monotonic_ns())
         self._state.has_updated = has_updated
+        self._loop.late_loss = None if self._has_carried_loss else self._loop.noted.get(LOSS)
         signals = agreed.signals
         noted = signals[_Own.NOTED]
         self._is_to_stop = signals[_Own.STOP] > 0
