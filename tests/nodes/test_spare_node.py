@@ -12,7 +12,6 @@ from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.scenarios.harness import poll
 
-SLOW = "task.pace_s=0.05"
 SLOWER = "task.pace_s=0.15"  # a machine is started again before the run is over
 
 
@@ -103,10 +102,10 @@ def test_a_spare_machine_takes_the_place_of_one_that_is_lost(nodes, one_machine)
 
 def test_a_number_that_a_silent_machine_holds_is_waited_for(nodes, one_machine):
     """Its machine says nothing for three seconds. Back again it frees its ranks, and waits as a spare."""
-    first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
+    first, second = nodes.start(0, SLOWER), nodes.start(1, SLOWER)
     first.wait_for_step(8)
     second.signal(signal.SIGSTOP)
-    other = nodes.start(2, SLOW, "--node-rank", 1, gives_number=False)
+    other = nodes.start(2, SLOWER, "--node-rank", 1, gives_number=False)
     poll(
         lambda: "not ready: --node-rank=1: node 1 is there already" in other.console,
         what="a refusal for now",

@@ -51,12 +51,13 @@ def test_a_rank_lost_on_either_node_costs_no_step_and_no_bit(nodes, one_machine)
 
 def test_a_node_that_is_lost_comes_back_and_nothing_else_is_lost(nodes, one_machine):
     """SIGKILL of its supervisor, and one that is stopped until it counts as lost; ranks elsewhere stay."""
-    first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
+    slower = "task.pace_s=0.12"  # ranks train on while nothing is heard of their supervisor
+    first, second = nodes.start(0, slower), nodes.start(1, slower)
     first.wait_for_step(8)
     stays = first.rank_pid(0), first.rank_pid(1)
     second.signal(signal.SIGKILL)
     second.assert_gone()
-    second = nodes.start(1, SLOW)
+    second = nodes.start(1, slower)
     first.wait_for_step(20)
     second.signal(signal.SIGSTOP)
     poll(lambda: "is lost: nothing was heard" in first.console, what="its loss")

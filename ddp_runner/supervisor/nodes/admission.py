@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -132,19 +132,23 @@ class LossCount:
     """How often each machine was lost, and until when one that is lost all the time is left out."""
 
     def __init__(self) -> None:
-        self._lost_at_s: defaultdict[str, list[float]] = defaultdict(list)
+        self._totals: Counter[str] = Counter()
+        self._newest_s: defaultdict[str, deque[float]] = defaultdict(
+            lambda: deque(maxlen=LOSSES_MAX)
+        )
 
     def lost(self, machine: str, now_s: float) -> None:
         """It was lost again."""
-        self._lost_at_s[machine].append(now_s)
+        self._totals[machine] += 1
+        self._newest_s[machine].append(now_s)
 
     def total(self, machine: str) -> int:
         """How often it was lost in all."""
-        return len(self._lost_at_s.get(machine, ()))
+        return self._totals[machine]
 
     def left_out_until_s(self, machine: str) -> float:
         """Until when others are to be used instead; 0: it is as good as another."""
-        newest = self._lost_at_s.get(machine, [])[-LOSSES_MAX:]
+        newest = self._newest_s.get(machine, deque[float]())
         is_often = len(newest) == LOSSES_MAX and newest[-1] - newest[0] < LOSSES_WINDOW_S
         return newest[-1] + LEFT_OUT_S if is_often else 0.0
 

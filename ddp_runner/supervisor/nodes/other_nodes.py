@@ -261,7 +261,7 @@ class OtherNodes:
     def announce_end(self, *, exit_code: int, line: str, but_parked: bool = False) -> None:
         """Say how the run has ended; once. ``but_parked``: not to those who wait with a memory of it."""
         # INVARIANT memory-outlasts-a-start: a coordinator that fails before it has formed a world ends no
-        # ranks that others have kept. Broken if: they are told that the run has ended.
+        # ranks that others have kept. Broken if: they hear that the run has ended.
         # Guarded by: test_a_coordinator_that_cannot_start_leaves_others_their_memory.
         if not self._is_announced:
             self._is_announced = True
