@@ -56,8 +56,9 @@ def checkout(tmp_path):
     (root / "ddp_runner").mkdir(parents=True)
     (root / "tests").mkdir()
     shutil.copy(ROOT / "launch_training.sh", root)
-    (root / "ddp_runner" / "cli").mkdir()
-    for name in ("cli/python_environment.py", "start.py"):
+    for folder in ("cli", "on_path"):
+        (root / "ddp_runner" / folder).mkdir()
+    for name in ("cli/python_environment.py", "on_path/ddp_runner.py", "start.py"):
         shutil.copy(ROOT / "ddp_runner" / name, root / "ddp_runner" / name)
     for package in ("", "cli"):
         (root / "ddp_runner" / package / "__init__.py").write_text("")

@@ -14,6 +14,7 @@ import io
 import mmap
 import os
 import queue
+import re
 import runpy
 import shutil
 import signal
@@ -63,6 +64,7 @@ from ddp_runner.training.failure import fault_of
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 # Those that no file can take the place of.
 _KEPT = {"__main__", "ddp_runner", *sys.builtin_module_names, *IMPORTED_BY_PYTHON}
+_THREADS = "OMP_NUM_THREADS"
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # which programs of others expect to end of
 
 
@@ -305,9 +307,12 @@ class _StepCounter:
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._steps: dict[int, int] = {}
+        self._threads = os.environ.get(_THREADS, ""), torch.get_num_threads()
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
+        if not self._steps:
+            self._take_threads()
         hold_groups()
         steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         slot, now_ns = self._slot, time.monotonic_ns()
@@ -322,6 +327,18 @@ class _StepCounter:
         slot.set(Cell.STEP, steps)
         slot.set(Cell.LAST_COMMIT_NS, now_ns)
         slot.set(Cell.COMMITTED_STEP, steps)
+
+    def _take_threads(self) -> None:
+        """Use as many threads as the script has put into its environment, which torch reads when it is imported."""
+        given, threads = self._threads
+        wanted = os.environ.get(_THREADS, "")
+        is_left = torch.get_num_threads() == threads  # else the script has set it itself
+        if wanted not in (given, str(threads)) and re.fullmatch("[1-9][0-9]*", wanted) and is_left:
+            torch.set_num_threads(int(wanted))
+            sys.stderr.write(
+                f"ddp_runner: {_THREADS}={wanted}, set by the script, holds after its first optimizer step; "
+                "set it before run, or call torch.set_num_threads()\n"
+            )
 
 
 def notice_files(slot: Slot, *, whole_saves: bool) -> None:

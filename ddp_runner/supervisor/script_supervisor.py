@@ -74,6 +74,7 @@ class ScriptSupervisor(Supervisor):
         self._codes: dict[int, int] = {}  # rank -> with which it would have ended a shell's command
         # Ranks of this attempt whose program had ended before anybody was asked to end.
         self._left: dict[int, Leaving] = {}
+        self._left_when_asked: set[int] = set()
         self._kill_at_s: float | None = None  # what is left of this attempt gets SIGKILL then
         self._again_at_s = 0.0
         self._renews_store = False
@@ -102,7 +103,9 @@ class ScriptSupervisor(Supervisor):
                 self._codes.setdefault(handle.rank, 1)
                 self._report(fault)
             case Leaving():
-                if not self._is_ending_rest:  # else it was asked to
+                if self._is_ending_rest:
+                    self._left_when_asked.add(handle.rank)
+                else:
                     self._left[handle.rank] = message
             case _:
                 raise TypeError(f"a script's rank does not send {type(message).__name__}")
@@ -118,7 +121,9 @@ class ScriptSupervisor(Supervisor):
 
     def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
         is_done = ended.exit_code == 0 and handle.state is RankState.TRAINING
-        if is_done and not self._is_ending_rest:
+        if is_done and self._is_ending_rest and self._had_gone_before(handle):
+            self._left[handle.rank] = Leaving(rank=handle.rank, exit_code=0, at_ns=ended.at_ns)
+        elif is_done and not self._is_ending_rest:
             step = handle.slot.get(Cell.COMMITTED_STEP)
             handle.finished = Finished(rank=handle.rank, reason=StopReason.COMPLETED, step=step)
             handle.machine.advance(RankEvent.GOT_FINISHED)
@@ -137,6 +142,14 @@ class ScriptSupervisor(Supervisor):
         if not handle.has_log:
             self.outputs.keep_words(handle.rank, wrote.before_log)
         handle.released()
+
+    def _had_gone_before(self, handle: RankHandle) -> bool:
+        """Whether a rank that ended with 0 most likely did so before it was asked: its peers lose it before we can reap it.
+
+        One that ends because of SIGTERM says with which code.
+        """
+        is_silent = handle.rank not in self._left_when_asked and not self._script.is_program
+        return is_silent and self._stop is None and handle.state is not RankState.KILLING
 
     def _fault_of(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> Fault:
         by_memory = ended.signal_number == signal.SIGKILL and self.world.was_killed_for_memory(
@@ -366,6 +379,7 @@ class ScriptSupervisor(Supervisor):
         self._faults.clear()
         self._codes.clear()
         self._left.clear()
+        self._left_when_asked.clear()
         self._hangs = ScriptHangs(self._script.hang_timeout_s, world=self.world)
         self.world.forget_stacks()
         self._again_at_s = now_s + plan.delay_s

@@ -92,7 +92,8 @@ def test_a_script_finds_what_python_and_torchrun_give_it(tmp_path):
 
 
 OWN_FILES = """
-import os, stat, sys
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "3"
 sys.path.append(os.path.join(os.path.dirname(__file__), "lib"))
 import profile, secrets, tests
 import torch, ddp_runner
@@ -100,6 +101,8 @@ assert (profile.WHO, secrets.WHO, tests.WHO) == ("mine", "mine", "mine")
 assert os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0"
 torch.save([1], b"bytes.pt")
 torch.save([2], "pipe")
+w = torch.nn.Parameter(torch.ones(1)); w.sum().backward(); torch.optim.SGD([w]).step()
+assert torch.get_num_threads() == 3
 print("got", sys.stdin.read())
 """
 
@@ -125,6 +128,7 @@ def test_files_input_and_pipes_are_as_under_python(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "got hello" in done.stdout
+    assert "OMP_NUM_THREADS=3, set by the script, holds after its first" in done.stdout
     assert torch.load(tmp_path / "bytes.pt") == [1]
     assert torch.load(io.BytesIO(os.read(reader, 10_000))) == [2]
     os.close(reader)
