@@ -1,4 +1,4 @@
-"""Which settings of a run nobody has chosen, told by their values. Apart, since reports of old runs ask too."""
+"""Which settings of a run nobody has chosen, judged by their values. Apart, since reports of old runs ask too."""
 
 from __future__ import annotations
 
