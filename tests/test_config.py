@@ -86,7 +86,7 @@ def test_a_users_task_has_one_recipe_on_all_devices():
     assert differing - waits == {"data.num_workers", "optim.precision"}
 
 
-def test_a_program_of_the_users_has_no_recipe_of_a_built_in_task():
+def test_a_users_program_has_no_recipe_of_a_built_in_task():
     """Its word for a task is that of bytes, which it does not train."""
     settings = resolve(preset="cpu_program", command_line=[("task", "bytes")]).settings
     assert (settings.checkpoint.save_interval, settings.checkpoint.save_every_steps) == (1, "auto")

@@ -13,7 +13,7 @@ from tests.scenarios.harness import Run
 from tests.scenarios.test_outside import TORCHRUN
 
 NOTED = f"{Path(__file__).with_name('mistaken.py')}:NotedData"
-SETTINGS = ("-b", 8, "--max-steps", 2, "use_amp=true", "num_workers=3")
+SETTINGS = ("-b", 8, "--max-steps", 2, "use_amp=true", "num_workers=3", "warmup_steps=100")
 PRECISION = Precision("auto", device=torch.device("cpu"))  # as the processor has it
 WORKERS = re.compile(r"\b3 loader workers per rank, .* only help", re.MULTILINE)
 BLOCK = (  # of the start, in its order

@@ -310,7 +310,7 @@ def test_a_roll_back_whose_load_fails_leaves_no_old_state(tmp_path):
 
     What it passes over, damaged by then, it reports.
     """
-    asked = ("max_errors_per_epoch=2", "save_every_steps=10", "--max-steps", 40)
+    asked = ("max_errors_per_epoch=2", "save_every_steps=10", "save_interval=1", "--max-steps", 40)
     asked += ("task.count=3", "task.forgets=true")
     hold = tmp_path / HOLD_NAME
     hold.write_text("12")

@@ -68,7 +68,7 @@ def test_a_stream_without_a_length_is_as_long_as_the_run():
         ),
     ],
 )
-def test_wrong_data_of_a_task_is_one_line_with_what_to_write(tmp_path, datasets, line):
+def test_wrong_data_of_a_task_is_one_line_that_helps(tmp_path, datasets, line):
     """A DataLoader as train would have been a stream of whole batches."""
     with pytest.raises(BadInputError) as caught:
         build("Returns", file=_returning(tmp_path, datasets=datasets))
@@ -88,7 +88,7 @@ def test_wrong_data_of_a_task_is_one_line_with_what_to_write(tmp_path, datasets,
         ),
     ],
 )
-def test_a_wrong_model_of_a_task_is_one_line_with_what_to_write(tmp_path, model, line):
+def test_a_wrong_model_of_a_task_is_one_line_that_helps(tmp_path, model, line):
     """The control is built."""
     with pytest.raises(BadInputError) as caught:
         build("Returns", file=_returning(tmp_path, model=model))
