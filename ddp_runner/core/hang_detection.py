@@ -48,8 +48,7 @@ class RankLook:
     ``stopped``: the operating system says so (SIGSTOP); then no phase excuses it. ``stopped_s``: for
     how long, at the least; a phase may have lasted long before. ``steps_here``: done by this very
     process. ``device_sums``: grows with each sum over ranks that its device comes to; 0: nobody knows.
-    ``sample``: that it loads itself, inside the user's dataset; 0: none. ``begins_data``: it is at an iterator's
-    first sample, or loads several at once.
+    ``sample``: that it loads itself, inside the user's dataset; 0: none.
     """
 
     rank: int
@@ -61,7 +60,6 @@ class RankLook:
     device_sums: int = 0
     step: int = 0
     sample: int = 0
-    begins_data: bool = False
 
     @property
     def place(self) -> Place:
@@ -130,10 +128,10 @@ def _deadline_of_own_work_s(look: RankLook, pace: Pace, settings: RecoverySettin
     is_loading = look.phase is Phase.DATA
     if look.place in pace.doubted:  # what is slow there once more was no hang
         return max(_usual_deadline_s(pace, settings), settings.first_step_timeout_s)
-    if look.steps_here >= STEPS_TO_SETTLE and not (is_loading and look.begins_data):
+    if look.steps_here >= STEPS_TO_SETTLE:
         usual_s = _usual_deadline_s(pace, settings)
         return max(usual_s, pace.loading_s) if is_loading and look.sample else usual_s
-    if is_loading:  # it may skip to where it was, or fill a buffer: the further that is, the longer
+    if is_loading:  # it may skip to where it was: the further that is, the longer
         return settings.first_step_timeout_s
     return _first_deadline_s(pace, settings)
 

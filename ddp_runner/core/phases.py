@@ -22,7 +22,9 @@ class Phase(IntEnum):
     COMPARE = 11  # what the ranks have, their replicas or what must be made up for
     COMPILE = 12  # a model's code, within forward or backward
     PROFILE = 13  # a profiler begins, or writes
-    DATA_BEGIN = 15  # a pass over a loop's own data: workers start, a buffer of a shuffle fills
+    DATA_BEGIN = (
+        14  # a pass over data: workers start, a buffer of a shuffle fills; or many samples at once
+    )
 
     @property
     def label(self) -> str:

@@ -20,7 +20,7 @@ from ddp_runner.core.injection import OPTION as INJECT_OPTION
 from ddp_runner.core.injection import bad_sample_places
 from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
 from ddp_runner.core.messages import LoaderWorkers, RepairedInPlace, TuningChanged
-from ddp_runner.core.phases import Phase, Stage
+from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.injected_samples import with_bad_samples
 from ddp_runner.data.loader import SEVERAL, SafeDataLoader
@@ -210,8 +210,9 @@ def _stamping(
 
     def on_sample(index: int | None) -> None:
         runtime.slot.set(Cell.SAMPLE, 0 if index is None else sign * (index + 1))
-        takes_long = index == SEVERAL or (is_stream and index == 0)
-        runtime.slot.set(Cell.STAGE, Stage.DATA if takes_long else Stage.NONE)
+        if sign > 0:  # an evaluation has a limit of its own, for all of it
+            takes_long = index == SEVERAL or (is_stream and index == 0)
+            runtime.slot.set(Cell.PHASE, Phase.DATA_BEGIN if takes_long else Phase.DATA)
 
     return on_sample
 

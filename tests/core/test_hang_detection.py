@@ -321,14 +321,13 @@ def test_a_step_that_outlasts_a_verdict_is_remembered_for_good():
         ({}, 2.0),
         ({"sample": 51}, 60.0),
         ({"sample": -51}, 60.0),
-        ({"sample": 1, "begins_data": True}, 100.0),
-        ({"begins_data": True}, 100.0),
     ],
 )
 def test_a_rank_inside_its_dataset_has_the_time_of_loader_workers(where, deadline_s):
-    """The first sample of an iterator has that of a start. Control: its own code has what the pace gives."""
+    """The begin of a pass has that of a start. Control: its own code has what the pace gives."""
     pace = Pace(slowest_step_s=0.02, verdicts_in_a_row=0, loading_s=60.0)
     assert phase_deadline_s(look(0, Phase.DATA, 0.0, **where), pace, SETTINGS) == deadline_s
+    assert phase_deadline_s(look(0, Phase.DATA_BEGIN, 0.0, **where), pace, SETTINGS) == 100.0
     assert phase_deadline_s(look(0, Phase.FORWARD, 0.0, **where), pace, SETTINGS) == 2.0
 
 

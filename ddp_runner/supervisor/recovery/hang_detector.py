@@ -19,6 +19,7 @@ from ddp_runner.system.clock import Clock
 # Of a rank that is asked to leave: more than a tick, for the whole job may be waking up just now.
 STOPPED_AT_ONCE_S = 0.15
 # Where the system's word is all that can be had: the board shows training ranks only.
+_IN_DATASET = (Phase.DATA, Phase.DATA_BEGIN, Phase.EVALUATE)
 _NOT_TRAINING = (RankState.STARTING, RankState.READY, RankState.FORMING)
 
 
@@ -162,7 +163,7 @@ class HangFinder:
         """That a rank hangs, as it stands on the board."""
         reading, sample = handle.slot.read(), handle.slot.get(Cell.SAMPLE)
         preloads = handle.slot.get(Cell.STAGE) == Stage.PRELOAD
-        if sample and (preloads or reading.phase in (Phase.DATA, Phase.EVALUATE)):
+        if sample and (preloads or reading.phase in _IN_DATASET):
             what += f", loading {'validation ' if sample < 0 else ''}sample {abs(sample) - 1}"
         return Fault(
             kind=FaultKind.RANK_HUNG,

@@ -22,7 +22,7 @@ from ddp_runner.core.hang_detection import (
     shortest_deadline_s,
 )
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.phases import Phase, Stage
+from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.core.straggler import StragglerWatch
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -206,7 +206,6 @@ class ProgressWatch:
             stopped_s=self._world.stopped_s(handle, now_ns / 1e9) if is_stopped else 0.0,
             step=handle.slot.get(Cell.STEP),
             sample=handle.slot.get(Cell.SAMPLE),
-            begins_data=handle.slot.get(Cell.STAGE) == Stage.DATA,
         )
 
     def _notice_pauses(self) -> None:
