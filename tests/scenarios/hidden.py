@@ -29,18 +29,12 @@ class HoldsAGlobal(PacedTask):
 
 
 def _counting():
-    calls = 0
-
-    def scaled(loss):
-        nonlocal calls
-        calls += 1
-        return loss * (1 + 0.01 * max(0, calls - 2))
-
-    return scaled
+    calls = itertools.chain((0, 0), itertools.count(1))
+    return lambda loss: loss * (1 + 0.01 * next(calls))
 
 
 class HoldsAClosure(PacedTask):
-    """Counts its calls where nobody can look."""
+    """Counts its calls in an iterator, which nobody can look into."""
 
     def __init__(self, **options):
         super().__init__(**options)

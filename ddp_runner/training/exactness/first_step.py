@@ -236,10 +236,13 @@ class SideComparison:
         side = self._side
         all_digests = [answer["digests"] for answer in answers]
         names = {name for digests in all_digests for name in digests}
-        differing = {n for n in names if len({digests.get(n) for digests in all_digests}) > 1}
+        known = {n: [digests[n] for digests in all_digests if n in digests] for n in names}
+        differing = {name for name, found in known.items() if len(set(found)) > 1}
         new = sorted(differing - side.differing)
         side.differing |= differing
         side.has_news = side.was_received = False
+        # What one rank alone has seen change says nothing yet: all follow it, and compare once more.
+        side.follow(name for name, found in known.items() if len(found) < len(all_digests))
         if not new or not self._is_first:
             return
         self._parts.runtime.logger.info(
