@@ -22,6 +22,7 @@ from ddp_runner.data.loader_faults import (
     fault_of_failure,
     fault_of_samples,
     fault_of_worker,
+    refuse_dataset,
 )
 from ddp_runner.data.loader_repair import DataRepair, Trouble
 from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches
@@ -454,6 +455,9 @@ class SafeDataLoader:
                 self._kills.has_killed(pool, error.worker)
             self._end_pool(grace_s=0.0)
             self._start_pool()
+        for sample in found.values():
+            if isinstance(sample, SampleFailed):
+                refuse_dataset(sample)
         self._on_look(found)
 
     def _start_pool(self) -> None:
@@ -469,6 +473,7 @@ class SafeDataLoader:
             pin_memory=self._pin_memory,
             by_value=self._repair.by_value,
             reserved_cores=self._reserved_cores,
+            watches_files=True,
         )
 
     def _end_pool(self, *, grace_s: float) -> None:
@@ -480,6 +485,7 @@ class SafeDataLoader:
 
     def _checked(self, key: BatchKey, batch: Any) -> MicroBatch:
         if isinstance(batch, SampleFailed):
+            refuse_dataset(batch)
             raise _BatchFailedError(key, batch)
         return MicroBatch(indices=key.indices, batch=batch)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import BadInputError, Fault, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.workers import system_limits
 from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
@@ -161,6 +161,12 @@ def fault_of_failure(
     if not failed.for_memory:
         return fault
     return replace(fault, kind=FaultKind.OUT_OF_MEMORY, cause=f"out of memory: {fault.cause}")
+
+
+def refuse_dataset(failed: SampleFailed) -> None:
+    """Raise BadInputError where no other sample and no other worker would help."""
+    if failed.refused:
+        raise BadInputError("--task", "", failed.refused)
 
 
 def worker_report(pool: WorkerPool, worker: int, *, for_memory: bool) -> str:

@@ -26,6 +26,7 @@ from ddp_runner.data.loader_faults import (
     fault_of_failure,
     fault_of_samples,
     fault_of_worker,
+    refuse_dataset,
 )
 from ddp_runner.data.order import micro_batches
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
@@ -350,6 +351,7 @@ class ShardLoader:
                 repaired.append((time.monotonic(), self._after(error, tries=len(repaired))))
                 continue
             if isinstance(share, SampleFailed):
+                refuse_dataset(share)
                 repaired.append((time.monotonic(), self._after_failure(share, tries=len(repaired))))
                 continue
             break

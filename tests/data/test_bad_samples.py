@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from ddp_runner.core.faults import FaultKind
+from ddp_runner.core.faults import BadInputError, FaultKind
 from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
 from ddp_runner.data.order import SampleOrder
 from tests.data.failing import (
@@ -59,12 +59,12 @@ def test_samples_that_do_not_fit_together_are_named_together():
     assert "one of the samples 0, 1 " in fault.cause
 
 
-def test_sample_that_cannot_be_sent_is_a_bad_sample():
-    """What cannot be pickled is reported at once, not lost in a queue until the timeout."""
-    with make(Unpicklable(), collate_fn=list) as loader:
-        fault = take_fault(loader)
-    assert (fault.kind, fault.step) == (FaultKind.BAD_SAMPLE, 4)
-    assert "could not be loaded" in fault.cause
+def test_what_cannot_be_sent_is_refused_with_its_type():
+    """It is no bad sample, which another one could replace: the dataset returns the wrong thing."""
+    with make(Unpicklable(), collate_fn=list, quarantine=quarantine()) as loader:
+        take_on(loader, 0, 4)
+        with pytest.raises(BadInputError, match=r"cannot send.*'generator'.*num_workers=0"):
+            loader.take(4)
 
 
 @pytest.mark.parametrize("dataset", [Kills(), KillsMany()], ids=["stamped", "bisected"])

@@ -44,13 +44,15 @@ def unobserved(_index: int) -> None:
 class SampleFailed:
     """The dataset or the collate function raised. ``indices`` are the samples to suspect.
 
-    ``for_memory``: an allocation was refused, which says nothing about any sample.
+    ``for_memory``: an allocation was refused, which says nothing about any sample. ``refused``: what
+    is wrong with the dataset as a whole, and what to do; empty: nothing is.
     """
 
     indices: tuple[int, ...]
     error: str
     traceback: str
     for_memory: bool
+    refused: str = ""
 
 
 def seeding_base(*, seed: int, epoch: int) -> int:

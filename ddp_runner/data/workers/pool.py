@@ -67,6 +67,7 @@ class PoolSettings:
     """How to run the workers. ``prefetch_factor`` is in micro-batches per worker.
 
     ``by_value``: batches are copied through a pipe, which needs no open file for each tensor.
+    ``watches_files``: a worker refuses files whose position it shares with other workers.
     """
 
     rank: int
@@ -75,6 +76,7 @@ class PoolSettings:
     pin_memory: bool
     by_value: bool = False
     reserved_cores: int = 0
+    watches_files: bool = False
 
 
 class _Receiver:
@@ -202,7 +204,11 @@ class WorkerPool:
         outboxes, self._inboxes = connect(settings.workers)
         self._stamps = LoadStamps(settings.workers)
         packed = PackedSource(
-            source, outboxes=outboxes, stamps=self._stamps, by_value=settings.by_value
+            source,
+            outboxes=outboxes,
+            stamps=self._stamps,
+            by_value=settings.by_value,
+            watches_files=settings.watches_files and settings.workers > 1,
         )
         try:
             self._iterator = self._start(packed, keys, settings)

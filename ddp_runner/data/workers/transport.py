@@ -14,6 +14,7 @@ import io
 import os
 import pickle
 import socket
+from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,8 +23,9 @@ import torch
 from torch.multiprocessing.reductions import reduce_storage
 from torch.utils.data import get_worker_info
 
-from ddp_runner.data.workers.fetch import BatchKey, SampleSource, failed
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource, failed
 from ddp_runner.data.workers.memory_files import BATCH, as_bytes
+from ddp_runner.data.workers.shared_files import InheritedFiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from ddp_runner.data.workers.stamps import LoadStamps
 
 _DESCRIPTORS_PER_MESSAGE = 250  # the kernel takes 253: SCM_MAX_FD, unix(7)
+_SHARED_FILE = (
+    "its loader workers read {path} through one shared position, and so get wrong samples"
+)
+_OPEN_LATER = "open the file in __getitem__, once in each worker, or set num_workers=0"
+_NOT_SENT = "a loader worker cannot send what its dataset returns"
+_SEND_OTHERS = "return tensors, arrays or plain values, or set num_workers=0"
 
 
 OUT_OF_FILES = -1  # in place of a count of descriptors
@@ -120,6 +128,10 @@ def _mapped_storage(
     return storage
 
 
+def _refused(key: BatchKey, why: str) -> SampleFailed:
+    return SampleFailed(indices=key.indices, error=why, traceback="", for_memory=False, refused=why)
+
+
 class PackedSource:
     """What the torch DataLoader sees as its dataset: ``(number, key)`` -> :class:`PackedBatch`."""
 
@@ -130,9 +142,13 @@ class PackedSource:
         outboxes: Sequence[socket.socket],
         stamps: LoadStamps,
         by_value: bool,
+        watches_files: bool = False,
     ) -> None:
         self._source = source
         self._by_value = by_value
+        self._rank_pid = os.getpid()
+        self._watches_files = watches_files
+        self._files: InheritedFiles | None = None  # of the worker whose copy this is
         self._outboxes = outboxes
         self._stamps = stamps
 
@@ -144,11 +160,17 @@ class PackedSource:
         number, key = numbered
         BATCH.may_open = not self._by_value
         self._stamps.begin(info.id, number)
+        if self._watches_files and self._files is None:
+            self._files = InheritedFiles(rank_pid=self._rank_pid)
         batch = self._source.load(key, on_sample=partial(self._stamps.sample, info.id))
+        if self._files is not None and (path := self._files.moved()):
+            batch = _refused(key, f"{_SHARED_FILE.format(path=path)}; {_OPEN_LATER}")
         try:
             packed = self._sent(batch, worker=info.id, outbox=send_descriptors)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            trouble = failed(error, indices=key.indices)
+            trouble = replace(
+                failed(error, indices=key.indices), refused=f"{_NOT_SENT}: {error}; {_SEND_OTHERS}"
+            )
             packed = self._sent(trouble, worker=info.id, outbox=send_descriptors)
         self._stamps.end(info.id)
         return packed
