@@ -151,9 +151,10 @@ TABLE = {
             "counting",
             *("GlobalCount", "ClosureCount", "FileCount", "Cycled"),
             allowed=KNOWN_OR_REPORTED,
-            words=UNSEEN,
+            words=(*UNSEEN, "cannot be looked into"),
             is_plain=False,  # the repeat check has moved it
         ),
+        *_of("counting", "Holders"),
         # Teachers.
         *_of("teachers", "MeanTeacher", "QLearning", "FrozenTeacher", "TeacherInTask"),
         *_of("teachers", "HiddenTeacher", allowed=KNOWN_OR_REPORTED, words=("_teacher",)),
