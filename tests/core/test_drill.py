@@ -95,7 +95,7 @@ def test_who_is_suspected_depends_on_what_differs():
     assert "kernels that do not repeat, or state in a global" in gpu
 
 
-def test_a_drill_that_is_owed_is_due_as_soon_as_the_first_of_a_launch():
+def test_a_drill_that_is_owed_is_due_soon_after_forming():
     """Counted from where the generation formed. Control: others are due as without it, and none where there are none."""
     plan = {"begun_step": 100, "total_steps": 1000, "drill_at": (2, 50)}
     assert [n for n in range(100, 300) if number_of_drill(n, **plan) is not None] == [102, 150]

@@ -214,7 +214,7 @@ def shown(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_what_a_holder_has_is_put_back_after_a_step_that_is_given_up(kind):
+def test_what_a_holder_has_is_put_back_with_its_step(kind):
     """And is followed from the step that changed it first."""
     make, step = HOLDERS[kind]
     task = Task(make())

@@ -21,7 +21,7 @@ class InheritedFiles:
     """What a worker has inherited open for reading from ``rank_pid``, and where each file stood.
 
     The rank's table shows the same position where a file is shared. A file that the worker opened
-    anew, or reads without a position (``pread``, memory maps), does not move there.
+    again, or reads without a position (``pread``, memory maps), does not move there.
     """
 
     def __init__(self, *, rank_pid: int) -> None:

@@ -1,6 +1,6 @@
 """What forward and loss change beside the optimizer: found by looking, then kept, put back, sent, saved.
 
-That is what hangs on the modules of the model, on the task and on what the task holds (``attributes``): tensors
+That is what hangs on the modules of the model, on the task and on what the task holds (``holders``): tensors
 that are no parameters and no saved buffers, numbers, lists, random generators, extra state. The model's own
 state dict is not touched: see ``buffers`` for what of it a step changes. What an iterator has given cannot be
 seen: it is named.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddp_runner.checkpoint.entry_names import bare_names
-from ddp_runner.training.exactness.attributes import (
+from ddp_runner.training.exactness.holders import (
     attributes_of,
     is_opaque,
     objects_in,
