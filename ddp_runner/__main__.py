@@ -38,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         start.leave_script_folder()
         start.open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
+    if words == sys.argv[1:]:  # no other program has called this
+        start.read_names_as_utf8()
     try:
         command, rest = split_command(words)
-        if command == "train" and words == sys.argv[1:]:  # no other program has called this
+        if command == "train" and words == sys.argv[1:]:
             return _train(rest)
         module = import_module(_MODULE_OF_COMMAND[command])
         start.interrupts_raise()

@@ -101,6 +101,16 @@ def open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
+def read_names_as_utf8() -> None:
+    """Begin this process again in UTF-8 mode, where the locale has no names of files but ASCII or Latin-1.
+
+    Such a name cannot be hashed, sent or stored otherwise. What we start inherits the mode.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - ourselves
+
+
 def _answer_interrupts() -> None:
     """One line for a Ctrl-C that comes while modules are imported, in place of a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

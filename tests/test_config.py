@@ -48,6 +48,35 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def _bomb(line: str) -> str:
+    """Nine lines, each of which has the one before it ten times: a billion values."""
+    lines = ["a0: &a0 {k: 1}" if "<<" in line else "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [line.format(n, ", ".join([f"*a{n - 1}"] * 10)) for n in range(1, 10)]
+    return "\n".join(lines) + "\n"
+
+
+def test_a_file_reads_numbers_as_the_command_line_does(tmp_path):
+    """010 is ten, not the eight of YAML 1.1; 1:30 is no number; an alias and a merge still work."""
+    text = "batch_size: 010\ntask: {a: 010, b: 09, c: 1:30, d: 0x10, e: 1_0, f: -07, g: &g {h: 1}"
+    text += ", i: *g, j: {<<: *g}}\n"
+    settings = resolve(files=[written(tmp_path, text)]).settings
+    assert settings.data.batch_size == 10
+    assert dict(settings.task) == {
+        "a": 10,
+        "b": 9,
+        "c": "1:30",
+        "d": 16,
+        "e": 10,
+        "f": -7,
+        "g": {"h": 1},
+        "i": {"h": 1},
+        "j": {"h": 1},
+    }
+    given = [("task.a", "010"), ("--batch-size", "010")]
+    from_line = resolve(command_line=given).settings
+    assert (from_line.task["a"], from_line.data.batch_size) == (10, 10)
+
+
 def test_each_source_overrides_the_one_before_it(tmp_path):
     """Default < preset < file < environment < command line, and the origin says which won."""
     file = written(tmp_path, "data: {batch_size: 3, num_workers: 3, prefetch_factor: 3}\n")
@@ -336,6 +365,12 @@ def test_no_two_sections_share_a_last_name():
         ("a: 1\nb: [1\n", "is not valid YAML in line 3: expected ',' or ']', but got"),
         ("epochs: 1\nepochs: 2\n", "is not valid YAML in line 2: 'epochs' is given twice"),
         ("a:\n\t- b\n", "is not valid YAML in line 2: found character"),
+        (f"epochs: {'9' * 5000}\n", f"is not valid YAML in line 1: '{'9' * 40}' is no integer"),
+        ("epochs: 0x_\n", "is not valid YAML in line 1: '0x' is no integer"),
+        ("epochs: !!bool 3\n", "is not valid YAML: a tag does not fit its value"),
+        ("task: {a: &a [*a]}\n", "is not valid YAML in line 1: a value holds itself"),
+        (_bomb("a{0}: &a{0} [{1}]"), "is not valid YAML in line 5: it has more than 100,000"),
+        (_bomb("a{0}: &a{0} {{<<: [{1}]}}"), "is not valid YAML in line 6: it has more than"),
     ],
 )
 def test_a_file_that_is_not_a_mapping_is_refused_with_its_line(tmp_path, text, message):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -315,6 +316,37 @@ def test_a_venv_that_cannot_be_made_leaves_no_half_of_it(checkout, monkeypatch, 
     with pytest.raises(environment.EnvironmentUnfitError, match="cannot be made"):
         environment._create(environment.Repository(checkout.root, extra=""))
     assert not (checkout.root / ".venv").exists()
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_venv_of_another_user_is_one_line(mode):
+    """Root's incomplete `.venv` is named with its owner, whether it can be read or only not be changed."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        (root / "requirements.txt").write_text("no-such-package-here\n")
+        (root / ".venv").mkdir()
+        (root / ".venv" / environment._OURS).write_text("with pip")
+        is_root = os.geteuid() == 0
+        (root / ".venv").chmod(mode if is_root else mode & 0o555 if mode == 0o755 else 0)
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                if is_root:
+                    os.setuid(65534)
+                environment._made(environment.Repository(root, extra=""))
+            except BaseException as error:  # noqa: BLE001 - the other process compares it
+                os.write(write, repr(error).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(write)
+        said = os.read(read, 4096).decode()
+        os.close(read)
+        (root / ".venv").chmod(0o755)
+    assert said.startswith("EnvironmentUnfitError("), said
+    assert "made it, and this user may not use or change it; have " in said
+    assert "set DDP_RUNNER_PYTHON" in said
 
 
 def test_a_checkout_that_cannot_be_written_says_what_to_do(checkout):

@@ -177,13 +177,46 @@ def _readings(found: list[str], wanted: frozenset[str]) -> Iterator[list[str]]:
     depth = 0
     while wanted and all(name.startswith(_WRAPPED * (depth + 1)) for name in wanted):
         depth += 1
-    plain = [".".join(part for part in name.split(".") if part != _COMPILED) for name in found]
-    for names in (found, plain):
-        if len(set(names)) < len(found):
-            continue  # two entries would become one
+    for names in _uncompiled(found):
         yield names
         inner = names
         while inner and all(name.startswith(_WRAPPED) for name in inner):
             inner = [name[len(_WRAPPED) :] for name in inner]
             yield inner
         yield [_WRAPPED * depth + name for name in inner]
+
+
+def read_under(
+    found: Mapping[str, _Value], expected: Iterable[str]
+) -> tuple[dict[str, _Value], str]:
+    """As :func:`read_as`; for a file of others also with one prefix off all of its names, or before them.
+
+    Lightning has ``model.`` before all names, and a part of the model lacks its own. Also returns what was
+    done, in words; "" where the names stand for themselves, or where several prefixes fit as well.
+    """
+    wanted = frozenset(expected)
+    read = read_as(found, wanted)
+    if not found or not wanted.isdisjoint(read):
+        return read, ""
+    best, said, fits = list(read), "", 0
+    for names in _uncompiled(list(found)):
+        first = names[0]
+        for prefix in (first[: at + 1] for at, sign in enumerate(first) if sign == "."):
+            inner = [name[len(prefix) :] for name in names if name.startswith(prefix)]
+            if len(inner) == len(names) and len(wanted.intersection(inner)) > fits:
+                fits = len(wanted.intersection(inner))
+                best, said = inner, f"the prefix {prefix!r} is taken off all of its names"
+        ends = [name.removesuffix(first) for name in wanted if name.endswith(f".{first}")]
+        before = [one for one in ends if all(one + name in wanted for name in names)]
+        if not said and len(before) == 1:
+            best = [before[0] + name for name in names]
+            said = f"the prefix {before[0]!r} is put before all of its names"
+    return dict(zip(best, found.values(), strict=True)), said
+
+
+def _uncompiled(found: list[str]) -> Iterator[list[str]]:
+    """The names as they stand and without what torch.compile wraps, unless two would become one."""
+    yield found
+    plain = [".".join(part for part in name.split(".") if part != _COMPILED) for name in found]
+    if plain != found and len(set(plain)) == len(found):
+        yield plain

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -231,6 +232,7 @@ def _made(repository: Repository) -> Path:
     with _only_maker(repository.root):
         if repository.is_complete():
             return repository.python
+        _refuse_closed(repository.venv, os.R_OK | os.X_OK)
         if repository.is_foreign():
             if missing := repository.missing_in(repository.python):
                 raise EnvironmentUnfitError(
@@ -238,10 +240,24 @@ def _made(repository: Repository) -> Path:
                     "install into it, remove it or set DDP_RUNNER_PYTHON"
                 )
             return repository.python
+        _refuse_closed(repository.venv, os.R_OK | os.W_OK | os.X_OK)
         _create(repository)
         _install(repository)
         repository.mark_complete()
         return repository.python
+
+
+def _refuse_closed(venv: Path, needed: int) -> None:
+    """Raise EnvironmentUnfitError where another user has made ``venv``, and this one may not use it so."""
+    if not venv.exists() or os.access(venv, needed):
+        return
+    owner = str(venv.stat().st_uid)
+    with contextlib.suppress(KeyError):
+        owner = pwd.getpwuid(int(owner)).pw_name
+    raise EnvironmentUnfitError(
+        f"{venv}: {owner} made it, and this user may not use or change it; have {owner} run "
+        "./launch_training.sh environment, remove it or set DDP_RUNNER_PYTHON"
+    )
 
 
 @contextlib.contextmanager

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 Origin = Literal["default", "preset", "file", "environment", "command line"]
 
 ENVIRONMENT_PREFIX = "DDP_RUNNER_"
+VALUES_MAX = 100_000  # in one file; aliases can make billions of a few lines
+_OPEN = -1  # the size of a value that is being counted
+_SHOWN_MAX = 40
+_RESOLVED_OTHERWISE = frozenset(
+    f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")
+)
 # Read by launch_training.sh and cli/launch.py, or set by the run for its own processes.
 RESERVED_VARIABLES = frozenset(
     {
@@ -45,14 +51,10 @@ class Assignment:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-4 is a number, a date stays text, a repeated key is an error."""
+    """YAML as people mean it: 1e-4 and 010 are decimal, 1:30 and dates stay text, a key stands once."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own shape
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
-        ]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _RESOLVED_OTHERWISE]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -66,7 +68,24 @@ class _Loader(yaml.SafeLoader):
             seen.add(key_node.value if isinstance(key_node, yaml.ScalarNode) else id(key_node))
         return super().construct_mapping(node, deep=deep)
 
+    def construct_decimal(self, node: yaml.ScalarNode) -> int:
+        """An integer; 010 is ten, as on the command line, not the eight of YAML 1.1."""
+        text = self.construct_scalar(node).replace("_", "")
+        base = 10 if text.lstrip("+-").isdigit() else 0
+        try:
+            return int(text, base)
+        except ValueError:
+            raise yaml.constructor.ConstructorError(
+                problem=f"{text[:_SHOWN_MAX]!r} is no integer, or too long",
+                problem_mark=node.start_mark,
+            ) from None
 
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?([0-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
+    list("-+0123456789"),
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
@@ -75,11 +94,54 @@ _Loader.add_implicit_resolver(
     ),
     list("-+0123456789."),
 )
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_decimal)
 
 
 def parse_yaml(text: str) -> object:
-    """The value that ``text`` holds. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+    """The value that ``text`` holds. Raises yaml.YAMLError, also where it is too large."""
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _refuse_bomb(root)
+        return loader.construct_document(root)
+    except RecursionError as error:
+        raise yaml.YAMLError from error
+    except (ValueError, LookupError, AttributeError) as error:  # as PyYAML answers '!!bool 3'
+        raise yaml.constructor.ConstructorError(problem="a tag does not fit its value") from error
+    finally:
+        loader.dispose()
+
+
+def _refuse_bomb(root: yaml.Node) -> None:
+    """Raise ConstructorError where aliases (``*name``) make too many values, or a value holds itself."""
+    sizes: dict[int, int] = {}
+
+    def size_of(node: yaml.Node) -> int:
+        known = sizes.get(id(node))
+        if known == _OPEN:
+            raise yaml.constructor.ConstructorError(
+                problem="a value holds itself by an alias", problem_mark=node.start_mark
+            )
+        if known is not None:
+            return known
+        sizes[id(node)] = _OPEN
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [one for pair in node.value for one in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        size = 1 + sum(map(size_of, inner))
+        if size > VALUES_MAX:
+            raise yaml.constructor.ConstructorError(
+                problem=f"it has more than {VALUES_MAX:,} values, counted with aliases",
+                problem_mark=node.start_mark,
+            )
+        sizes[id(node)] = size
+        return size
+
+    size_of(root)
 
 
 def from_file(path: Path) -> list[Assignment]:
@@ -94,7 +156,7 @@ def from_file(path: Path) -> list[Assignment]:
         raise BadInputError("--config", path, "is not text; give a YAML file in UTF-8") from None
     except OSError as error:
         raise BadInputError("--config", path, f"cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise BadInputError("--config", path, _syntax_words(error)) from error
     if content is None:
         return []

@@ -11,13 +11,17 @@ from ddp_runner.observe import format as fmt
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ddp_runner.core.settings import OptimSettings, Settings
+    from ddp_runner.core.settings import OptimSettings, RunSettings, Settings
 
 COLUMNS = 79
 _LABEL_COLUMNS = 14
 _PRECISION = {
     "bf16": "bf16 where it is safe, fp32 elsewhere",
     "fp16": "fp16 where it is safe, fp32 elsewhere, with loss scaling",
+}
+_MODE_COSTS = {
+    "reduce-overhead": "CUDA graphs hold extra GPU memory for each shape, and a replaced rank records them again",
+    "max-autotune": "compiling takes longer, and a replaced rank is not exact: it times kernels again",
 }
 
 
@@ -159,6 +163,13 @@ def _length(settings: Settings, facts: StartFacts) -> Iterator[str]:
         yield f"this launch saves and ends after {fmt.duration(settings.run.max_time)}"
 
 
+def _compiled(run: RunSettings) -> Iterator[str]:
+    """The mode; with ``run.deterministic`` also what the mode costs."""
+    yield f"mode {run.compile_mode}; evaluations run uncompiled"
+    if run.deterministic and run.compile_mode in _MODE_COSTS:
+        yield f"{run.compile_mode} with deterministic: {_MODE_COSTS[run.compile_mode]}"
+
+
 def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
     optim = settings.optim
     words = f"{optim.optimizer}, learning rate {optim.learning_rate:g}"
@@ -175,7 +186,7 @@ def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list
     if layers := list(_layers(optim)):
         yield "layers", layers
     if settings.run.compile:
-        yield "compiled", [f"mode {settings.run.compile_mode}; evaluations run uncompiled"]
+        yield "compiled", list(_compiled(settings.run))
     kept = settings.memory.activation_checkpointing
     if kept != "off":
         what = "all blocks" if kept == "all" else ", ".join(kept)

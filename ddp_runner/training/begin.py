@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner import config
-from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
+from ddp_runner.checkpoint.entry_names import load_bare_state, read_under
 from ddp_runner.checkpoint.hub import fetched
 from ddp_runner.checkpoint.weights import read_weights
 from ddp_runner.core.faults import BadInputError
@@ -68,7 +68,7 @@ def begin_with(settings: Settings, state: TrainState) -> None:
             " task's build_model() does not give: take that run's final.pt, which is whole"
         )
         raise BadInputError(_OPTION, value, expected)
-    weights = read_as(weights, own)
+    weights, renamed = read_under(weights, own)
     tensors = {name: one for name, one in weights.items() if isinstance(one, Tensor)}
     state.buffers.make_room(tensors, ())
     own = state.weights()
@@ -81,7 +81,7 @@ def begin_with(settings: Settings, state: TrainState) -> None:
     check_values(fitted.taken, state, option=_OPTION, value=value)
     load_bare_state(state.model, {**own, **fitted.taken})
     state.buffers.keep()
-    state.begun_with = tuple(table(value, fitted))
+    state.begun_with = (*table(value, fitted), *([renamed] if renamed else []))
 
 
 def fit(found: Mapping[str, Any], own: Mapping[str, Any], *, narrows: bool) -> Fitted:

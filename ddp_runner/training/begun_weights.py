@@ -14,7 +14,7 @@ from torch import nn
 
 from ddp_runner import config
 from ddp_runner.checkpoint.catalog import FINAL
-from ddp_runner.checkpoint.entry_names import bare_state, read_as
+from ddp_runner.checkpoint.entry_names import bare_state, read_under
 from ddp_runner.checkpoint.hub import fetched
 from ddp_runner.checkpoint.weights import StoredWeights, read_weights
 from ddp_runner.core.faults import BadInputError
@@ -118,4 +118,5 @@ def _begun(settings: Settings, init_from: str, *, with_data: bool) -> Mapping[st
     if weights is None:
         return own
     narrows = not settings.run.init_strict
-    return {**own, **fit(read_as(weights, own), own, narrows=narrows).taken}
+    read, _ = read_under(weights, own)
+    return {**own, **fit(read, own, narrows=narrows).taken}

@@ -15,6 +15,7 @@ from ddp_runner.checkpoint.entry_names import (
     live_name,
     load_bare_state,
     read_as,
+    read_under,
 )
 
 
@@ -159,6 +160,26 @@ def test_entries_that_would_become_one_stay_apart():
     saved = {"w": torch.ones(1), "_orig_mod.w": torch.zeros(1)}
     assert read_as(saved, ["w"]) == saved
     assert read_as({}, ["w"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "read", "prefix"),
+    [
+        ("w b", "net.w net.b head.w", "net.w net.b", "net."),
+        ("w b", "left.w left.b right.w right.b", "w b", ""),  # which of the two nobody knows
+        ("a.x.w", "w", "w", "a.x."),
+        ("a._orig_mod.w a.v", "w v", "w v", "a."),
+        ("a.w w", "w", "a.w w", ""),  # names that stand for themselves
+        ("a.w b.w", "w", "a.w b.w", ""),
+        ("module.w", "w", "w", ""),
+    ],
+)
+def test_names_are_read_under_one_prefix(found, wanted, read, prefix):
+    """Where no name stands for itself, and one prefix alone makes them fit."""
+    names, said = read_under(dict.fromkeys(found.split(), 0), wanted.split())
+    assert list(names) == read.split()
+    assert said.count(f"'{prefix}'") == bool(prefix)
+    assert bool(said) is bool(prefix)
 
 
 def test_versions_of_modules_are_named_alike():

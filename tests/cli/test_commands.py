@@ -27,6 +27,25 @@ ROOT = Path(__file__).resolve().parents[2]
 LOOP = str(ROOT / "docs" / "examples" / "my_loop.py")
 
 
+_TASK_BEYOND_ASCII = """
+import torch
+from torch import nn
+from ddp_runner import Datasets
+
+
+class Täsk:
+    def build_model(self):
+        return nn.Linear(3, 2)
+
+    def build_datasets(self):
+        print("données ☃")
+        return Datasets(train=[torch.ones(3) for _ in range(40)])
+
+    def loss(self, model, batch):
+        return model(batch).mean()
+"""
+
+
 def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ddp_runner", *words],
@@ -181,6 +200,24 @@ def test_neither_the_command_nor_the_package_imports_torch(tmp_path):
     )
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+def test_names_of_files_are_utf8_in_every_locale(tmp_path):
+    """A task beside no ASCII trains, is listed and is named where the locale has ASCII only."""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    locale["PYTHONIOENCODING"] = "ascii"
+    folder = tmp_path / "dé☃"
+    folder.mkdir()
+    (folder / "tâsk.py").write_text(_TASK_BEYOND_ASCII, encoding="utf-8")
+    words = ["--task", "tâsk.py:Täsk", "--max-steps", "2", "-n", "1"]
+    trained = command("train", *words, cwd=folder, **locale)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    for line in (["checkpoints", "list"], ["report"]):
+        done = command(*line, cwd=folder, **locale)
+        assert done.returncode == 0, done.stderr
+    refused = command("train", "--task", "nö.py:T", cwd=folder, **locale)
+    assert refused.stderr == "ddp_runner: error: --task=n\\xf6.py:T: no such file n\\xf6.py\n"
+    assert refused.returncode == 2
 
 
 def test_the_version_is_the_packages(capsys):

@@ -144,6 +144,16 @@ def test_a_row_follows_what_is_there(changes, row, words):
         ),
         ({"compile": True}, "compiled", "mode default; evaluations run uncompiled"),
         (
+            {"compile": True, "compile_mode": "reduce-overhead", "deterministic": True},
+            "compiled",
+            "uncompiled / reduce-overhead with deterministic: CUDA graphs hold extra",
+        ),
+        (
+            {"compile": True, "compile_mode": "max-autotune", "deterministic": True},
+            "compiled",
+            "uncompiled / max-autotune with deterministic: compiling takes longer, and a",
+        ),
+        (
             {"train_layers": "head, norm.*", "unfreeze": "enc.*@1e3,all@0.25"},
             "layers",
             "trained from the begin: head, norm.* / enc.* from step 1,000 on / all from 0.25 of the run",
@@ -169,6 +179,18 @@ def test_a_row_follows_the_settings(settings, row, words):
     assert words in rows(settings, precision=precision)[row]
     assert not {"loss watch", "layers", "over ranks", "compiled", "recomputed"} & rows().keys()
     assert ("average" in rows(settings)) is ("ema_decay" in settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compile_mode": "max-autotune", "deterministic": False},
+        {"compile_mode": "default", "deterministic": True},
+    ],
+)
+def test_a_mode_without_deterministic_has_no_costs_named(settings):
+    """One without the other is what somebody chose, and needs no note."""
+    assert rows({"compile": True, **settings})["compiled"].endswith("evaluations run uncompiled")
 
 
 def test_a_loop_of_ones_own_shows_what_is_known():

@@ -61,6 +61,37 @@ def test_what_fits_is_loaded_and_the_rest_stays(tmp_path):
     assert mismatched == f"mismatched 1: {second} 3 (float32), the model has {size} (float32)"
 
 
+@pytest.mark.parametrize(
+    ("prefix", "holds", "said"),
+    [
+        ("model.", "state_dict", ["the prefix 'model.' is taken off all of its names"]),
+        ("net.model.", None, ["the prefix 'net.model.' is taken off all of its names"]),
+        ("model._orig_mod.", None, ["the prefix 'model._orig_mod.' is taken off all of its names"]),
+        ("module.", "model_state_dict", []),
+        ("_orig_mod.", "model", []),
+    ],
+)
+def test_a_foreign_file_under_one_prefix_is_taken(tmp_path, prefix, holds, said):
+    """All of it is loaded, and a line says so; what torch itself wraps needs no line."""
+    weights = other_weights()
+    renamed = {prefix + name: one for name, one in weights.items()}
+    torch.save({holds: renamed, "epoch": 3} if holds else renamed, tmp_path / "w.pt")
+    _, state = begin(tmp_path, tmp_path / "w.pt")
+    assert all(torch.equal(one, weights[name]) for name, one in state.weights().items())
+    assert state.begun_with[1].startswith(f"loaded {len(weights)}: ")
+    assert list(state.begun_with[5:]) == said
+
+
+def test_a_file_under_two_prefixes_is_refused(tmp_path):
+    """One of them may be another model's."""
+    weights = other_weights()
+    first, *others = weights
+    renamed = {f"model.{name}": weights[name] for name in others}
+    torch.save({**renamed, f"other.{first}": weights[first]}, tmp_path / "w.pt")
+    with pytest.raises(BadInputError, match="missing: "):
+        begin(tmp_path, tmp_path / "w.pt")
+
+
 def test_strictly_a_weight_too_few_is_refused_and_the_cure_named(tmp_path):
     """Nothing of the model is touched."""
     weights = other_weights()
