@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_runner.data import loader
+from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.order import SampleOrder, WholeOrder
 from ddp_runner.data.quarantine import Quarantine
 
@@ -129,7 +130,7 @@ class SafeDataLoader(loader.SafeDataLoader):
 
 
 def _size_of(dataset: Any) -> int:
-    if not hasattr(dataset, "__getitem__"):
+    if not gives_by_number(dataset):
         raise TypeError(
             f"{type(dataset).__name__} has no items by number (__getitem__): streams are for a run's Datasets"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ddp_runner.data.by_number import sample_at
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -38,7 +40,7 @@ class WithBadSamples:
     def __getitem__(self, index: int) -> Any:
         if index in self._bad:
             raise InjectedSampleError(f"an injected bad sample, {index}")
-        return self._dataset[index]
+        return sample_at(self._dataset, index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples at ``indices``, as the dataset itself would give them."""

@@ -57,7 +57,7 @@ def is_sharded(dataset: object) -> bool:
     """Whether a dataset says how it is cut. One whose items have indices may have such attributes of its own."""
     by_index = getattr(type(dataset), "__getitem__", None)
     # Torch's own, also of iterable ones, only raises.
-    if by_index not in (None, Dataset.__getitem__):
+    if by_index not in (None, Dataset.__getitem__) or hasattr(dataset, "__getitems__"):
         return False
     is_cut = isinstance(getattr(dataset, "shards", None), Integral)
     return is_cut and callable(getattr(dataset, "read", None))

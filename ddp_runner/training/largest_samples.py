@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from ddp_runner.core.settings import Settings
+from ddp_runner.data.by_number import sample_at
 from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.task import Datasets
@@ -50,7 +51,7 @@ def _measured(settings: Settings, dataset: Any, size: int) -> dict[int, int]:
         for number in range(measured):
             place = number * size // measured
             try:
-                found[place] = byte_count(dataset[place])
+                found[place] = byte_count(sample_at(dataset, place))
             except Exception:  # noqa: BLE001, S112 - a dataset may raise anything
                 continue
     return found

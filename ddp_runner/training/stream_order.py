@@ -11,6 +11,7 @@ from ddp_runner.core import batch_sizes
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.run_stages import steps_before
 from ddp_runner.core.settings import Settings
+from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.shards import Deal, ShardPositions, is_sharded, steps_of_epoch
 from ddp_runner.data.stream import StreamOrder, StreamPosition
@@ -22,7 +23,7 @@ def is_stream(dataset: Any) -> bool:
     return (
         isinstance(dataset, IterableDataset)
         or is_sharded(dataset)
-        or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"))
+        or (hasattr(dataset, "__iter__") and not gives_by_number(dataset))
     )
 
 

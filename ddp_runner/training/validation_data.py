@@ -29,6 +29,7 @@ from ddp_runner.core.monitor import (
     highest_refused,
 )
 from ddp_runner.core.settings import Settings
+from ddp_runner.data.by_number import gives_by_number, sample_at
 from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.helpers import Helpers
@@ -63,7 +64,7 @@ def refuse_unfit_validation(
             raise refused(
                 f"its validation data{called} needs a name of letters, digits, _, . and -"
             )
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        if not gives_by_number(dataset) or not hasattr(dataset, "__len__"):
             raise refused(f"its validation data{called} has no samples by number, or no length")
         if not len(dataset):
             raise refused(f"its validation data{called} is empty: leave it out")
@@ -125,7 +126,7 @@ def _first_readable(dataset: Any) -> list[Any]:
     problem: Exception | None = None
     for index in range(min(_READ_MAX, len(dataset))):
         try:
-            found.append(dataset[index])
+            found.append(sample_at(dataset, index))
         except Exception as error:  # noqa: BLE001 - users' code, which may raise anything
             problem = problem or error
         if len(found) == _TRIED_SAMPLES:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder, share
@@ -144,6 +144,40 @@ def test_deterministic_datasets_are_asked_for_many_at_once(workers):
     with make(Deterministic(), num_workers=workers) as loader:
         for micro in loader.take(3):
             assert micro.batch.tolist() == list(micro.indices)
+
+
+class SeveralOnly(Dataset):
+    """Has no sample by one number: torch's own ``__getitem__`` only raises."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return ORDER.dataset_size
+
+    def __getitems__(self, indices):
+        self.asked.append(list(indices))
+        return [torch.tensor(index) for index in indices]
+
+
+class NoBase:
+    __getitems__ = SeveralOnly.__getitems__
+    __init__ = SeveralOnly.__init__
+
+
+@pytest.mark.parametrize(
+    "kind", [SeveralOnly, NoBase, lambda: Subset(SeveralOnly(), range(ORDER.dataset_size))]
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_gives_several_samples_only_is_loaded(workers, kind):
+    """It is asked for one after the other: each has random numbers of its own."""
+    dataset = kind()
+    with make(dataset, num_workers=workers) as loader:
+        for micro in loader.take(3):
+            assert micro.batch.tolist() == list(micro.indices)
+    asked = getattr(dataset, "dataset", dataset).asked
+    assert bool(asked) == (workers == 0)
+    assert all(len(one) == 1 for one in asked)
 
 
 def test_batches_of_any_shape_arrive_whole():

@@ -14,6 +14,7 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.quarantine import QuarantineFullError
 from ddp_runner.data.stream import StreamOrder
+from ddp_runner.data.workers.fetch import BatchKey, SampleSource
 from ddp_runner.training.exactness.first_step import why_a_device_varies
 from ddp_runner.training.fitting import not_finite
 from ddp_runner.training.resume import is_complete, load_start
@@ -108,6 +109,26 @@ def _returning(folder, *, datasets="Datasets(train=DATA)", model="nn.Linear(2, 1
         "    def loss(self, model, batch): return model(batch[0]).mean()\n"
     )
     return file
+
+
+@pytest.mark.parametrize("settings", [{}, {"largest_samples": True}])
+def test_samples_that_come_by_several_numbers_only_can_be_trained(tmp_path, settings):
+    """Torch's own fetcher asks such data for a batch at once; every look at a sample does likewise."""
+    file = _returning(tmp_path, datasets="Datasets(train=Many(), validation={'a': Many()})")
+    many = (
+        "from torch.utils.data import Dataset\n"
+        "class Many(Dataset):\n"
+        "    def __len__(self): return 32\n"
+        "    def __getitems__(self, indices): return [DATA[index] for index in indices]\n"
+    )
+    file.write_text(file.read_text() + many)
+    workload, _ = build("Returns", file=file, **settings)
+    assert workload.order.dataset_size == (8 if settings else 32)
+    samples = SampleSource(workload.datasets.train, seed=1, collate=list)
+    (sample,) = samples.load_here(BatchKey(epoch=0, indices=(3,)))
+    assert sample[0].tolist() == [0, 0]
+    with pytest.raises(BadInputError, match="no evaluation gives such a figure"):
+        build("Returns", file=file, monitor="unheard", **settings)
 
 
 def test_a_stream_has_no_workers_unless_some_are_asked_for():

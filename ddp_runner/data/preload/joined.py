@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from ddp_runner.data.by_number import sample_at
+
 
 class _Joined(Dataset[Any]):
     """All samples of the parts, one part behind the other."""
@@ -23,7 +25,7 @@ class _Joined(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         number = bisect_right(self._ends, index)
-        return self._parts[number][index - (self._ends[number - 1] if number else 0)]
+        return sample_at(self._parts[number], index - (self._ends[number - 1] if number else 0))
 
 
 class _Part(Dataset[Any]):
@@ -41,7 +43,7 @@ class _Part(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._size:
             raise IndexError(index)
-        return self._of[self._first + index]
+        return sample_at(self._of, self._first + index)
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_runner.core.classify import lacks_memory
+from ddp_runner.data.by_number import gives_several_only, sample_at
 from ddp_runner.data.host_generators import generators_kept, seed_host
 from ddp_runner.data.permutation import mix64
 from ddp_runner.data.sample_hash import sample_hash
@@ -73,7 +74,7 @@ class SampleSource:
     """Loads and collates the samples of a :class:`BatchKey`.
 
     A dataset with ``deterministic = True`` is not seeded, and is asked for a whole micro-batch
-    by ``__getitems__`` if it has that method.
+    by ``__getitems__`` if it has that method. One with nothing else is asked so for each sample.
     """
 
     def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any]) -> None:
@@ -82,6 +83,7 @@ class SampleSource:
         self._collate = collate
         self._deterministic = bool(getattr(dataset, "deterministic", False))
         self._many = getattr(dataset, "__getitems__", None) if self._deterministic else None
+        self._several_only = gives_several_only(dataset)
         self._here: SampleSource | None = None
 
     def one_by_one(self) -> SampleSource:
@@ -121,7 +123,10 @@ class SampleSource:
             try:
                 if not self._deterministic:
                     seed_generators(base, index=index)
-                samples.append(self._dataset[index])
+                one = (
+                    sample_at(self._dataset, index) if self._several_only else self._dataset[index]
+                )
+                samples.append(one)
             except Exception as error:  # noqa: BLE001 - the loader-fetch boundary
                 return failed(error, indices=(index,))
         return samples

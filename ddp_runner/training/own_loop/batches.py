@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from ddp_runner.core.step_schedule import RunLength
+from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader
@@ -139,7 +140,7 @@ class KeptLoader:
     collate_fn: Callable[[list[Any]], Any] | None
 
     def __post_init__(self) -> None:
-        if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
+        if not hasattr(self.dataset, "__len__") or not gives_by_number(self.dataset):
             raise misuse(
                 "loader() needs a dataset with __len__ and __getitem__; pass others to steps()"
             )
