@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class CopyAhead:
         computation = torch.cuda.current_stream(self._device)
         computation.wait_stream(self._stream)
         for batch in batches:
-            for tensor in _tensors_of(batch.batch):
+            for tensor in tensors_of(batch.batch):
                 if tensor.device.type == "cuda":
                     tensor.record_stream(computation)  # its memory is this step's until that ends
 
@@ -67,12 +67,13 @@ def copy_ahead(device: torch.device, loader: object) -> CopyAhead | None:
     return CopyAhead(device, loader)
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in a batch."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors_of(item)
+            yield from tensors_of(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_of(item)
+            yield from tensors_of(item)

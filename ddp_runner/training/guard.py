@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddp_runner.collective.group import Group
@@ -24,6 +24,7 @@ from ddp_runner.core.messages import FaultTolerated, RepairedInPlace, TuningChan
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
+from ddp_runner.training.batch_values import INF, NAN, not_finite_in
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tensor_hash import combined, state_hashes
 from ddp_runner.training.exactness.state_hashes import StateHashing
@@ -85,12 +86,18 @@ class NumericsGuard:
             self._runtime.logger.progress(
                 f"gradients overflowed in fp16: step skipped, loss scale {scale:g} from here on"
             )
+            if words := _in_batch([not_finite_in(micro_batches)]):
+                self._runtime.logger.warning(f"gradients overflowed, and {words}")
             return False
         if result.without_weight:
             if self._group.rank == 0:
                 self._runtime.logger.warning("no sample of the step has any weight: step skipped")
             return False
         origin = self._origin(result, recompute)
+        mine = json.dumps(not_finite_in(micro_batches))
+        answers = self._exchange(f"batch/{result.step}", mine)
+        if words := _in_batch([json.loads(answer) for answer in answers]):
+            origin = replace(origin, words=f"{origin.words}; {words}", suspect="the data")
         what = (result.explosion or f"gradient norm is {result.grad_norm}") + origin.words
         action = "step skipped on all ranks"
         if result.explosion:
@@ -436,6 +443,15 @@ class NumericsGuard:
                 steps_lost=fault.step - self._state.committed_step,
             )
         )
+
+
+def _in_batch(found: Sequence[Mapping[str, list[int]]]) -> str:
+    """What the batches of all ranks hold that is no number, in words; empty: nothing."""
+    for kind in (NAN, INF):
+        indices = [index for one in found for index in one.get(kind, ())]
+        if indices:
+            return f"the batch has {kind} already, in samples {_shortened(indices)}"
+    return ""
 
 
 def _shortened(indices: list[int]) -> str:

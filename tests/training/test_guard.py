@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import threading
@@ -21,6 +22,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.save_requests import SaveRequests
+from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.guard import NumericsGuard
@@ -370,7 +372,7 @@ def _broken_step():
     )  # fmt: skip
 
 
-def _trace(me, port, norms, waits):
+def _trace(me, port, norms, waits, batches=((), ())):
     """Look for where a broken gradient came from; rank 1 computes until it is told to stop."""
     slot, lines = make_slot(), []
     logger = SimpleNamespace(warning=lines.append)
@@ -402,7 +404,9 @@ def _trace(me, port, norms, waits):
         if waits and me.rank == 0:
             watcher.start()
         guard = NumericsGuard(parts, group)
-        assert not guard.skipped(_broken_step(), Verdict.CONTINUE, [], recompute=recompute)
+        assert not guard.skipped(
+            _broken_step(), Verdict.CONTINUE, list(batches[me.rank]), recompute=recompute
+        )
         if waits and me.rank == 0:
             watcher.join()
     return lines
@@ -415,6 +419,30 @@ def test_who_waits_for_another_s_gradient_is_not_late_itself():
         world[1].say("go on")
         for process in world:
             assert "on no rank when computed once more" in process.result()[0]
+
+
+GOOD = MicroBatch(indices=(4, 9), batch={"x": torch.ones(2, 3), "label": torch.tensor([1, 2])})
+HAS_INF = MicroBatch(indices=(5, 8), batch=[torch.tensor([[1.0], [math.inf]]), "text"])
+HAS_NAN = MicroBatch(indices=(3, 7), batch={"x": torch.tensor([[math.nan, 1], [math.inf, 1]])})
+OF_ALL = MicroBatch(
+    indices=(1, 2), batch=torch.tensor([0.5, math.nan, 1])
+)  # no row is one sample's
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        (((GOOD,), (HAS_INF, HAS_NAN)), "; the batch has NaN already, in samples 3: step skipped"),
+        (((GOOD, HAS_INF), (HAS_INF,)), "; the batch has inf already, in samples 8, 8: step"),
+        (((OF_ALL,), (GOOD,)), "; the batch has NaN already, in samples 1, 2: step skipped"),
+        (((GOOD,), (GOOD,)), "on no rank when computed once more: step skipped"),
+    ],
+)
+def test_a_batch_that_is_not_finite_itself_is_named_with_its_samples(batches, words):
+    """Every rank says the same; control: good batches are not blamed."""
+    with hosted_store() as port:
+        for (line,) in run_ranks(_trace, 2, port, (1.0, 1.0), False, batches):
+            assert words in line
 
 
 class Verdicts:
