@@ -157,6 +157,14 @@ def changes_loss(texts: Sequence[str], *, world_size: int) -> bool:
     return not KINDS_IN_LOSS.isdisjoint(kinds)
 
 
+def flips_bits(texts: Sequence[str], *, world_size: int) -> bool:
+    """Whether any of these specs makes replicas differ by a bit, as a device that errs does."""
+    parsed = [parse_injection(text, world_size=world_size) for text in texts]
+    kinds = {kind for one in parsed for kind in getattr(one, "kinds", ())}
+    kinds |= {one.kind for one in parsed if isinstance(one, Injection)}
+    return InjectKind.DIVERGE in kinds
+
+
 def bad_sample_places(
     specs: Sequence[str], *, world_size: int, total_steps: int
 ) -> tuple[tuple[int, int], ...]:

@@ -19,6 +19,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import Comparison, compare_replicas, first_difference
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.injection import flips_bits
 from ddp_runner.core.loss_spikes import broken_gradients
 from ddp_runner.core.messages import FaultTolerated, RepairedInPlace, TuningChanged
 from ddp_runner.core.phases import Phase
@@ -326,7 +327,10 @@ class NumericsGuard:
     def _settle_without_majority(self, step: int) -> None:
         # Ranks that have trained equally long have any hidden state alike: then it is a bit that has flipped.
         since = set(self._exchange(f"trained since/{step}", str(self._state.trained_since)))
-        has_replaced = len(since) > 1
+        is_injected = flips_bits(
+            self._settings.run.inject, world_size=self._runtime.rank_info.world_size
+        )
+        has_replaced = len(since) > 1 and not is_injected
         checkpoint_step = self._step_to_go_back_to()
         if checkpoint_step != self._step_rolled_back_to:
             self._rollbacks_there = 0

@@ -30,14 +30,26 @@ OVERFLOWING = (
 )
 
 
+_hidden = {}  # of each Calls: what stands in a module is nobody's state
+
+
 class Calls:
     """Counts what is no state: neither put back with a step nor sent to a replacement."""
 
-    __slots__ = ("count", "happened", "places", "since", "times")
+    __slots__ = ()
 
-    def __init__(self):
-        self.count, self.times, self.places = 0, [], Counter()
-        self.happened, self.since = 0, 0  # of the plan, and the count when that was seen
+    def __new__(cls):
+        made = super().__new__(cls)
+        # Of the plan how far it has come, and the count when that was seen.
+        seen = {"happened": 0, "since": 0}
+        _hidden[id(made)] = {"count": 0, "times": [], "places": Counter(), **seen}
+        return made
+
+    def __getattr__(self, name):
+        return _hidden[id(self)][name]
+
+    def __setattr__(self, name, value):
+        _hidden[id(self)][name] = value
 
     def since_last(self, happened):
         """How often since the plan has come so far."""

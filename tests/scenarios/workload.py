@@ -106,16 +106,27 @@ def _make(action):  # noqa: C901 - a row an action
         ctypes.PyDLL(None).usleep(int(float(action.removeprefix("gil")) * 1e6))
 
 
+_hidden = {}  # of each Calls: what stands in a module is nobody's state
+
+
 class Calls:
     """Counts calls by what is no state: neither put back with a step nor sent to a replacement.
 
     What computes a step once more beside the run, as the repeat check does, does not count.
     """
 
-    __slots__ = ("count", "limited", "save")
+    __slots__ = ()
 
-    def __init__(self):
-        self.count, self.limited, self.save = 0, False, None
+    def __new__(cls):
+        made = super().__new__(cls)
+        _hidden[id(made)] = {"count": 0, "limited": False, "save": None}
+        return made
+
+    def __getattr__(self, name):
+        return _hidden[id(self)][name]
+
+    def __setattr__(self, name, value):
+        _hidden[id(self)][name] = value
 
     def more(self, by):
         self.count += 0 if is_beside() else by
