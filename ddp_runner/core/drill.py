@@ -14,6 +14,8 @@ FOLDER = ".drill"  # in the run's folder of checkpoints
 SHARE_FILE, STATE_FOLDER = "share.json", "state"
 STATE, SHARE = "state", "share"  # in messages
 REPEATED, DRILLED = "repeated", "drilled"  # what is proved
+# For a drill, once training is complete, where a rank was replaced and none has passed.
+END_WAIT_S = 30.0
 
 
 def number_of_drill(
@@ -26,13 +28,15 @@ def number_of_drill(
 ) -> int | None:
     """The how many-th drill, from 0, the step that begins now is for; None where it is for none.
 
-    ``owed_from``: the step at which a generation formed that is to make up for one.
+    ``owed_from``: the step at which a generation formed that is to make up for one, if need be with its last step.
     """
     if not drill_at or committed_step >= total_steps:
         return None
     steps = sorted(set(drill_at))
-    if owed_from is not None and committed_step - owed_from == steps[0]:
-        return 0
+    if owed_from is not None:
+        made_up_after = max(1, min(steps[0], total_steps - 1 - owed_from))
+        if committed_step - owed_from == made_up_after:
+            return 0
     since = committed_step - begun_step
     return steps.index(since) if since in steps else None
 
@@ -100,6 +104,22 @@ def failed_reason(*, rank: int, step: int, differs: str, on_cpu: bool) -> str:
     return (
         f"a replacement of rank {rank} would not compute the same at step {step:,}: first in"
         f" {differs} ({suspects})"
+    )
+
+
+def wait_line(step: int) -> str:
+    """For people: why a run whose training is complete goes on."""
+    return (
+        f"training is complete; the drill of step {step:,} is waited for, {END_WAIT_S:g} s at most:"
+        " a rank was replaced, and no drill has passed"
+    )
+
+
+def unproved_reason(*, step: int, why: str) -> str:
+    """Why a run is not exact in which a rank was replaced and no drill has passed."""
+    return (
+        "not proved: a rank was replaced, and no drill has shown that a replacement computes the same"
+        f" bits (that of step {step:,}: {why})"
     )
 
 

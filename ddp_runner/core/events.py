@@ -422,6 +422,15 @@ class DrillSkipped(Event):
     is_said: bool = field(default=False, metadata=_UNWRITTEN)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotProved(Event):
+    """The run is complete, a rank was replaced in it, and no drill has passed: the newest was that of ``step``."""
+
+    step: int
+    text: str
+    inexact_reason: str = field(metadata=_UNWRITTEN)
+
+
 # Helper processes.
 
 

@@ -59,6 +59,7 @@ class RunFindings:
                 | events.TuningChanged(inexact_reason=reason)
                 | events.RepairedInPlace(inexact_reason=reason)
                 | events.Drill(inexact_reason=reason)
+                | events.NotProved(inexact_reason=reason)
             ):
                 if reason and reason not in self.inexact_reasons:
                     self.inexact_reasons.append(reason)

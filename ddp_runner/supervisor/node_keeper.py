@@ -68,9 +68,9 @@ class NodeKeeper:
         self.drills = DrillKeeper(plan, node=node, recorder=recorder)
         self.savers = SaverKeeper(plan, node=node, recorder=recorder)
 
-    def look_beside(self, now_s: float, *, fault_free: bool) -> None:
+    def look_beside(self, now_s: float, *, may_drill: bool, at_end: bool) -> None:
         """At each turn of the run, also while it ends: those that work for it, and are no part of a repair."""
-        self.drills.look(now_s, fault_free=fault_free)
+        self.drills.look(now_s, fault_free=may_drill, at_end=at_end)
         self.savers.look(now_s)
 
     def on_message(self, message: Message) -> Ended | None:

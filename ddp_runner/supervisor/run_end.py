@@ -74,10 +74,16 @@ class RunEnd:
 
     def refuse_inexact(self) -> None:
         """End a run that is to be exact and is not any more, or was not when it was resumed."""
-        if self._requires_exact and self._facts.inexact_reasons and not self.is_known:
-            reasons = "; ".join(self._facts.inexact_reasons)
-            line = f"the run is not exact, and recovery.require_exact is set: {reasons}"
-            self.begin(Ending.of(RunStatus.FAILED, line))
+        if self._is_refused and not self.is_known:
+            self.begin(Ending.of(RunStatus.FAILED, self._refusal()))
+
+    @property
+    def _is_refused(self) -> bool:
+        return self._requires_exact and bool(self._facts.inexact_reasons)
+
+    def _refusal(self) -> str:
+        reasons = "; ".join(self._facts.inexact_reasons)
+        return f"the run is not exact, and recovery.require_exact is set: {reasons}"
 
     def begin(self, ending: Ending, *, causes: Sequence[Fault] = ()) -> None:
         """End the run, once the newest state that is left is on disk."""
@@ -138,6 +144,9 @@ class RunEnd:
         if reason is StopReason.COMPLETED and never_caused:
             line = f"training is complete, but never caused: {'; '.join(never_caused)}"
             self.at_once(Ending.of(RunStatus.FAILED, line))
+            return
+        if self._is_refused and self._facts.kept is None:
+            self.at_once(Ending.of(RunStatus.FAILED, self._refusal()))
             return
         self._machine.advance(RunEvent.ALL_FINISHED)
         status = STATUS_OF_REASON[reason]

@@ -15,6 +15,7 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, classify_exit
+from ddp_runner.core.drill import END_WAIT_S, wait_line
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import BadInputError, Fault
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -148,6 +149,7 @@ class Supervisor:
         self._signals = StopSignals()  # to this process, by a person or a scheduler
         self._stop_by_s = 0.0
         self._finished_at_s: float | None = None
+        self._waits_since_s: float | None = None  # for a drill, once all have finished
 
     @property
     def ending(self) -> Ending | None:
@@ -230,6 +232,7 @@ class Supervisor:
             case LoaderWorkers():
                 handle.loader_pids = message.pids
             case OtherStage():
+                self.keeper.drills.forget()
                 self.plan = self._stages.other(self.plan, message)
             case Finished():
                 handle.finished = message
@@ -268,6 +271,17 @@ class Supervisor:
     def _is_fault_free(self) -> bool:
         trains = self.world.counts.are_all_present(RankState.TRAINING)
         return trains and self.machine.state is RunState.RUNNING and not self._repair.is_open
+
+    @property
+    def _ends_unproved(self) -> bool:
+        """Whether ranks finish a run in which a rank was replaced and no drill has passed: one still may."""
+        if self._stop is not None or not (self._has_any_finished and self.facts.lacks_proof):
+            return False
+        if self._finished_at_s is not None:
+            return True
+        there = (RankState.TRAINING, RankState.FINISHED, RankState.ENDED)
+        are_all_there = self.world.counts.present_in(*there) == len(self.world.present)
+        return are_all_there and self.machine.state is RunState.RUNNING and not self._repair.is_open
 
     def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
         handle.machine.advance(RankEvent.EXITED)
@@ -343,8 +357,13 @@ class Supervisor:
         self.node.kernel_kills.look_sometimes(now_s)
         self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
         self._cutting.look(now_s)
-        self.run_end.refuse_inexact()
-        self.keeper.look_beside(now_s, fault_free=self._is_fault_free)
+        if self._finished_at_s is None:  # else the end says so
+            self.run_end.refuse_inexact()
+        self.keeper.look_beside(
+            now_s,
+            may_drill=self._is_fault_free or self._ends_unproved,
+            at_end=self._finished_at_s is not None,
+        )
         if self._is_at_its_end(now_s):
             return
         self.keeper.zygotes.look(now_s)
@@ -456,11 +475,35 @@ class Supervisor:
         assert finished is not None
         reason = self._stages.why_the_run_ends(self.plan, finished, stop=self._stop)
         if reason is not None:
+            if reason is StopReason.COMPLETED and self._waits_for_proof(now_s):
+                return
             self.run_end.completed(
                 reason, never_caused=self._fault_injector.never_caused(finished.step)
             )
             return
+        self.keeper.drills.forget()
         self._finished_at_s, self.plan = None, self._stages.ended(self.plan, finished)
+
+    def _waits_for_proof(self, now_s: float) -> bool:
+        """Whether a drill is waited for; where not, and none has passed that was to, the run is not exact."""
+        # INVARIANT proved-or-said: a run in which a rank was replaced is not said to be exact while a drill of it is open.
+        # Broken if: it ends as exact, or without a wait, while one runs or has all that it needs.
+        # Guarded by: test_the_end_waits_for_a_drill_where_a_rank_was_replaced.
+        if not self.facts.lacks_proof:
+            return False
+        drills, why = self.keeper.drills, ""
+        if drills.pending is not None:
+            if self._waits_since_s is None:
+                self._waits_since_s = now_s
+                self.recorder.say(wait_line(drills.pending))
+            if self._stop is not None or self._signals.ends_at_once(now_s):
+                why = "the run was asked to stop before it had ended"
+            elif now_s > self._waits_since_s + END_WAIT_S:
+                why = f"it had not ended {END_WAIT_S:g} s after training"
+            else:
+                return True
+        drills.unproved(why)
+        return False
 
     def _end_if_stopping_takes_too_long(self, now_s: float) -> None:
         if self._stop is not None and now_s > self._stop_by_s:

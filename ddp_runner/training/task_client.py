@@ -104,6 +104,8 @@ class TaskClient:
             with swapped_in(parts.state.model, best):
                 report = replace(report, sample=helpers.sample(parts.state.model))
         agree_on_weights(group, parts, report.weights_sha256)
+        if reason is StopReason.COMPLETED:
+            parts.drills.conclude(group)
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
         self._runtime.report(finished_message(report, self._rank_info.rank))
         if not self._runtime.is_watched:

@@ -102,3 +102,12 @@ def test_a_drill_that_is_owed_is_due_soon_after_forming():
     owed = [n for n in range(100, 300) if number_of_drill(n, **plan, owed_from=130) is not None]
     assert owed == [102, 132, 150]
     assert number_of_drill(132, **{**plan, "drill_at": None}, owed_from=130) is None
+
+
+@pytest.mark.parametrize(
+    ("owed_from", "due"), [(996, [998]), (997, [999]), (998, [999]), (999, [])]
+)
+def test_an_owed_drill_is_due_with_the_last_step_at_the_latest(owed_from, due):
+    """But not with the first step of the generation."""
+    plan = {"begun_step": 100, "total_steps": 1000, "drill_at": (2, 50), "owed_from": owed_from}
+    assert [n for n in range(990, 1001) if number_of_drill(n, **plan) is not None] == due

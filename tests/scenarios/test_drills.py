@@ -138,7 +138,23 @@ def test_a_drill_is_ended_when_an_incident_opens(fault_free, tmp_path, rank):
     assert run.digest == fault_free(2).digest
     summary = run.summary()
     assert [fault["kind"] for fault in summary["faults"]] == ["rank_killed"]
-    assert (summary["exact"], summary["exact_proof"]["drilled"]) == (True, [])
+    assert summary["exact"], run.console
+    [step] = summary["exact_proof"]["drilled"]
+    assert step > 2, "the next generation has made up for it"
+
+
+def test_a_run_with_a_replacement_ends_once_a_drill_has_passed(fault_free, tmp_path):
+    """Killed so late that no step is left to be drilled: what was cut short is done after training."""
+    with Run(tmp_path, *SETTINGS, "drill_at=42", "task.pace_s=0.08", task=task("Lingers")) as run:
+        drill_of(run)
+        run.wait_for_step(46)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        assert run.wait() == 0, run.console
+    assert run.digest == fault_free(2).digest
+    summary = run.summary()
+    assert summary["exact"], run.console
+    assert len(summary["exact_proof"]["drilled"]) == 1
+    assert " is waited for, 30 s at most: a rank was replaced" in run.console
 
 
 def test_a_run_that_ends_during_a_drill_does_not_wait_for_it(tmp_path):

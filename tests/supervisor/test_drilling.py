@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.messages import Drilled, DrillPart
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import DRILL, SPARE
@@ -234,3 +235,114 @@ def test_a_drill_that_a_repair_cuts_short_is_made_up_for(simulate, is_running):
     run.run_until(lambda: proof(run) == {50})
     assert run.supervisor.keeper.drills.is_owed is False
     assert_done(run)
+
+
+def replaced(simulate, *, steps=100, **changes):
+    """A run in which rank 2 was replaced."""
+    run = simulate(steps=steps, **changes)
+    run.to_step(10)
+    run.kill(2)
+    run.run_until(lambda: run.events("repaired"))
+    return run
+
+
+def finishing(run):
+    """All ranks have finished, and a drill has been under way since before that."""
+    run.to_step(90)
+    give(run, 90)
+    run.run_until(lambda: run.rank(DRILL))
+    run.run_until(lambda: run.supervisor._finished_at_s is not None)
+    run.pass_time(2.0)
+    assert run.ending is None
+    return run
+
+
+def waits(run):
+    return [line for _, line in run.outputs.said if "is waited for" in line]
+
+
+def test_the_end_waits_for_a_drill_where_a_rank_was_replaced(simulate):
+    """It says so once, and ends as soon as the drill has passed."""
+    run = finishing(replaced(simulate))
+    answer(run, 90)
+    began_s = run.clock.now_s
+    assert_done(run)
+    assert run.clock.now_s - began_s < 1.0
+    assert (proof(run), reasons(run)) == ({90}, [])
+    assert len(waits(run)) == 1
+    assert "the drill of step 90 is waited for" in waits(run)[0]
+
+
+@pytest.mark.parametrize("step", [90, 92], ids=["running", "waiting"])
+def test_a_drill_that_was_cut_short_is_done_at_the_end(simulate, step):
+    """Where no step has made up for it: what it needs was kept, of two the newer one's."""
+    run = simulate(steps=100)
+    run.to_step(90)
+    give(run, 90)
+    run.run_until(lambda: run.rank(DRILL))
+    if step > 90:
+        give(run, step)
+        run.run_until(lambda: run.supervisor.keeper.drills._waiting)
+    run.kill(2)
+    run.run_until(lambda: run.events("repaired"))
+    run.run_until(lambda: run.supervisor._finished_at_s is not None)
+    run.run_until(lambda: run.rank(DRILL), within_s=10.0)
+    assert run.drills_asked == [(90, 1), (step, 1)]
+    answer(run, step)
+    assert_done(run)
+    assert (proof(run), reasons(run)) == ({step}, [])
+
+
+def test_the_end_waits_for_a_drill_only_so_long(simulate):
+    """Then the run is not exact: it was not proved."""
+    run = finishing(replaced(simulate))
+    began_s = run.clock.now_s
+    assert_done(run)
+    assert 25.0 < run.clock.now_s - began_s < 31.0
+    [reason] = reasons(run)
+    assert reason.startswith("not proved: a rank was replaced")
+    assert "that of step 90: it had not ended 30 s after training" in reason
+    assert [event["step"] for event in run.events("not_proved")] == [90]
+
+
+def test_who_asks_for_a_stop_does_not_wait_for_a_drill(simulate):
+    """The run is complete, and was not proved."""
+    run = finishing(replaced(simulate))
+    began_s = run.clock.now_s
+    run.supervisor.ask_stop(StopReason.INTERRUPTED)
+    assert_done(run)
+    assert run.clock.now_s - began_s < 1.0
+    assert "asked to stop" in reasons(run)[0]
+
+
+@pytest.mark.parametrize("differs", ["layer.weight", ""])
+def test_a_run_that_must_be_exact_fails_at_its_end(simulate, differs):
+    """Of a drill that differs, and of one that does not end."""
+    run = finishing(replaced(simulate, require_exact=True))
+    if differs:
+        answer(run, 90, differs=differs)
+    ending = run.run_to_end()
+    assert (ending.status, ending.exit_code) == (RunStatus.FAILED, ExitCode.FAILED)
+    assert "recovery.require_exact is set: " in ending.reason
+    assert ("not proved" in ending.reason) == (not differs)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_drill_that_came_to_nothing_is_no_proof(simulate, is_replaced):
+    """Control: where no rank was replaced there is nothing to prove."""
+    run = replaced(simulate) if is_replaced else simulate(steps=100)
+    run.to_step(50)
+    problem = DrillPart(rank=0, step=50, part="state", problem="memory is short")
+    run.send(run.rank(0), problem)
+    assert_done(run)
+    assert waits(run) == []
+    assert [("that of step 50: memory is short" in reason) for reason in reasons(run)] == (
+        [True] * is_replaced
+    )
+
+
+def test_a_replaced_rank_without_any_drill_changes_nothing(simulate):
+    """Drills may be off, or impossible."""
+    run = replaced(simulate)
+    assert_done(run)
+    assert reasons(run) == waits(run) == []

@@ -17,6 +17,7 @@ from ddp_runner.core.drill import (
     folder_name,
     may_begin,
     must_end,
+    unproved_reason,
 )
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Drilled, DrillPart
@@ -38,6 +39,12 @@ class DrillKeeper:
             None  # step and rank of the drill that has all it needs
         )
         self._running: tuple[int, int] | None = None
+        self._kept: tuple[int, int] | None = (
+            None  # that a repair has cut short: its files are there
+        )
+        self._problem: tuple[int, str] | None = (
+            None  # of the newest that came to nothing, if none has since
+        )
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._began_s = 0.0
         self._said_short = False
@@ -63,8 +70,19 @@ class DrillKeeper:
                 self._remove(self._waiting[0])
             self._waiting = message.step, parts[SHARE]
 
-    def look(self, now_s: float, *, fault_free: bool) -> None:
-        """Begin the drill that waits, or end the one that runs, as the facts have it."""
+    @property
+    def pending(self) -> int | None:
+        """The step of the drill that is running, or has all that it needs; None where there is none."""
+        drill = self._running or self._waiting or self._kept
+        return None if drill is None else drill[0]
+
+    def look(self, now_s: float, *, fault_free: bool, at_end: bool = False) -> None:
+        """Begin the drill that waits, or end the one that runs, as the facts have it.
+
+        ``at_end``: no step follows that could make up for one that was cut short, so that one begins again.
+        """
+        if fault_free and at_end and self._running is None and self._waiting is None:
+            self._waiting, self._kept = self._kept, None
         drill = self._node.drill
         if drill is None:  # where its zygote never had it
             self._cut_short("its process could not be forked")
@@ -87,7 +105,7 @@ class DrillKeeper:
             if fault_free and self._running is not None:
                 self._report_skipped(why)
             self.is_owed = self.is_owed or self._running is not None
-            self._cut_short(why)
+            self._cut_short(why, keeps=True)
         if not fault_free:
             self.drop()
         elif may_begin(facts) and self._waiting is not None:
@@ -104,9 +122,10 @@ class DrillKeeper:
         if message.problem:
             self._report_skipped(message.problem)
             return
-        self._running = None
+        self._running = self._problem = None
         self.is_owed = False
         self._remove(step)
+        self._keep(None)
         finding, is_first = "", False
         if message.differs:
             on_cpu = self._plan.devices[rank].device == "cpu"
@@ -136,18 +155,38 @@ class DrillKeeper:
 
     def drop(self) -> None:
         """Give up those that are to come: the ranks do their steps again, or end."""
-        waiting = {} if self._waiting is None else {self._waiting[0]: self._waiting[1]}
         given_up = {step: max(parts.values(), default=0) for step, parts in self._parts.items()}
         self._parts.clear()
-        self._waiting = None
-        for step, rank in (given_up | waiting).items():
+        if self._waiting is not None:
+            given_up[self._waiting[0]] = self._waiting[1]
+            self._keep(self._waiting)
+            self._waiting = None
+        for step, rank in given_up.items():
             # INVARIANT drilled-in-the-end: what a fault-free run would have found, a repaired one looks for too.
             # Broken if: a drill is given up, or cut short, and no generation is asked to make up for it.
             # Guarded by: test_a_drill_that_a_repair_cuts_short_is_made_up_for.
             self.is_owed = True
-            self._remove(step)
-            why = "something is being repaired, or the run ends"
-            self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why))
+            if self._kept is None or step != self._kept[0]:
+                self._remove(step)
+            self._came_to_nothing(rank, step, "something is being repaired, or the run ends")
+
+    def forget(self) -> None:
+        """Another stage begins, whose task a process would build for a drill of this one."""
+        if self._running is not None and self._node.drill is not None:
+            self._node.kill(self._node.drill)
+            self._is_given_up = True
+            self._cut_short("another stage begins")
+        self.drop()
+        self._keep(None)
+
+    def unproved(self, why: str = "") -> None:
+        """The run is complete, and one was to pass. ``why``: it is not waited for any longer."""
+        if why and self.pending is not None:
+            self._problem = self.pending, why
+        if self._problem is not None:
+            step, text = self._problem
+            reason = unproved_reason(step=step, why=text)
+            self._recorder.record(events.NotProved(step=step, text=text, inexact_reason=reason))
 
     def clear(self) -> None:
         """Nothing is written any more, or not yet: remove what is left."""
@@ -167,16 +206,29 @@ class DrillKeeper:
         is_short = "memory is short" in why
         is_said = not (is_short and self._said_short)
         self._said_short |= is_short
-        self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why, is_said=is_said))
+        self._came_to_nothing(rank, step, why, is_said=is_said)
 
-    def _cut_short(self, why: str) -> None:
-        """Not worth a line."""
+    def _cut_short(self, why: str, *, keeps: bool = False) -> None:
+        """Not worth a line. ``keeps``: the files of it, for the run's end."""
         if self._running is None:
             return
         step, rank = self._running
+        if keeps:
+            self._keep(self._running)
+        else:
+            self._remove(step)
         self._running = None
-        self._remove(step)
-        self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why))
+        self._came_to_nothing(rank, step, why)
+
+    def _came_to_nothing(self, rank: int, step: int, why: str, *, is_said: bool = False) -> None:
+        self._problem = step, why
+        self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why, is_said=is_said))
+
+    def _keep(self, drill: tuple[int, int] | None) -> None:
+        """Instead of the one that was kept, if any."""
+        if self._kept is not None and (drill is None or drill[0] != self._kept[0]):
+            self._remove(self._kept[0])
+        self._kept = drill
 
     def _remove(self, step: int) -> None:
         folder = self._folder / folder_name(step)

@@ -79,6 +79,8 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
             yield f"drill: {finding}", "WARNING" if reason else "INFO"
         case events.DrillSkipped(is_said=True):
             yield skipped_line(rank=event.rank, step=event.step, problem=event.text), "INFO"
+        case events.NotProved(inexact_reason=reason):
+            yield reason, "WARNING"
         case events.ZygoteReady(warning=warning) if warning:
             yield warning, "WARNING"
         case events.ZygoteReplaced():

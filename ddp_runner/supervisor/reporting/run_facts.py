@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_runner.core import events
+from ddp_runner.core.drill import DRILLED
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.observe.findings import RunFindings
@@ -63,6 +64,7 @@ class RunFacts(RunFindings):
     steps_per_epoch: int = 0  # 0: no rank has reported it yet; it outlives the rank that did
     ever_formed: bool = False
     saved_any: bool = False  # by this launch
+    has_replaced: bool = False  # a rank, once training had begun
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     kept: RunSummary | None = None  # of the run, which was complete before this launch
     short_of_memory: set[int] = field(default_factory=set)  # ranks that ever ran out of it
@@ -74,10 +76,17 @@ class RunFacts(RunFindings):
         match event:
             case events.CheckpointSaved():
                 self.saved_any = True
+            case events.Plan(replaced=ranks) if ranks and self.ever_formed:
+                self.has_replaced = True
             case events.Fault(kind=FaultKind.OUT_OF_MEMORY.value, is_repaired=False, rank=rank):
                 self.short_of_memory.add(rank)
             case _:
                 pass
+
+    @property
+    def lacks_proof(self) -> bool:
+        """Whether a rank was replaced, and no drill has shown that a replacement computes the same."""
+        return self.has_replaced and not self.proved.get(DRILLED)
 
     def take_up(self, run_id: str, log_dir: str) -> None:
         """Go on with a run; why it is not exact any more stands in its newest status.json."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ddp_runner.training.workload import TaskWorkload
 
 REASON = "drill"
+LAST_WAIT_S = 10.0  # for a state that is being written while the run ends
 STATES_NEEDED = 3  # in memory: the copy, what is read from the file, and what it becomes
 MARGIN_BYTES = 256 << 20  # for everything else in a process
 DEVICE_MARGIN_BYTES = 1 << 30  # a context on a GPU, with torch's kernels
@@ -140,6 +141,13 @@ class Drills:
             }
             self._report_part(step, SHARE, self._write_share(step, record))
 
+    def conclude(self, group: Group) -> None:
+        """The last step is made: what is being written still counts where a generation was broken before."""
+        if self._saver is None or group.membership.generation == 1:
+            return
+        self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
+        self._collect(self._saver, timeout_s=LAST_WAIT_S)
+
     def _begin_writing(self, step: int) -> None:
         if self._saver is not None:
             return  # the one of an earlier drill is still being written: this one is left out
@@ -180,9 +188,9 @@ class Drills:
             return f"{path} could not be written ({error.strerror or error})"
         return ""
 
-    def _collect(self, saver: BackgroundSaver) -> None:
+    def _collect(self, saver: BackgroundSaver, timeout_s: float = 0.0) -> None:
         """Report the state once it is written, or cannot be."""
-        ended = saver.take_ended()
+        ended = saver.take_ended(timeout_s)
         if ended is None:
             return
         self._saver, problem = None, ""
