@@ -148,6 +148,29 @@ def test_a_replacement_has_what_the_others_have():
     assert _digests(other) == _digests(side)
 
 
+def test_what_is_written_with_what_it_held_is_never_lost():
+    """In place or by a new tensor, as a table that forward computes again; one that nobody writes is not followed."""
+    model = nn.Module()
+    for name in ("table", "in_place", "made_again"):
+        model.register_buffer(name, torch.arange(4.0), persistent=False)
+
+    def forward():
+        model.in_place.mul_(1)
+        model.made_again = torch.arange(4.0)
+
+    side = SideState(model)
+    held = side.hold()
+    forward()
+    assert side.follow_changed_since(held) == []
+    for step in range(1, LOOKS_AT_FIRST + 3):
+        forward()
+        side.drop()
+        assert side.take_lost() == []
+        forward()
+        side.keep(step)
+    assert set(side.followed_names()) == {"model.in_place", "model.made_again"}
+
+
 def test_what_changes_late_is_followed_or_reported():
     """A number is put back all the same; of a tensor nobody has kept what it held."""
     task = type("Late", (), {})()
