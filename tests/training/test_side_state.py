@@ -248,3 +248,38 @@ def test_looking_at_what_does_not_change_takes_a_small_share(steps):
     for step in range(steps):
         side.keep(step)
     assert LOOKS_AT_FIRST <= looks <= LOOKS_AT_FIRST + 5
+
+
+class Lazy:
+    """Answers for any name, with an error."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def _ring():
+    found = [1]
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize("make", [Lazy, _ring, lambda: {"a": _ring()}, lambda: {Meter()}])
+def test_odd_objects_are_looked_into_without_an_error(make):
+    """One whose lookup of attributes raises, and lists that hold themselves."""
+    task = type("Odd", (), {})()
+    task.thing = make()
+    side, *_ = _made(task)
+    assert side.follow_changed_since(side.hold()) == []
+    side.keep(1), side.drop()
+    assert (side.take_lost(), side.doubtful) == ([], [])
+
+
+def test_a_set_of_objects_that_may_change_is_named():
+    """No order of them is the same in two processes."""
+    task = type("Odd", (), {})()
+    task.meters, task.names = {Meter(), Meter()}, {"a", "b"}
+    side, *_ = _made(task)
+    assert side.opaque == ["task.meters (set)"]
