@@ -148,6 +148,29 @@ def test_a_replacement_has_what_the_others_have():
     assert _digests(other) == _digests(side)
 
 
+def test_what_is_written_with_what_it_held_is_never_lost():
+    """In place or by a new tensor, as a table that forward computes again; one that nobody writes is not followed."""
+    model = nn.Module()
+    for name in ("table", "in_place", "made_again"):
+        model.register_buffer(name, torch.arange(4.0), persistent=False)
+
+    def forward():
+        model.in_place.mul_(1)
+        model.made_again = torch.arange(4.0)
+
+    side = SideState(model)
+    held = side.hold()
+    forward()
+    assert side.follow_changed_since(held) == []
+    for step in range(1, LOOKS_AT_FIRST + 3):
+        forward()
+        side.drop()
+        assert side.take_lost() == []
+        forward()
+        side.keep(step)
+    assert set(side.followed_names()) == {"model.in_place", "model.made_again"}
+
+
 def test_what_changes_late_is_followed_or_reported():
     """A number is put back all the same; of a tensor nobody has kept what it held."""
     task = type("Late", (), {})()
@@ -225,3 +248,38 @@ def test_looking_at_what_does_not_change_takes_a_small_share(steps):
     for step in range(steps):
         side.keep(step)
     assert LOOKS_AT_FIRST <= looks <= LOOKS_AT_FIRST + 5
+
+
+class Lazy:
+    """Answers for any name, with an error."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def _ring():
+    found = [1]
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize("make", [Lazy, _ring, lambda: {"a": _ring()}, lambda: {Meter()}])
+def test_odd_objects_are_looked_into_without_an_error(make):
+    """One whose lookup of attributes raises, and lists that hold themselves."""
+    task = type("Odd", (), {})()
+    task.thing = make()
+    side, *_ = _made(task)
+    assert side.follow_changed_since(side.hold()) == []
+    side.keep(1), side.drop()
+    assert (side.take_lost(), side.doubtful) == ([], [])
+
+
+def test_a_set_of_objects_that_may_change_is_named():
+    """No order of them is the same in two processes."""
+    task = type("Odd", (), {})()
+    task.meters, task.names = {Meter(), Meter()}, {"a", "b"}
+    side, *_ = _made(task)
+    assert side.opaque == ["task.meters (set)"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import enum
 import functools
 import io
 import sys
@@ -46,6 +47,7 @@ _HOLDERS = (
 )
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PLAIN = (*_CONTAINERS, str, bytes, bytearray, int, float, complex)
+_NAMES = (str, int, float, bytes, tuple, type(None))  # what is written alike in all processes
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -55,10 +57,11 @@ def attributes_of(at: Any) -> dict[str, Any]:
         return {key: value for key, value in vars(at).items() if _is_class_state(key, value)}
     if isinstance(at, types.FunctionType):
         return _closed_over(at)
-    found = dict(getattr(at, "__dict__", {}))
-    for name in _slots_of(type(at)):
-        if hasattr(at, name):  # else it was never set
-            found[name] = getattr(at, name)
+    found = {}
+    for name in ("__dict__", *_slots_of(type(at))):
+        with contextlib.suppress(AttributeError):  # it has none, or it was never set
+            found[name] = object.__getattribute__(at, name)  # not by the user's __getattr__
+    found.update(found.pop("__dict__", {}))
     if isinstance(at, nn.Module):
         for name in _OF_MODULES & found.keys():
             del found[name]
@@ -100,6 +103,10 @@ def is_opaque(value: Any) -> bool:
     """Whether it changes when it is used and cannot be looked into: an iterator, a file that is read."""
     if isinstance(value, io.IOBase):
         return not value.closed and value.readable()
+    if isinstance(
+        value, (set, frozenset)
+    ):  # of objects: two processes have no common order of them
+        return 1 < len(value) <= ENTRIES_MAX and any(map(_may_change, value))
     return hasattr(type(value), "__next__") and not isinstance(value, nn.Module)
 
 
@@ -130,14 +137,23 @@ def _entries(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     if depth >= CONTAINERS_DEEP or len(value) > ENTRIES_MAX:
         return
     if isinstance(value, dict):
-        pairs: Any = value.items()
+        pairs: Any = (
+            (key if isinstance(key, _NAMES) else n, one)
+            for n, (key, one) in enumerate(value.items())
+        )
     elif isinstance(value, (set, frozenset)):
-        pairs = enumerate(sorted(value, key=repr))
+        pairs = enumerate(value if len(value) == 1 else ())  # see is_opaque
     else:
         pairs = enumerate(value)
     for place, one in pairs:
         if not isinstance(one, (str, int, float, bytes)):
             yield from _objects(one, f"{path}[{place!r}]", depth + 1)
+
+
+def _may_change(value: Any) -> bool:
+    settings = getattr(type(value), "__dataclass_params__", None)
+    is_fixed = isinstance(value, enum.Enum) or (settings is not None and settings.frozen)
+    return _is_walked(value) and not is_fixed
 
 
 def _is_walked(value: Any) -> bool:
@@ -146,15 +162,19 @@ def _is_walked(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return bool(value.__closure__) and _root(value.__module__) not in _NOT_WALKED
     if isinstance(value, _PLAIN):  # its content is kept; perhaps it has attributes beside
-        return hasattr(value, "__dict__") and (bool(vars(value)) or _is_users(type(value)))
+        return _has_dict(value) and (bool(vars(value)) or _is_users(type(value)))
     return not isinstance(value, (type, Dataset)) and _has_followed_attributes(value)
+
+
+def _has_dict(value: Any) -> bool:
+    return type(value).__dictoffset__ != 0
 
 
 def _has_followed_attributes(value: Any) -> bool:
     kind = type(value)
-    if not (hasattr(value, "__dict__") or any(_slots_of(kind))):
+    if not (_has_dict(value) or any(_slots_of(kind))):
         return False
-    if callable(getattr(value, "load_state_dict", None)):
+    if callable(getattr(kind, "load_state_dict", None)):
         return False  # it gives its state itself
     is_data = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
     if is_data and not _is_users(kind):

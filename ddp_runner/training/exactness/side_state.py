@@ -161,12 +161,18 @@ class SideState:
         changed = []
         for name in [*held, *(name for name in now if name not in held)]:
             owner, key = self._place(name)
-            if owner is None or (name in held and held[name].is_in(owner.read(key))):
+            if owner is None:
                 continue
-            changed.append(name)
-            seen = self._picture.get(name)  # made when all was held
-            if seen is not None and seen.is_in(owner.read(key)):
-                self._blind.add(name)  # its content has changed, torch's count has not
+            value, seen = owner.read(key), self._picture.get(name)  # made when all was held
+            is_as_held = name in held and held[name].is_in(value)
+            is_as_seen = seen is not None and seen.is_in(value)
+            if is_as_held and (seen is None or is_as_seen):
+                continue
+            # One that is written with what it held is followed too: a picture does not know what that was.
+            if not is_as_held:
+                changed.append(name)
+                if is_as_seen:
+                    self._blind.add(name)  # its content has changed, torch's count has not
             self._give_back(name, held.get(name))
             self._follow(name, held.get(name))
         self._owners = self._walk()

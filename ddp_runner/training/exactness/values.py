@@ -340,15 +340,19 @@ class _Keeping:
         self._with_contents = with_contents
         self._on_host = on_host
         self._skipped = skipped
+        self._open: set[int] = set()  # the containers that are being looked into
 
     def keep(self, value: Any, before: Kept | None) -> Kept:
         if type(value) in _LEAVES or isinstance(value, np.generic):
             return _Leaf(value)
-        if self._skipped(value):
+        if self._skipped(value) or id(value) in self._open:  # which holds itself
             return Kept(value)
         for kind, keep in self._WAYS:
             if isinstance(value, kind):
-                return keep(self, value, before)
+                self._open.add(id(value))
+                kept = keep(self, value, before)
+                self._open.discard(id(value))
+                return kept
         if name := _generator_kind(value):
             return _GeneratorState(name, _GENERATORS[name][0](value))
         if is_stateful(value):
@@ -427,7 +431,9 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
 
 def is_stateful(value: Any) -> bool:
     """Whether it gives and takes a state by itself; a module is looked into instead."""
-    has_both = all(callable(getattr(value, f"{verb}state_dict", None)) for verb in ("", "load_"))
+    has_both = all(
+        callable(getattr(type(value), f"{verb}state_dict", None)) for verb in ("", "load_")
+    )
     return has_both and not isinstance(value, (torch.nn.Module, type))
 
 
