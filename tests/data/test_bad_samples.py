@@ -15,6 +15,7 @@ from tests.data.failing import (
     Kills,
     KillsMany,
     KillsOrHangs,
+    OnceStuck,
     Plain,
     Raises,
     RaisesMany,
@@ -29,6 +30,16 @@ from tests.data.failing import (
     take_on,
     take_until,
 )
+
+
+def test_a_hung_worker_says_where_it_is_before_it_is_killed(hangs_are_shown):
+    """Its stack is in the log, down to the line of the dataset."""
+    lines, reported = [], []
+    with make(OnceStuck(), log=lines.append, on_repaired=reported.append) as loader:
+        take_until(reported, loader, 0)
+    (line,) = [line for line in lines if line.startswith("the stack of loader worker")]
+    assert "in hang" in line
+    assert "in __getitem__" in line
 
 
 @pytest.mark.parametrize("dataset", [Raises(), RaisesMany()], ids=["one", "many"])

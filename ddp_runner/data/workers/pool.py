@@ -49,7 +49,7 @@ from ddp_runner.data.workers.transport import (
     TransportError,
     connect,
 )
-from ddp_runner.data.workers.worker import WorkerStart, run_signals_held
+from ddp_runner.data.workers.worker import STACKS_SIGNAL, WorkerStart, run_signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from ddp_runner.data.workers.timeouts import Patience
 
 _REAP_S = 5.0
+_STACK_S = 0.5
+_STACK_LOOK_S = 0.02
 _LONG_MESSAGE = -1
 
 
@@ -201,6 +203,7 @@ class WorkerPool:
     ) -> None:
         self._pending: deque[BatchKey] = deque()
         self._wait: Patience = Endless()
+        self._stacks = os.memfd_create("loader_stacks")
         outboxes, self._inboxes = connect(settings.workers)
         self._stamps = LoadStamps(settings.workers)
         packed = PackedSource(
@@ -214,6 +217,7 @@ class WorkerPool:
             self._iterator = self._start(packed, keys, settings)
         except BaseException:
             self._inboxes.close()
+            os.close(self._stacks)
             raise
         finally:
             for outbox in outboxes:
@@ -246,6 +250,7 @@ class WorkerPool:
                     worker_init_fn=WorkerStart(
                         rank=settings.rank,
                         rank_pid=os.getpid(),
+                        stacks=self._stacks,
                         reserved_cores=settings.reserved_cores,
                     ),
                     multiprocessing_context="fork",
@@ -318,6 +323,21 @@ class WorkerPool:
                 return _listed(self._pending[number - self._iterator._rcvd_idx].indices)
         return "nothing"
 
+    def stack(self, worker: int) -> str:
+        """Where ``worker`` is, by its own account; empty where it gives none soon, as one that is stopped."""
+        give_up_s = time.monotonic() + _STACK_S
+        os.ftruncate(self._stacks, 0)
+        os.lseek(self._stacks, 0, os.SEEK_SET)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[worker], STACKS_SIGNAL)
+        size = 0
+        while time.monotonic() < give_up_s:
+            time.sleep(_STACK_LOOK_S)
+            before, size = size, os.fstat(self._stacks).st_size
+            if 0 < size == before:
+                break
+        return os.pread(self._stacks, size, 0).decode(errors="replace")
+
     def process(self, worker: int) -> BaseProcess:
         """The process of ``worker``."""
         return self._workers[worker]
@@ -339,6 +359,7 @@ class WorkerPool:
             mailbox.cancel_join_thread()
             mailbox.close()
         self._inboxes.close()
+        os.close(self._stacks)
         # Breaks the cycle between the two, so that the queues' pipes close now, not at some
         # later collection.
         del iterator._get_data

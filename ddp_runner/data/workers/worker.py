@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # The rank acts on these at its next step boundary, and still needs batches to get there.
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STACKS_SIGNAL = signal.SIGRTMIN  # as the ranks have it
 
 
 @contextmanager
@@ -31,10 +33,11 @@ def run_signals_held() -> Iterator[None]:
 class WorkerStart:
     """The ``worker_init_fn`` of a rank's loader workers, which are forked from that rank."""
 
-    def __init__(self, *, rank: int, rank_pid: int, reserved_cores: int = 0) -> None:
+    def __init__(self, *, rank: int, rank_pid: int, stacks: int, reserved_cores: int = 0) -> None:
         self._rank = rank
         self._reserved_cores = reserved_cores
         self._rank_pid = rank_pid
+        self._stacks = stacks  # the file that its stack goes to, where it is asked for
 
     def __call__(self, worker: int) -> None:
         """Set up worker number ``worker``; runs in the worker, once."""
@@ -42,6 +45,7 @@ class WorkerStart:
         # Broken if: the workers are forked by anything but the rank's own process.
         # Guarded by: test_no_worker_outlives_a_killed_rank.
         parent_death.die_with_parent(self._rank_pid)
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         parent_death.set_process_name(f"loader {self._rank}.{worker}")
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
