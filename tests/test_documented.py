@@ -85,6 +85,7 @@ def run_block(block, folder, *, short=SHORT):
             **short,
             "PYTHONPATH": str(ROOT),
             "DDP_RUNNER_PYTHON": sys.executable,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # for torchrun
             "TMPDIR": str(folder),
         },
         stdin=subprocess.DEVNULL,

@@ -322,9 +322,10 @@ def _install(repository: Repository) -> None:
             "pip could not install the requirements (its reason stands above); with no network, "
             "set DDP_RUNNER_PYTHON to a Python that satisfies requirements.txt"
         )
-    # `python train.py` finds the package too, behind whatever the environment has.
+    # `python train.py` finds the package too, behind whatever the environment has, and nothing beside the package.
+    folder = repository.root / "ddp_runner" / "on_path"
     for packages in repository.venv.glob("lib/python*/site-packages"):
-        (packages / "ddp_runner.pth").write_text(f"{repository.root}\n", encoding="utf-8")
+        (packages / "ddp_runner.pth").write_text(f"{folder}\n", encoding="utf-8")
 
 
 def _say(text: str) -> None:

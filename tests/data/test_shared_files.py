@@ -47,7 +47,7 @@ class ByPread(FromFile):
 
 class Mapped(FromFile):
     def __init__(self, path):
-        super().__init__(path)
+        super().__init__(path, buffering=0)
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _open_files(self):
@@ -91,6 +91,22 @@ def test_a_file_position_that_workers_share_is_refused_at_once(tmp_path, how):
     dataset = FromFile(tmp_path / "samples.bin", **how)
     with dataset, make(dataset, num_workers=2) as loader, refused:
         loader.take(0)
+
+
+class ReadByItsRank(Mapped):
+    """Its rank reads on in the file while workers load through the map."""
+
+    def read_on(self):
+        self._file.read(8)
+
+
+def test_a_file_that_the_rank_reads_meanwhile_is_not_refused(tmp_path):
+    """A task may read its prompts from a file that lies open."""
+    with ReadByItsRank(tmp_path / "samples.bin") as dataset, make(dataset, num_workers=2) as loader:
+        for step in range(8):
+            dataset.read_on()
+            for batch in loader.take(step):
+                assert batch.batch.tolist() == list(batch.indices)
 
 
 @pytest.mark.parametrize("kind", [ByPread, Mapped, OpenedAnew, Logs])

@@ -629,6 +629,9 @@ class _WatchedSlot:
         self._state = state
         self.seen = []
 
+    def get(self, cell):
+        return self._slot.get(cell)
+
     def set(self, cell, value):
         first = next(self._state.model.parameters())
         self.seen.append((cell, value, float(first.detach().sum())))
@@ -649,6 +652,7 @@ def _commit_under_watch(me):
         replica = build_replica(state, group, slot=slot)
         stepper = build_stepper(state, replica, rank=0, world_size=1, slot=slot)
         before = float(next(state.model.parameters()).detach().sum())
+        slot.seen.clear()  # of the wrapping
         stepper.run(micro_batches(0, 0), votes=NO_VOTES)
     return before, slot.seen
 

@@ -1,65 +1,68 @@
-"""Finds files that loader workers inherited open and read through one common position. Never reads them."""
+"""Finds that loader workers read a file through a position that they share. Runs in a worker."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-LOADS_WATCHED = 3  # of a worker's first ones: who reads a file does so from the first sample on
-_STANDARD_STREAMS = frozenset({"0", "1", "2"})
+LOADS_WATCHED = 3  # of each worker: a dataset that reads by a position does so at once
+_STANDARD_STREAMS = range(3)
 
 
-class _Position(NamedTuple):
+class _OpenFile(NamedTuple):
     path: str
+    watched: int  # a descriptor of the same open file description, which has the position
     offset: int
 
 
 class InheritedFiles:
-    """What a worker has inherited open for reading from ``rank_pid``, and where each file stood.
+    """The regular files that a worker has inherited open for reading only, and whether it moves their positions.
 
-    The rank's table shows the same position where a file is shared. A file that the worker opened
-    again, or reads without a position (``pread``, memory maps), does not move there.
+    A forked worker shares the position with its rank and all other workers. Each such file is opened
+    again under its number, at the same position: from then on nobody else moves it, and what another
+    process reads is never taken for this worker's. A file that the dataset opens again, or reads
+    without a position (``pread``, memory maps), does not move. What may be written is left alone.
     """
 
-    def __init__(self, *, rank_pid: int) -> None:
-        self._rank = Path("/proc", str(rank_pid))
-        self._looks = 0
-        self._before = self._positions()
+    def __init__(self) -> None:
+        self._loads = 0
+        self._files = [file for number in _readable() if (file := _opened_again(number))]
 
     def moved(self) -> str:
-        """The path of a shared file whose position has moved since; empty: there is none."""
-        if self._looks == LOADS_WATCHED:
-            return ""
-        self._looks += 1
-        for number, before in self._before.items():
-            here, there = (_position(where, number) for where in (Path("/proc/self"), self._rank))
-            if here is None or there is None or {here.path, there.path} != {before.path}:
-                continue
-            if before.offset not in (here.offset, there.offset):
-                return before.path.removesuffix(" (deleted)")
+        """The path of a file whose position this worker's loads have moved; empty: there is none."""
+        if self._loads < LOADS_WATCHED:
+            self._loads += 1
+            for file in self._files:
+                if os.lseek(file.watched, 0, os.SEEK_CUR) != file.offset:
+                    return file.path.removesuffix(" (deleted)")
+            if self._loads == LOADS_WATCHED:
+                for file in self._files:
+                    os.close(file.watched)
         return ""
 
-    def _positions(self) -> dict[str, _Position]:
-        found: dict[str, _Position] = {}
-        for number in [entry.name for entry in Path("/proc/self/fd").iterdir()]:
-            position = _position(Path("/proc/self"), number)
-            if position is not None and number not in _STANDARD_STREAMS:
-                found[number] = position
-        return found
+
+def _readable() -> list[int]:
+    """The descriptors of regular files that may be read and not written."""
+    found: list[int] = []
+    for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError):  # closed since it was listed
+            is_file = stat.S_ISREG(os.fstat(number).st_mode)
+            mode = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
+            if is_file and mode == os.O_RDONLY and number not in _STANDARD_STREAMS:
+                found.append(number)
+    return found
 
 
-def _position(process: Path, number: str) -> _Position | None:
-    """Of a regular file that is open for reading; None for any other, and where nobody may look."""
-    with suppress(OSError):  # closed since it was listed, or another process's that may not be read
-        if not stat.S_ISREG((process / "fd" / number).stat().st_mode):
-            return None
-        lines = (process / "fdinfo" / number).read_text(encoding="ascii").splitlines()
-        info = dict(line.split(":", 1) for line in lines if line.startswith(("pos:", "flags:")))
-        flags = int(info["flags"], 8)
-        if flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_APPEND:
-            path = str((process / "fd" / number).readlink())
-            return _Position(path, int(info["pos"]))
+def _opened_again(number: int) -> _OpenFile | None:
+    with suppress(OSError):  # it may not be opened by whom this process runs as now
+        path = Path("/proc/self/fd", str(number))
+        name, offset = str(path.readlink()), os.lseek(number, 0, os.SEEK_CUR)
+        watched = os.open(path, os.O_RDONLY)
+        os.lseek(watched, offset, os.SEEK_SET)
+        os.dup2(watched, number, inheritable=os.get_inheritable(number))
+        return _OpenFile(name, watched, offset)
     return None

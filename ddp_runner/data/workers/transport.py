@@ -146,7 +146,6 @@ class PackedSource:
     ) -> None:
         self._source = source
         self._by_value = by_value
-        self._rank_pid = os.getpid()
         self._watches_files = watches_files
         self._files: InheritedFiles | None = None  # of the worker whose copy this is
         self._outboxes = outboxes
@@ -161,7 +160,7 @@ class PackedSource:
         BATCH.may_open = not self._by_value
         self._stamps.begin(info.id, number)
         if self._watches_files and self._files is None:
-            self._files = InheritedFiles(rank_pid=self._rank_pid)
+            self._files = InheritedFiles()
         batch = self._source.load(key, on_sample=partial(self._stamps.sample, info.id))
         if self._files is not None and (path := self._files.moved()):
             batch = _refused(key, f"{_SHARED_FILE.format(path=path)}; {_OPEN_LATER}")
