@@ -48,7 +48,9 @@ def test_a_copy_that_does_not_fit_is_passed_over_for_a_file(tmp_path):
         assert run.wait() == 0, run.console
     assert "does not fit this run: steps cannot be loaded: the newest checkpoint" in run.console
     (copy,) = run.events("copy_taken")
-    assert copy["step"] in (14, 16), "the second time; on busy cores the newest may not be whole yet"
+    assert copy["step"] in (14, 16), (
+        "the second time; on busy cores the newest may not be whole yet"
+    )
     assert run.summary()["exact"] is True
     assert final(tmp_path / "run") == final(tmp_path / "calm")
 
