@@ -477,7 +477,6 @@ class SafeDataLoader:
             pin_memory=self._pin_memory,
             by_value=self._repair.by_value,
             reserved_cores=self._reserved_cores,
-            watches_files=True,
         )
 
     def _end_pool(self, *, grace_s: float) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import closing
 
 import pytest
 import torch
 
 from ddp_runner.core.faults import BadInputError
+from tests.data import sharded
 from tests.data.failing import Plain, make
 
 SAMPLES = 200
@@ -20,7 +22,7 @@ class FromFile(Plain):
     def __init__(self, path, **how):
         self._path = path
         path.write_bytes(b"".join(number.to_bytes(4, "little") for number in range(SAMPLES)))
-        self._file = path.open("rb", **how)
+        self._file = path.open(**{"mode": "rb", **how})
 
     def __enter__(self):
         return self
@@ -84,13 +86,38 @@ class Logs(Mapped):
         return super()._read(index)
 
 
-@pytest.mark.parametrize("how", [{"buffering": 0}, {}], ids=["unbuffered", "buffered"])
+@pytest.mark.parametrize(
+    "how", [{"buffering": 0}, {}, {"mode": "r+b"}], ids=["unbuffered", "buffered", "read_write"]
+)
 def test_a_file_position_that_workers_share_is_refused_at_once(tmp_path, how):
     """The first batch names the file: nothing has been trained on it."""
     refused = pytest.raises(BadInputError, match=r"samples\.bin.*open the file in __getitem__")
     dataset = FromFile(tmp_path / "samples.bin", **how)
     with dataset, make(dataset, num_workers=2) as loader, refused:
         loader.take(0)
+
+
+class StreamOfLines:
+    """Each shard is lines of one file, which was opened with the dataset."""
+
+    shards = 4
+
+    def __init__(self, path):
+        path.write_text("".join(f"{number:07}\n" for number in range(200)))
+        self._file = path.open("rb")
+
+    def read(self, shard, position):
+        for number in range(position or 0, 50):
+            self._file.seek(8 * (50 * shard + number))
+            yield int(self._file.readline()), number + 1
+
+
+def test_a_position_that_workers_of_a_stream_share_is_refused(tmp_path):
+    """Streams have workers of the same kind."""
+    dataset = StreamOfLines(tmp_path / "lines.txt")
+    loader = sharded.make(dataset, num_workers=2)
+    with dataset._file, closing(loader), pytest.raises(BadInputError, match=r"lines\.txt"):
+        sharded.taken(loader, 0)
 
 
 class ReadByItsRank(Mapped):

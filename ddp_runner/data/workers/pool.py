@@ -69,7 +69,6 @@ class PoolSettings:
     """How to run the workers. ``prefetch_factor`` is in micro-batches per worker.
 
     ``by_value``: batches are copied through a pipe, which needs no open file for each tensor.
-    ``watches_files``: a worker refuses files whose position it shares with other workers.
     """
 
     rank: int
@@ -78,7 +77,6 @@ class PoolSettings:
     pin_memory: bool
     by_value: bool = False
     reserved_cores: int = 0
-    watches_files: bool = False
 
 
 class _Receiver:
@@ -211,7 +209,7 @@ class WorkerPool:
             outboxes=outboxes,
             stamps=self._stamps,
             by_value=settings.by_value,
-            watches_files=settings.watches_files and settings.workers > 1,
+            watches_files=settings.workers > 1,
         )
         try:
             self._iterator = self._start(packed, keys, settings)

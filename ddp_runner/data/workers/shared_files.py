@@ -20,17 +20,18 @@ class _OpenFile(NamedTuple):
 
 
 class InheritedFiles:
-    """The regular files that a worker has inherited open for reading only, and whether it moves their positions.
+    """The regular files that a worker has inherited open for reading, and whether it moves their positions.
 
     A forked worker shares the position with its rank and all other workers. Each such file is opened
     again under its number, at the same position: from then on nobody else moves it, and what another
     process reads is never taken for this worker's. A file that the dataset opens again, or reads
-    without a position (``pread``, memory maps), does not move. What may be written is left alone.
+    without a position (``pread``, memory maps), does not move. Logs, which are appended to, are left alone.
     """
 
     def __init__(self) -> None:
         self._loads = 0
-        self._files = [file for number in _readable() if (file := _opened_again(number))]
+        each = [_opened_again(number, mode) for number, mode in _readable().items()]
+        self._files = [file for file in each if file is not None]
 
     def moved(self) -> str:
         """The path of a file whose position this worker's loads have moved; empty: there is none."""
@@ -45,23 +46,23 @@ class InheritedFiles:
         return ""
 
 
-def _readable() -> list[int]:
-    """The descriptors of regular files that may be read and not written."""
-    found: list[int] = []
+def _readable() -> dict[int, int]:
+    """The descriptors of regular files that are open for reading, and not to append; with their access modes."""
+    found: dict[int, int] = {}
     for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):  # closed since it was listed
-            is_file = stat.S_ISREG(os.fstat(number).st_mode)
-            mode = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
-            if is_file and mode == os.O_RDONLY and number not in _STANDARD_STREAMS:
-                found.append(number)
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+            is_file = stat.S_ISREG(os.fstat(number).st_mode) and number not in _STANDARD_STREAMS
+            if is_file and flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_APPEND:
+                found[number] = flags & os.O_ACCMODE
     return found
 
 
-def _opened_again(number: int) -> _OpenFile | None:
+def _opened_again(number: int, mode: int) -> _OpenFile | None:
     with suppress(OSError):  # it may not be opened by whom this process runs as now
         path = Path("/proc/self/fd", str(number))
         name, offset = str(path.readlink()), os.lseek(number, 0, os.SEEK_CUR)
-        watched = os.open(path, os.O_RDONLY)
+        watched = os.open(path, mode)
         os.lseek(watched, offset, os.SEEK_SET)
         os.dup2(watched, number, inheritable=os.get_inheritable(number))
         return _OpenFile(name, watched, offset)
