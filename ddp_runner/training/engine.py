@@ -26,6 +26,7 @@ from ddp_runner.core.messages import Faulted, Formed
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.memory.reclaim import empty_device_cache
 from ddp_runner.training.agreeing import bring_to_newest
 from ddp_runner.training.audit import GenerationMembers
 from ddp_runner.training.exactness.first_step import report_lost
@@ -314,6 +315,8 @@ class Engine:
             return
         if not self._runtime.survives(fault):
             raise ReportedFaultError(fault)
-        prove_device(self._parts.workload.device, rank=self._rank, step=self._state.committed_step)
+        device = self._parts.workload.device
+        prove_device(device, rank=self._rank, step=self._state.committed_step)
+        empty_device_cache(device)  # NCCL takes its buffers from outside torch's cache
         # Which reads from the device: not before that has let go of the generation.
         self._state.precision.drop_unfinished_step()

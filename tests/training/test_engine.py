@@ -16,6 +16,7 @@ from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.messages import Faulted
+from ddp_runner.training import engine
 from ddp_runner.training.engine import Engine
 from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.task_client import TaskClient
@@ -115,6 +116,19 @@ def test_what_breaks_goes_no_further_and_comes_again(tmp_path, broken, formed_at
     assert cause.startswith("RuntimeError: a mistake (test_engine.py:")
     assert (report.steps, report.weights_sha256) == (STEPS, whole.weights_sha256)
     assert report.figures == whole.figures
+
+
+def _train_and_note(me, config):
+    noted = []
+    engine.empty_device_cache = lambda device: noted.append(device.type)
+    return *_train(me, config), noted
+
+
+def test_a_rank_empties_its_device_cache_before_it_forms_again(tmp_path):
+    """Once for each fault: NCCL's buffers come from what torch's cache does not hold."""
+    config = settings(tmp_path, **{"task.at": 5, "task.what": "a mistake"})
+    *_, formed, faults, _, noted = run_ranks(_train_and_note, 1, config)[0]
+    assert (len(formed), len(faults), noted) == (2, 1, ["cpu"])
 
 
 @pytest.mark.parametrize("training", [True, False])
