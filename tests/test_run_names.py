@@ -200,7 +200,8 @@ def test_the_words_for_the_old_settings_are_those_to_type():
         "--task 'my task.py'", "--seed 5", "-b 8", "model.hidden_size=64", "task.deep=true",
     }  # fmt: skip
     assert set(others) == {"no --data", "no task.wide", "the data as it was"}
-    assert words_of_old(old, new, world_size=3)[0].count("-n 2 -b 8") == 1
+    assert words_of_old(old, new, world_size=3)[0].count("global_batch_size=16") == 1
+    assert words_of_old(old, new, world_size=17)[0].count("-n 16 -b 1") == 1
     assert words_of_old(old, old, world_size=2) == ([], [])
     secret = words_of_old({"task.api_key": "abcdef"}, {"task.api_key": "ghijkl"}, world_size=2)
     assert secret == ([], ["the old task.api_key"])

@@ -95,8 +95,8 @@ def _batch_words(total: int, world_size: int, data: DataSettings | None) -> str:
         return f"global_batch_size={total}" + (" accumulation=1" if data.accumulation > 1 else "")
     if total % world_size == 0:
         return f"-b {total // world_size}"
-    ranks = max(n for n in range(1, world_size + 1) if total % n == 0)
-    return f"-n {ranks} -b {total // ranks}"
+    # Any number of ranks shares the samples of a step out; a rank without one is refused.
+    return f"global_batch_size={total}" if total > world_size else f"-n {total} -b 1"
 
 
 def _typed(value: object) -> str:
