@@ -33,7 +33,7 @@ from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
 from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.reload import load_again
-from ddp_runner.data.workers.timeouts import BatchLateError, FilesUsedUpError, PoolError
+from ddp_runner.data.workers.timeouts import FilesUsedUpError, PoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -390,12 +390,14 @@ class SafeDataLoader:
     def _trouble_of(self, error: PoolError) -> Trouble:
         pool = self._pool
         fault = fault_of_worker(
-            error, pool, kills=self._kills, rank=self._rank, step=self._step, phase=self._phase
+            error,
+            pool,
+            kills=self._kills,
+            rank=self._rank,
+            step=self._step,
+            phase=self._phase,
+            log=self._log,
         )
-        if pool is not None and error.worker >= 0 and isinstance(error, BatchLateError):
-            stack = pool.stack(error.worker)
-            if stack:
-                self._log(f"the stack of loader worker {error.worker}:\n{stack}")
         suspect = pool.suspect(error.worker) if pool is not None and error.worker >= 0 else None
         key, sample = suspect or (None, None)
         why = f"no worker survives it: {fault.cause}"

@@ -16,6 +16,8 @@ from ddp_runner.data.workers import system_limits
 from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ddp_runner.data.workers.fetch import SampleFailed
     from ddp_runner.data.workers.pool import WorkerPool
 
@@ -92,11 +94,13 @@ def fault_of_worker(
     kills: LoaderKills,
     rank: int,
     step: int,
+    log: Callable[[str], None],
     phase: Phase = Phase.DATA,
 ) -> Fault:
     """``error`` as a fault, with all that is known of the worker to blame; called while it is handled.
 
-    ``pool``: the one that raised it, not ended yet; None if it could not be started.
+    ``pool``: the one that raised it, not ended yet; None if it could not be started. The stack of
+    a worker that is late goes to ``log``.
     """
     late = isinstance(error, BatchLateError)
     cause = str(error)
@@ -109,6 +113,8 @@ def fault_of_worker(
                 kills.has_killed(pool, other)
         report = worker_report(pool, error.worker, for_memory=kind is FaultKind.OUT_OF_MEMORY)
         cause = f"{error}: {report}" if late or type(error) is PoolError else report
+        if late and (stack := pool.stack(error.worker)):
+            log(f"the stack of loader worker {error.worker}:\n{stack}")
     return Fault(
         kind=kind,
         rank=rank,

@@ -411,7 +411,12 @@ class ShardLoader:
     def _after(self, error: PoolError, *, tries: int) -> LoadingRepaired:
         """Workers broke: with how many to go on from what was delivered. Raises FaultError at the end."""
         fault = fault_of_worker(
-            error, self._pool, kills=self._kills, rank=self._rank, step=self._step
+            error,
+            self._pool,
+            kills=self._kills,
+            rank=self._rank,
+            step=self._step,
+            log=self._log,
         )
         self._stop_reading(grace_s=0.0)
         if tries >= _FAULTS_IN_A_ROW_MAX:

@@ -147,12 +147,14 @@ class Breaking(Numbers, Once):
 
 
 def test_a_worker_that_hangs_in_an_item_is_replaced(hangs_are_shown):
-    """Its time is up; the next one reads on."""
-    reported = []
-    loader = make(Breaking(hang), num_workers=2, timeout_s=FOREVER_S, on_repaired=reported.append)
+    """Its time is up; the next one reads on, and the log has its stack."""
+    reported, lines = [], []
+    how = {"timeout_s": FOREVER_S, "on_repaired": reported.append, "log": lines.append}
+    loader = make(Breaking(hang), num_workers=2, **how)
     try:
         assert take_all(loader) == fault_free()
         assert [one.fault.kind for one in reported] == [FaultKind.LOADER_TIMEOUT]
+        assert any("stack of loader worker" in line and "in hang" in line for line in lines)
     finally:
         loader.close()
 
