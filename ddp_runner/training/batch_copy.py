@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,18 +13,31 @@ from torch import Tensor
 from ddp_runner.data.loader import MicroBatch, SafeDataLoader
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor in it on ``device``; other leaves are left alone."""
+def to_device(batch: Any, device: torch.device, *, asks_objects: bool = True) -> Any:
+    """``batch`` with every tensor in it on ``device``; other leaves are left alone.
+
+    An object with a method ``to``, such as a tokenizer's BatchEncoding, a PackedSequence or a graph,
+    knows best itself: it is asked with ``asks_objects``, else left where it is.
+    """
     if device.type == "cpu":
         return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device) if asks_objects else batch
+    return _with_parts(batch, partial(to_device, device=device, asks_objects=asks_objects))
+
+
+def _with_parts(batch: Any, moved: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Mapping):
+        return {key: moved(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*map(moved, batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(map(moved, batch))
+    if is_dataclass(batch) and not isinstance(batch, type):
+        parts = {one.name: getattr(batch, one.name) for one in fields(batch) if one.init}
+        return replace(batch, **{name: moved(part) for name, part in parts.items()})
     return batch
 
 
@@ -31,7 +46,7 @@ class CopyAhead:
 
     The copy runs on a stream of its own, beside the computation; :meth:`arrive` makes the
     computation wait for it. A batch that does not fit on the device stays on the host, and is
-    copied in its step.
+    copied in its step; so does an object whose tensors are not known, as its memory could be used again too early.
     """
 
     def __init__(self, device: torch.device, loader: SafeDataLoader) -> None:
@@ -55,7 +70,7 @@ class CopyAhead:
     def _copy(self, batch: Any) -> Any:
         with torch.cuda.stream(self._stream):
             try:
-                return to_device(batch, self._device)
+                return to_device(batch, self._device, asks_objects=False)
             except torch.OutOfMemoryError:
                 return batch
 
@@ -77,3 +92,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_of(item)
+    elif is_dataclass(value):
+        for one in fields(value):
+            yield from tensors_of(getattr(value, one.name))

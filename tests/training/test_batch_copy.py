@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import UserDict
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from ddp_runner import DDPTrainer
 from ddp_runner.core.messages import RepairedInPlace, TuningChanged
 from ddp_runner.data.workers.pool import WorkerPool
 from ddp_runner.training import task_steps
+from ddp_runner.training.batch_copy import to_device
 from tests.processes import run_ranks
 
 from .test_session import STEPS, RecordingRuntime, messages_of, settings
@@ -46,6 +49,26 @@ def _train(me, config, is_ahead):
     runtime = RecordingRuntime(config)
     report = replace(DDPTrainer(config=config, runtime=runtime).train(), model=None)
     return report, runtime.reported, sum(len(sender.taken) for sender in senders)
+
+
+@dataclass
+class Pair:
+    picture: torch.Tensor
+    label: int
+
+
+def test_what_batches_are_made_of_goes_to_the_device():
+    """Mappings and dataclasses part by part; an object with a ``to`` of its own is asked, but not ahead."""
+    one, meta = torch.ones(2, 3), torch.device("meta")
+    packed = pack_padded_sequence(one.unsqueeze(2), torch.tensor([3, 2]), batch_first=True)
+    moved = to_device({"a": UserDict(b=one), "pair": Pair(one, 3), "packed": packed}, meta)
+    assert {tensor.device.type for tensor in (moved["a"]["b"], moved["pair"].picture)} == {"meta"}
+    assert moved["pair"].label == 3
+    assert (moved["packed"].data.device.type, moved["packed"].batch_sizes.device.type) == (
+        "meta",
+        "cpu",
+    )
+    assert to_device([packed, one], meta, asks_objects=False)[0] is packed
 
 
 @pytest.mark.parametrize(
