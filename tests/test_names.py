@@ -57,6 +57,17 @@ TYPED = [
     ("pretrained_path", "w.pt", "run.init_from", "w.pt"),
     ("experiment_name", "one", "run.name", "one"),
     ("device_ids", "0,1", "run.gpus", (0, 1)),
+    ("training_mode", "dataparallel", "run.mode", "data_parallel"),
+    ("training_mode", "distributed", "run.mode", "distributed"),
+    ("training_mode", "single", "run.mode", "single"),
+    ("context_size", "64", "model.seq_len", 64),
+    ("report_to", "wandb", "log.trackers", ("wandb",)),
+    ("report_to", "none", "log.trackers", ()),
+    ("enable_gpu_monitoring", "false", "log.gpu_watch_s", 0.0),
+    ("enable_gpu_monitoring", "true", "log.gpu_watch_s", 5.0),
+    ("enable_gradient_as_bucket_view", "false", "ddp.gradient_as_bucket_view", False),
+    ("device_ids", "null", "run.gpus", ()),
+    ("gpu_ids", "all", "run.gpus", ()),
     ("train_batch_size", "4", "data.batch_size", 4),
     ("data_workers", "3", "data.num_workers", 3),
     ("max_norm", "0.5", "optim.max_grad_norm", 0.5),
@@ -83,7 +94,8 @@ TYPED = [
     ("bf16", "false", "optim.precision", "auto"),
     ("tf32", "true", "run.matmul_precision", "high"),
     ("allow_tf32", "false", "run.matmul_precision", "highest"),
-    ("timeout", "90", "ddp.collective_timeout_s", 90.0),
+    ("ddp_timeout", "90", "ddp.collective_timeout_s", 90.0),
+    ("gpus", "all", "run.gpus", ()),
     ("save_interval_steps", "50", "checkpoint.save_every_steps", 50),
     ("save_total_limit", "2", "checkpoint.keep_last", 2),
     ("eval_interval", "20", "log.evaluate_every_steps", 20),
@@ -163,7 +175,9 @@ PEOPLE_TYPE = [
     "sync_bn",
     "early_stopping_patience",
     "experiment_name",
-    "timeout",
+    "ddp_timeout",
+    "training_mode",
+    "enable_gpu_monitoring",
     "num_processes",
     "preload_data_to_ram",
 ]
@@ -172,9 +186,8 @@ PEOPLE_TYPE = [
 def test_each_name_people_type_is_tried_everywhere():
     """Below; the others are always done, or mean nothing here and are answered."""
     assert set(PEOPLE_TYPE) <= {name for name, *_ in TYPED}
-    done = {"persistent_workers", "drop_last", "broadcast_buffers", "headless"}
-    assert {*done, "enable_gpu_monitoring"} <= ALWAYS.keys()
-    assert {"eval_steps", "training_mode"} <= ANSWERS.keys()
+    assert {"persistent_workers", "drop_last", "broadcast_buffers", "headless"} <= ALWAYS.keys()
+    assert {"eval_steps", "timeout", "init_method", "enable_distributed"} <= ANSWERS.keys()
 
 
 @pytest.mark.parametrize(("name", "text", "key", "value"), TYPED)

@@ -21,6 +21,10 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("run_name", "experiment_name"), "run.name"),
     **dict.fromkeys(("torch_compile", "use_torch_compile"), "run.compile"),
     "torch_compile_mode": "run.compile_mode",
+    "training_mode": "run.mode",
+    **dict.fromkeys(("context_size", "context_length", "block_size"), "model.seq_len"),
+    "report_to": "log.trackers",
+    "enable_gpu_monitoring": "log.gpu_watch_s",
     "ckpt_path": "run.resume",
     "pretrained_path": "run.init_from",
     "logging_dir": "run.log_dir",
@@ -54,8 +58,9 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("tf32", "allow_tf32"), "run.matmul_precision"),
     **dict.fromkeys(("master_port", "main_process_port"), "ddp.port"),
     "ddp_backend": "ddp.backend",
-    **dict.fromkeys(("ddp_timeout", "timeout"), "ddp.collective_timeout_s"),
+    "ddp_timeout": "ddp.collective_timeout_s",
     "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
+    "enable_gradient_as_bucket_view": "ddp.gradient_as_bucket_view",
     **dict.fromkeys(("sync_bn", "sync_batch_norm"), "ddp.sync_batchnorm"),
     "ddp_find_unused_parameters": "ddp.find_unused_parameters",
     **dict.fromkeys(_RECOMPUTE, "memory.activation_checkpointing"),
@@ -81,6 +86,7 @@ SWITCHES: Mapping[str, tuple[str | None, str | None]] = {
     "bf16": ("bf16", None),
     **dict.fromkeys(("tf32", "allow_tf32"), ("high", "highest")),
     "greater_is_better": ("max", "min"),
+    "enable_gpu_monitoring": (None, "0"),
 }
 # Name -> words of theirs that are another word here.
 _SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
@@ -90,8 +96,12 @@ _PRECISIONS = {
     **dict.fromkeys(("16", "16-mixed", "float16"), "fp16"),
     "true": "auto",
 }
+_ALL_GPUS = dict.fromkeys(("all", "none", "null"), "")
 WORDS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("precision", "optim.precision", "mixed_precision", "dtype"), _PRECISIONS),
+    **dict.fromkeys(("gpus", "run.gpus", "gpu_ids", "device_ids"), _ALL_GPUS),
+    "training_mode": {"dataparallel": "data_parallel", "dp": "data_parallel", "ddp": "distributed"},
+    "report_to": {"none": "", "tensorboard": "tensorboard", "wandb": "wandb"},
     "lr_scheduler": _SCHEDULES,
     "lr_scheduler_type": _SCHEDULES,
 }
@@ -101,7 +111,6 @@ ALWAYS: Mapping[str, str] = {
     "drop_last": "each step has the whole global batch, so that its meaning never changes",
     "broadcast_buffers": "buffers are made the same on all ranks, so that any rank can be replaced",
     "headless": "every run is headless, and needs no terminal",
-    "enable_gpu_monitoring": "memory of each device is watched, so that a run does not end for lack of it",
 }
 SAID = ("headless",)  # of these, those that are answered also where they are asked for
 _NODES = "here that is the option --nnodes N, with --node-rank R"
@@ -112,7 +121,8 @@ _DEVICES = "here that is --nproc-per-node N for how many, --gpus 0,1 for which"
 _FOLDERS = (
     "here that is --checkpoint-dir for checkpoints and --log-dir for logs, or --name for both"
 )
-_ALWAYS_DDP = "every run is DistributedDataParallel: leave it out"
+_MODES = "here that is mode=auto, single, data_parallel or distributed"
+_WHOLE_MODELS = "here each rank has the whole model, as in DistributedDataParallel: leave it out"
 # Name -> what to write instead, where there is nothing that means exactly the same.
 ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -122,7 +132,7 @@ ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(("rdzv_backend", "rdzv_id", "rdzv_conf"), _OPTION_ONLY),
     **dict.fromkeys(("standalone", "use_env", "same_network"), _BY_THEMSELVES),
     "module": "here that is --task module:NAME",
-    "local_rank": "this command starts the ranks: leave it out",
+    **dict.fromkeys(("rank", "local_rank"), "this command starts the ranks: leave it out"),
     "world_size": "here that is --nproc-per-node N",
     **dict.fromkeys(("devices", "include", "multi_gpu", "n_gpu"), _DEVICES),
     **dict.fromkeys(
@@ -131,11 +141,16 @@ ANSWERS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("strategy", "distributed_type", "training_mode"),
-            *("deepspeed", "deepspeed_config", "fsdp", "zero_stage"),
+            *("strategy", "distributed_type", "enable_distributed", "enable_data_parallel"),
+            "dataparallel",
         ),
-        _ALWAYS_DDP,
+        _MODES,
     ),
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "fsdp", "zero_stage"), _WHOLE_MODELS),
+    "timeout": "write collective_timeout_s=N for collectives, or loader_timeout_s=N for a batch",
+    "init_method": "the ranks of a machine find each other; several need --rdzv-endpoint HOST:PORT",
+    "config_name": "here that is the option --config FILE",
+    "test_model": "here that is the option --dry-run",
     "eval_steps": "write evaluate_every_steps=N for how often, or evaluate_batches=N for how much",
     "warmup_ratio": "here that is warmup_steps=SHARE, below 1",
     "optim": "here that is optimizer=adamw, adam, sgd, adafactor or muon",
@@ -151,7 +166,6 @@ ANSWERS: Mapping[str, str] = {
         (
             "do_train",
             "do_eval",
-            "report_to",
             "enable_progress_bar",
             "logger",
         ),
