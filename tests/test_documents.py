@@ -31,7 +31,7 @@ _OLD_LOGS = {"restart_log.py", "test_restart_log.py"}  # they read what an older
 # Files that a run or a reader makes, and what the text says is not there.
 _MADE_BY_READERS = {"my.py", "product.py", "my_task.py", "task.py", "random.py", "requirements.txt"}
 _OF_TORCH = {"SyncBatchNorm"}
-_OF_OTHERS = {"test_batch_size"}  # settings, not tests
+_OF_OTHERS = {"test_model", "test_batch_size"}  # settings, not tests
 WORDS_MAX = {"README.md": 1250, "ARCHITECTURE.md": 1600}
 
 
