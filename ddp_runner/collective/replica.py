@@ -132,6 +132,11 @@ class Replica:
         self._closed = False
         self._check_finalized = getattr(self._ddp, "_check_reducer_finalized", None)
 
+    def bucket_sizes(self) -> str:
+        """The bytes of each bucket in which gradients are summed, as DDP has laid them out."""
+        found = self._ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # noqa: SLF001
+        return str(found.get("rebuilt_bucket_sizes") or found.get("bucket_sizes") or "not known")
+
     def close(self) -> None:
         """Let go of the model: no hook of this replica may hear of another one's backward."""
         if self._closed:

@@ -26,6 +26,15 @@ class WireError(ValueError):
     """A packet on a control channel is not a message that this version understands."""
 
 
+BRIEF_CHARACTERS_MAX = 300
+
+
+def brief(message: object) -> str:
+    """``message`` on one line, for a log; without what its class keeps to itself."""
+    text = " ".join(repr(message).split())
+    return text if len(text) <= BRIEF_CHARACTERS_MAX else f"{text[:BRIEF_CHARACTERS_MAX]}..."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """Supervisor -> rank: join generation ``generation`` through the store of its launch.

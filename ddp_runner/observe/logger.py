@@ -129,7 +129,7 @@ class DDPLogger:
         self.step: int | None = None
         self.records_lost = 0
         self.hidden: tuple[str, ...] = ()  # secrets: shown as *** wherever a record holds one
-        self._debug = debug
+        self.is_debug = debug
         self._stream: TextIO | None = stream
         self._fd: int | None = None
         self._path = path
@@ -143,7 +143,7 @@ class DDPLogger:
 
     def debug(self, message: str, *, step: int | None = None) -> None:
         """For whoever looks for a bug; written with ``--debug`` only."""
-        if self._debug:
+        if self.is_debug:
             self._record("DEBUG", message, step)
 
     def progress(self, message: str, *, step: int | None = None) -> None:
@@ -167,7 +167,7 @@ class DDPLogger:
         name = level.upper()
         if name not in LEVELS:
             raise ValueError(f"log level {level!r}: one of {', '.join(LEVELS)}")
-        if name != "DEBUG" or self._debug:
+        if name != "DEBUG" or self.is_debug:
             self._record(name, message, None)
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ from ddp_runner.core.messages import (
     RestartProgress,
     Saved,
     TuningChanged,
+    brief,
 )
 from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.core.settings import Settings
@@ -154,6 +155,7 @@ class OutsideRuntime(LocalRuntime):
     def report(self, message: Message) -> None:
         """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""
         message = without_secrets_in(message, self.logger.hidden)
+        self.logger.debug(f"reported: {brief(message)}")
         self._look_after_folders(message)
         self._keep_time(message)
         self._restart_log.keep(message)

@@ -46,6 +46,7 @@ from ddp_runner.core.messages import (
     Stacks,
     Stop,
     StopAsked,
+    brief,
 )
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.faulty_disk import FaultyDisk
@@ -171,6 +172,7 @@ class SupervisedRuntime:
     def report(self, message: Message) -> None:
         """Send to the supervisor; without one there is nothing left to do."""
         message = without_secrets_in(message, self.logger.hidden)
+        self.logger.debug(f"to the supervisor: {brief(message)}")
         if isinstance(message, LoaderWorkers):
             self._loader_pids = message.pids
         if isinstance(message, Faulted):
@@ -243,6 +245,7 @@ class SupervisedRuntime:
         try:
             while True:
                 message, _ = self._channel.receive()
+                self.logger.debug(f"from the supervisor: {brief(message)}")
                 self._act(message)
         except ChannelClosedError:
             pass

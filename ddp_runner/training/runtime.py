@@ -33,6 +33,7 @@ from ddp_runner.core.messages import (
     Ready,
     RepairedInPlace,
     TuningChanged,
+    brief,
 )
 from ddp_runner.core.modes import refuse_of_processes
 from ddp_runner.core.settings import Settings
@@ -219,8 +220,10 @@ class LocalRuntime:
 
     def report(self, message: Message) -> None:
         """Nobody listens; files and the log have what matters, and a person may see how far it is."""
+        shown = without_secrets_in(message, self.logger.hidden)
+        self.logger.debug(f"reported: {brief(shown)}")
         if self._record is not None:
-            self._record.take(without_secrets_in(message, self.logger.hidden))
+            self._record.take(shown)
         if self._line is not None and isinstance(message, Metrics):
             self._line.show(message.step, self.slot.get(Cell.TOTAL_STEPS), message.values)
         elif self._line is not None and isinstance(message, (Finished, Faulted)):

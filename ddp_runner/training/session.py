@@ -60,6 +60,10 @@ class StepMaker(Protocol):
         """Whether all steps of the run are made."""
         ...
 
+    def bucket_sizes(self) -> str:
+        """The bytes of each bucket in which gradients are summed; for a log."""
+        ...
+
     def settle(self) -> None:
         """Before the first step: bring DDP's bucket layout to its final form."""
         ...
@@ -173,9 +177,15 @@ class Session:
             self._end(step)
 
     def _end(self, step: StepInHand) -> None:
-        self._runtime.slot.set(Cell.COLLECTIVES, collectives_begun())
+        begun = collectives_begun()
+        self._runtime.slot.set(Cell.COLLECTIVES, begun)
         if step.result is None:
             return
+        if self._runtime.logger.is_debug:
+            self._runtime.logger.debug(
+                f"committed: {begun} collectives so far; buckets of {self._maker.bucket_sizes()} bytes",
+                step=step.result.step,
+            )
         self._account(step, step.result)
         if step.result.save:
             self._saving.save_requests.heard(

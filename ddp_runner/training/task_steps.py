@@ -301,6 +301,10 @@ class TaskSteps:
         elif compiler.inexact_reason:
             report_inexact(parts, compiler.inexact_reason)
 
+    def bucket_sizes(self) -> str:
+        """As the replica's."""
+        return self._replica.bucket_sizes()
+
     def _wrap(self) -> None:
         """A new DDP replica around the same model, as the tuning has it. On all ranks alike."""
         tuning, workload = self._state.tuning, self._workload

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddp_runner import config
 from ddp_runner.core.events import Event
+from ddp_runner.core.messages import brief
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.console import ConsoleLine, LogTail
@@ -102,6 +103,8 @@ class Outputs:
             self._files.journal.write(event.name, **event.written())
         self._early_events.clear()
         directory = Path(self._settings.run.log_dir)
+        for line in config.to_yaml(self._settings).splitlines():
+            self._log("DEBUG", without_secrets(f"setting: {line}", self.hidden))
         remove_temporary_files(directory)
         if not self._keeps_result:
             self.write_config()
@@ -141,6 +144,7 @@ class Outputs:
             self._early_events.append(event)
             return -1
         cause = None if cause == -1 else cause
+        self._log("DEBUG", without_secrets(brief(event), self.hidden))
         return self._files.journal.write(event.name, cause=cause, **event.written())
 
     def say(self, text: str, *, level: str = "INFO") -> None:
@@ -225,6 +229,7 @@ class Outputs:
             self._held.append((level, text))
             return
         write = {
+            "DEBUG": self._files.logger.debug,
             "WARNING": self._files.logger.warning,
             "ERROR": self._files.logger.error,
         }.get(level, self._files.logger.info)

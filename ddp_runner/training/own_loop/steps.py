@@ -312,6 +312,10 @@ class LoopSteps:
         room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
         return room_bytes / self._runtime.rank_info.local_world_size
 
+    def bucket_sizes(self) -> str:
+        """As the replica's."""
+        return self._replica.bucket_sizes()
+
     def _wrap(self) -> None:
         net = self._loop.net
         assert net is not None, "checked before the first step"
