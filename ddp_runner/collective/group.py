@@ -307,7 +307,9 @@ def _end_last(rank: int) -> None:
         _left.pop()
         if dist.is_initialized():
             # Of communicators that are aborted already; "destroy" after a fault hangs.
-            dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - there is no public name
+            dist.distributed_c10d._abort_process_group(_default_group())  # noqa: SLF001 - there is no public name
+            if dist.is_initialized():  # torch 2.6: it knows no class of communicators but NCCL's
+                dist.destroy_process_group()
 
 
 def _leave_broken(connections: list[socket.socket], *, is_silent: bool = False) -> None:

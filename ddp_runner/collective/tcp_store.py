@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
@@ -12,6 +13,21 @@ from ddp_runner.collective.sockets import Address, connected_since, open_sockets
 
 _PROBE_KEYS = ["alive"]
 POLL_S = 0.01
+
+
+def serve_store(host: str, port: int, *, listening_descriptor: int, timeout_s: float) -> TCPStore:
+    """The store of a launch, in this process, on a socket that listens on ``port`` already."""
+    options: dict[str, Any] = {
+        "world_size": None,
+        "is_master": True,
+        "timeout": timedelta(seconds=timeout_s),
+        "wait_for_workers": False,
+        "master_listen_fd": listening_descriptor,
+    }
+    try:
+        return TCPStore(host, port, **options)
+    except NotImplementedError:  # torch 2.6: its libuv takes no socket that was made before
+        return TCPStore(host, port, use_libuv=False, **options)
 
 
 class StoreLink:

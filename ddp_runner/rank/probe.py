@@ -18,16 +18,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Group, Membership, joined
-from ddp_runner.collective.tcp_store import StoreLink
+from ddp_runner.collective.tcp_store import StoreLink, serve_store
 from ddp_runner.system import parent_death
 
 IMPORTED = "imported"  # what the parent hears first: from here on the limit counts
@@ -115,14 +113,8 @@ def _rehearse(backend: str, devices: list[str], *, limit_s: float) -> float:
                 )
             )
         # Threads of its own begin here: nothing is forked any more.
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            world_size=None,
-            is_master=True,
-            timeout=timedelta(seconds=limit_s),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
+        store = serve_store(
+            "127.0.0.1", port, listening_descriptor=listening.detach(), timeout_s=limit_s
         )
         _lead(ranks, began_s + limit_s, limit_s=limit_s)
         del store

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
-
+from ddp_runner.collective.tcp_store import serve_store
 from ddp_runner.core.messages import StoreReady
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
+
+_TIMEOUT_S = 30.0
 
 
 def host(control_descriptor: int, listening_descriptor: int, output_descriptor: int) -> int:
@@ -29,14 +29,8 @@ def host(control_descriptor: int, listening_descriptor: int, output_descriptor: 
     channel = Channel.from_descriptor(control_descriptor)
     with socket.socket(fileno=os.dup(listening_descriptor)) as listening:
         host_name, port = listening.getsockname()[:2]
-    store = TCPStore(
-        host_name,
-        port,
-        world_size=None,
-        is_master=True,
-        timeout=timedelta(seconds=30),
-        wait_for_workers=False,
-        master_listen_fd=listening_descriptor,
+    store = serve_store(
+        host_name, port, listening_descriptor=listening_descriptor, timeout_s=_TIMEOUT_S
     )
     channel.send(StoreReady(port=store.port))
     try:

@@ -36,9 +36,21 @@ class Difference:
 DIFFERENCES = (
     Difference(
         since="2.7",
+        what="TCPStore with libuv takes a socket that listens already; before, only the store without libuv does",
+        test="it raises NotImplementedError",
+        place="collective/tcp_store.py",
+    ),
+    Difference(
+        since="2.7",
         what="DistributedDataParallel takes init_sync=False; before, it always sent the state when it was made",
         test="its __init__ has a parameter of that name",
         place="collective/replica.py",
+    ),
+    Difference(
+        since="2.7",
+        what="_abort_process_group() without a group ends the default one, and of any backend; before, it needs its name, and NCCL",
+        test="none is needed: the group is named, and what is left is destroyed",
+        place="collective/group.py",
     ),
     Difference(
         since="2.9",
