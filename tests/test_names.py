@@ -190,6 +190,50 @@ def test_each_name_people_type_is_tried_everywhere():
     assert {"eval_steps", "timeout", "init_method", "enable_distributed"} <= ANSWERS.keys()
 
 
+HEADINGS = [
+    ("training: {batch_size: 4, epochs: 2}", {"data.batch_size": 4, "run.epochs": 2}),
+    ("train: {lr: 0.5}", {"optim.learning_rate": 0.5}),
+    ("optimizer: {type: sgd, lr: 0.5}", {"optim.optimizer": "sgd", "optim.learning_rate": 0.5}),
+    (
+        "scheduler: {name: linear, warmup_steps: 3}",
+        {"optim.schedule": "linear", "optim.warmup_steps": 3},
+    ),
+    ("system: {num_workers: 2, seed: 7}", {"data.num_workers": 2, "run.seed": 7}),
+    ("lr: {min_lr: 0.1}", {"optim.min_learning_rate": 0.1}),
+    ("model: {hidden_size: 32}", {"model.hidden_size": 32}),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), HEADINGS, ids=[text for text, _ in HEADINGS])
+def test_headings_of_other_trainers_stand_over_settings_of_ours(text, expected, tmp_path):
+    """As their guides write files."""
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    found = resolve(files=[file])
+    chosen = {key for key, origin in found.origin.items() if origin == "file"}
+    assert chosen == set(expected)
+    for key, value in expected.items():
+        section, _, name = key.partition(".")
+        assert getattr(getattr(found.settings, section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("training: {name: x}", "training.name=x: stands in the section run: run.name"),
+        ("lr: {base: 0.1}", "lr.base: unknown setting"),
+        ("timeout: 30", "collective_timeout_s=N for collectives, or loader_timeout_s=N"),
+    ],
+)
+def test_a_word_that_may_mean_two_things_is_answered(text, answer, tmp_path):
+    """Never a guess."""
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(BadInputError) as caught:
+        resolve(files=[file])
+    assert answer in str(caught.value)
+
+
 @pytest.mark.parametrize(("name", "text", "key", "value"), TYPED)
 def test_a_name_people_type_means_the_same_everywhere(name, text, key, value, tmp_path):
     """In a file, the environment, on the command line, as an option, and in Python."""

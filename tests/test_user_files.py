@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.train import files_not_read, plan_launch
 from ddp_runner.config import home_files, resolve, to_yaml, unread_warning
 from ddp_runner.core.faults import BadInputError
 
@@ -90,7 +90,10 @@ def warned(*words, is_given_all=False, files=()):
 @pytest.mark.parametrize(
     ("words", "warning"),
     [
-        (["vocab_size=64"], "the task bytes does not read model.vocab_size: it has no effect"),
+        (
+            ["vocab_size=64"],
+            "the task bytes does not read model.vocab_size: it has no effect; task=synthetic does",
+        ),
         (["hidden_size=64", "--data", "x", "validation_fraction=0.1"], ""),
         (
             ["--task", "synthetic", "--data", "x", "vocab_size=9"],
@@ -106,6 +109,17 @@ def warned(*words, is_given_all=False, files=()):
 def test_a_setting_that_the_task_does_not_read_is_named(words, warning):
     """Where somebody has chosen it: defaults and what a preset lays over them are nobody's choice."""
     assert "; ".join(warned(*words)) == warning
+
+
+def test_a_file_of_settings_that_is_not_read_is_named(tmp_path, monkeypatch):
+    """A config.yaml of the working folder; not where files were given."""
+    monkeypatch.chdir(tmp_path)
+    assert list(files_not_read([])) == []
+    (tmp_path / "config.yaml").write_text("epochs: 2\n")
+    assert list(files_not_read([])) == [
+        "config.yaml is here, and is not read: --config config.yaml reads it"
+    ]
+    assert list(files_not_read([tmp_path / "config.yaml"])) == []
 
 
 def test_a_task_that_is_given_all_settings_may_read_any():

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.devices import find_gpus, plan_devices
@@ -47,7 +48,7 @@ from ddp_runner.system.torch_versions import NCCL2, untested
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
 
     from ddp_runner.core.settings import Settings
@@ -253,10 +254,18 @@ def plan_launch(
             *spare_notes(settings, devices),
             *page_notes(settings),
             *(f"{path} lies under these settings" for path in at_home),
+            *files_not_read(arguments.files),
             *resolved.notes,
             *notes,
         ),
     )
+
+
+def files_not_read(files: Sequence[Path]) -> Iterator[str]:
+    """A line on a file of settings in the working folder, where no file was given."""
+    for name in ("config.yaml", "config.yml"):
+        if not files and Path(name).is_file():
+            yield f"{name} is here, and is not read: --config {name} reads it"
 
 
 def with_nproc(

@@ -3,7 +3,7 @@
 Imports nothing of the package but ``core``. Only this room reads names of settings from outside.
 """
 
-from ddp_runner.config.compose import Resolved, SettingsError, from_flat, resolve
+from ddp_runner.config.compose import Resolved, SettingsError, from_flat, origins_of, resolve
 from ddp_runner.config.identity import (
     Surroundings,
     aligned,
@@ -49,6 +49,7 @@ __all__ = [
     "init_from_path",
     "is_described",
     "is_usual",
+    "origins_of",
     "own_folder",
     "preset_file",
     "read_yaml",

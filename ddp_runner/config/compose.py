@@ -167,6 +167,12 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
     return build_settings(values)
 
 
+def origins_of(config: Mapping[str, object]) -> Mapping[str, Origin]:
+    """By dotted key which settings such a dict, one that :func:`from_flat` takes, has chosen."""
+    given = from_mapping(config, prefix="", origin="command line")
+    return _merge(one for one in given if one.name != STAGES)[1]
+
+
 def _merge(assignments: Iterable[Assignment]) -> tuple[dict[str, object], dict[str, Origin]]:
     """The last assignment of each key wins; a list given twice by one source grows."""
     specs = known_fields()

@@ -105,6 +105,16 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "lr_scheduler": _SCHEDULES,
     "lr_scheduler_type": _SCHEDULES,
 }
+# Headings of files over settings of ours, with those of their keys that are another word here.
+_AS_HERE: Mapping[str, str] = {}
+_OF_OPTIMIZERS = {"name": "optimizer", "type": "optimizer"}
+_OF_SCHEDULES = {"name": "schedule", "type": "schedule"}
+HEADINGS: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("train", "training", "trainer", "system", "hardware"), _AS_HERE),
+    **dict.fromkeys(("dataloader", "lr"), _AS_HERE),
+    "optimizer": _OF_OPTIMIZERS,
+    **dict.fromkeys(("scheduler", "lr_scheduler"), _OF_SCHEDULES),
+}
 # Name of a switch that is always on here -> why false is refused.
 ALWAYS: Mapping[str, str] = {
     "persistent_workers": "loader workers live as long as the run",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from ddp_runner.config.fields import TASK_SECTION, sections
-from ddp_runner.config.foreign import ALIASES
+from ddp_runner.config.foreign import ALIASES, HEADINGS
 from ddp_runner.core.faults import BadInputError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ ENVIRONMENT_PREFIX = "DDP_RUNNER_"
 VALUES_MAX = 100_000  # in one file; aliases can make billions of a few lines
 _OPEN = -1  # the size of a value that is being counted
 _SHOWN_MAX = 40
+_OF_NO_HEADING = ("name",)  # under a heading of others it is the name of something else
 _RESOLVED_OTHERWISE = frozenset(
     f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")
 )
@@ -187,6 +188,15 @@ def from_mapping(
                 yield Assignment(written=prefix + dotted, name=dotted, value=item, origin=origin)
         elif value is None and is_section:
             continue  # a heading with nothing under it
+        elif isinstance(value, Mapping) and name in HEADINGS:
+            for inner, item in value.items():
+                written, known = (
+                    f"{prefix}{name}.{inner}",
+                    HEADINGS[name].get(str(inner), str(inner)),
+                )
+                if known in _OF_NO_HEADING:
+                    raise BadInputError(written, item, f"stands in the section run: run.{known}")
+                yield Assignment(written=written, name=known, value=item, origin=origin)
         elif name in sections() and name not in ALIASES:
             raise BadInputError(prefix + name, value, f"is a section; write {name}.NAME: VALUE")
         else:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.settings import Settings
 
+_OF_SYNTHETIC = ("model.vocab_size", "model.dataset_size")  # which the task synthetic alone reads
 _OF_TEXT = ("data.path", "data.validation_fraction")  # which the task bytes alone reads
 
 
@@ -37,7 +38,8 @@ def unread_warning(
     if not keys:
         return ()
     has = "it has no effect" if len(keys) == 1 else "they have no effect"
-    return (f"the task {settings.run.task} does not read {', '.join(keys)}: {has}",)
+    other = "; task=synthetic does" if set(keys) <= set(_OF_SYNTHETIC) else ""
+    return (f"the task {settings.run.task} does not read {', '.join(keys)}: {has}{other}",)
 
 
 def _is_chosen(key: str, settings: Settings, origins: Mapping[str, str]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -172,12 +173,18 @@ class LocalRuntime:
             log_dir / f"rank_{rank_info.rank}.log", rank=rank_info.rank, debug=debug
         )
         self._formed = False
+        # What there is to say of settings that the task does not read.
+        self.unread: Callable[..., tuple[str, ...]] = lambda **_: ()
 
     def next_generation(self, ready: Ready) -> Generation:
         """The one generation there is; what is resumed goes on as the run that it was."""
         self.run_id = ready.run_id or self.run_id
         for note in (*(ready.block or (f"computing in {ready.precision}",)), *ready.notes):
             self.logger.info(note)
+        for warning in self.unread(is_given_all=ready.is_given_all):
+            self.logger.warning(warning)
+            if self._line is not None:
+                self._line.say(f"WARNING: {warning}")
         if self._line is not None and ready.is_complete:
             self._line.say(
                 f"already complete: {ready.total_steps:,} steps, nothing to train; another name, or"

@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,10 @@ class DDPTrainer:
             if isinstance(config, Settings):
                 raise TypeError("with a task class, config must be a mapping")
             rank, config = 0, {**(config or {}), "task": rank}
+        origins: Mapping[str, str] = {}
         if not isinstance(config, Settings):
-            config = configuration.from_flat(with_task_named(config or {}))
+            given = with_task_named(config or {})
+            config, origins = configuration.from_flat(given), configuration.origins_of(given)
         if config.stages and config.stage is None:
             expected = "needs a supervisor: start with ddp_runner train, or ddp_runner.launch()"
             raise BadInputError("stages", "", expected)
@@ -85,6 +88,8 @@ class DDPTrainer:
             # Alone each would train the same, over the others' files.
             rank, world_size = of_launcher.rank, of_launcher.world_size
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
+        if isinstance(self._runtime, LocalRuntime):
+            self._runtime.unread = partial(configuration.unread_warning, config, origins)
         if self.settings.log.phase_times:
             self._runtime.slot = timed(self._runtime.slot, self._runtime.rank_info.device)
         self._runtime.logger.hidden = hidden_texts(self.settings.task, os.environ)

@@ -138,6 +138,13 @@ def test_a_plain_script_trains_and_reports(tmp_path):
     assert saved["counters"]["committed_step"] == STEPS
 
 
+def test_a_setting_that_a_task_does_not_read_is_said(tmp_path):
+    """As the command says it."""
+    train_alone({**settings(tmp_path), "vocab_size": 9})
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert "does not read model.vocab_size: it has no effect; task=synthetic does" in log
+
+
 @pytest.mark.parametrize(("asked_at", "stopped_at"), [(0, 1), (5, 6), (9, 10), (10, 10), (12, 13)])
 def test_a_run_that_was_stopped_ends_with_the_same_weights(tmp_path, asked_at, stopped_at):
     """Inside an epoch, at its end, in the evaluation after it; average and monitor go on."""
