@@ -9,6 +9,10 @@ import queue
 import random
 import threading
 
+import torch
+from torch.utils.data import Dataset
+
+from ddp_runner.training.task import Datasets
 from tests.scenarios.changing import Regression
 
 
@@ -115,3 +119,38 @@ class Table(Rude):
     def loss(self, model, batch):
         self.table[7] += 0.01 * (self.counter.n > 5)
         return super().loss(model, batch)
+
+
+class Rows(Dataset):
+    """Counts its reads, and its samples depend on that after a while."""
+
+    def __init__(self):
+        self.x, self.reads = torch.randn(256, 8, generator=torch.Generator().manual_seed(1)), 0
+        self.cache = {}
+
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, index):
+        self.reads += 1
+        x = self.x[index] * (1 + 0.01 * max(0, self.reads - 200))
+        return x, x.sum(0, keepdim=True)
+
+
+class Cached(Rows):
+    """Control: what it keeps changes no sample."""
+
+    def __getitem__(self, index):
+        x = self.cache.setdefault(index, self.x[index])
+        return x, x.sum(0, keepdim=True)
+
+
+class Reads(Regression):
+    rows = Rows
+
+    def build_datasets(self):
+        return Datasets(train=self.rows())
+
+
+class ReadsCached(Reads):
+    rows = Cached

@@ -29,9 +29,9 @@ def _calm(folder, task):
     return run.digest
 
 
-def _killed(folder, task):
+def _killed(folder, task, *words):
     """Each rank once, by a signal, at whatever point it is."""
-    with Run(folder / "killed", *SETTINGS, task=f"{TASKS}:{task}") as run:
+    with Run(folder / "killed", *SETTINGS, *words, task=f"{TASKS}:{task}") as run:
         for rank, step in ((1, 8), (0, 40)):
             run.wait_for_step(step)
             run.signal(signal.SIGKILL, run.rank_pid(rank))
@@ -63,3 +63,18 @@ def test_a_table_too_long_to_keep_is_named_after_a_kill(tmp_path):
     summary = _killed(tmp_path, "Table").summary()
     assert summary["exact"] is False
     assert "task.table" in " ".join(summary["inexact_reasons"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_counts_its_reads_is_named_after_a_kill(tmp_path, workers):
+    """Its copies, in ranks or loader workers, have counted other reads than without the kill."""
+    summary = _killed(tmp_path, "Reads", f"num_workers={workers}").summary()
+    assert summary["exact"] is False
+    assert "data.reads" in " ".join(summary["inexact_reasons"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_keeps_what_it_reads_is_not_named(tmp_path, workers):
+    """Control: its attributes change in every read, and none of them is counted up."""
+    run = _killed(tmp_path, "ReadsCached", f"num_workers={workers}")
+    assert (run.digest, run.summary()["exact"]) == (_calm(tmp_path, "ReadsCached"), True)
