@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
+import enum
 import functools
 import multiprocessing
 import queue
@@ -12,6 +14,7 @@ import threading
 import types
 
 import numpy as np
+import torch
 
 
 class Task:
@@ -254,6 +257,53 @@ FOLLOWED = {
 }
 
 
+class Phase(enum.Enum):
+    WARM, HOT = 1, 2
+
+
+def step_phase(task):
+    task.phase = Phase.HOT if task.phase is Phase.WARM else Phase.WARM
+
+
+def phased():
+    task = Task()
+    task.phase = Phase.WARM
+    return task
+
+
+@functools.singledispatch
+def dispatched(value):
+    return value
+
+
+@functools.lru_cache
+def remembering(value):
+    return value
+
+
+@contextlib.contextmanager
+def around():
+    yield
+
+
+class Wrapped:
+    """Uses wrappers of libraries, some of which remember something."""
+
+    def __init__(self):
+        self.steps = 0
+
+    @torch.no_grad()
+    def loss(self):
+        with around():
+            dispatched(3), dispatched([])
+            remembering(self.steps)
+        return self.later
+
+    @functools.cached_property
+    def later(self):
+        return 5
+
+
 class Unset:
     """Refuses to be written by anybody."""
 
@@ -302,6 +352,7 @@ class Rowdy:
 
 
 FOLLOWED |= {
+    "enum": (phased, step_phase, lambda task: task.phase),
     "refuses attributes": held(Unset, step_unset, lambda one: one.n),
     "length unknown": held(
         lambda: Endless([1]), lambda one: list.append(one, 2), lambda one: [*list.__iter__(one)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddp_runner.training.exactness.side_state import SideState
-from tests.training.odd_holders import FOLLOWED, NAMED, Node, Rowdy, Task
+from tests.training.odd_holders import FOLLOWED, NAMED, Node, Rowdy, Task, Wrapped
 
 
 def _sent(record):
@@ -101,6 +101,17 @@ def test_an_object_that_refuses_every_question_ends_nothing():
     side.drop()
     side.restore(_sent(side.to_record()))
     assert (task.n, side.take_lost()) == (1, [])
+
+
+def test_wrappers_of_libraries_are_no_state():
+    """Control: what singledispatch, contextmanager, no_grad and lru_cache keep for themselves."""
+    task = Wrapped()
+    side = _side(task)
+    for number in range(1, 5):
+        task.loss()
+        side.keep(number)
+    side.drop()
+    assert (side.followed_names(), side.take_lost(), side.doubtful) == (["task.later"], [], [])
 
 
 def test_an_empty_simple_queue_has_nothing_to_lose():

@@ -248,16 +248,35 @@ class _Scan:
 def _code_in(at: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Functions and classes of the user's: those of a class, and functions that one calls by name."""
     if isinstance(at, types.FunctionType):
-        for name in _global_names(at.__code__):
-            one = at.__globals__.get(name)
-            if type(one) is types.FunctionType and _is_walked(one):
-                yield one.__qualname__, one
+        yield from _called_by(at, path)
     elif isinstance(at, type):
         for key, value in vars(at).items():
-            if key not in _BEFORE_STEPS:
-                for one in _functions_of(value):
-                    if _is_walked(one):
-                        yield f"{path}.{key}", one
+            inner = () if key in _BEFORE_STEPS else _functions_of(value)
+            yield from ((f"{path}.{key}", one) for one in inner if _is_walked(one))
+
+
+def _called_by(function: types.FunctionType, path: str) -> Iterator[tuple[str, Any]]:
+    if _is_foreign(function):
+        for inner in _wrapped_by(function):
+            yield f"{path}.__wrapped__", inner
+        return
+    for name in _global_names(function.__code__):
+        one = function.__globals__.get(name)
+        if type(one) is types.FunctionType and _is_walked(one):
+            yield one.__qualname__, one
+
+
+def _is_foreign(function: types.FunctionType) -> bool:
+    """Whether its code is of a library that is not looked into, whatever name it has."""
+    name = function.__globals__.get("__name__")
+    return isinstance(name, str) and name != "__main__" and _root(name) in _NOT_WALKED
+
+
+def _wrapped_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            if type(cell.cell_contents) is types.FunctionType:
+                yield cell.cell_contents
 
 
 def _functions_of(value: Any) -> tuple[Any, ...]:
@@ -286,8 +305,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 def _may_change(value: Any) -> bool:
     settings = getattr(type(value), "__dataclass_params__", None)
-    is_fixed = isinstance(value, enum.Enum) or (settings is not None and settings.frozen)
-    return _is_walked(value) and not is_fixed
+    return _is_walked(value) and not (settings is not None and settings.frozen)
 
 
 def _is_walked(value: Any) -> bool:
@@ -296,7 +314,7 @@ def _is_walked(value: Any) -> bool:
             return True
         return bool(value.__closure__) and _root(value.__module__) not in _NOT_WALKED
     if isinstance(value, type):
-        return not issubclass(value, Dataset) and _is_users(value)
+        return not issubclass(value, (Dataset, enum.Enum)) and _is_users(value)
     kind = type(value)
     if issubclass(kind, _PLAIN):  # its content is kept; perhaps it has attributes beside
         return _has_dict(kind) and (bool(vars(value)) or _is_users(kind))
@@ -311,7 +329,7 @@ def _has_dict(kind: type) -> bool:
 def _has_followed_attributes(kind: type) -> bool:
     if issubclass(kind, (nn.Module, *_HOLDERS)):
         return True
-    if issubclass(kind, Dataset) or not (_has_dict(kind) or _slots_of(kind)):
+    if issubclass(kind, (Dataset, enum.Enum)) or not (_has_dict(kind) or _slots_of(kind)):
         return False
     if callable(getattr(kind, "load_state_dict", None)):
         return False  # it gives its state itself
@@ -370,7 +388,12 @@ def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
 
 
 def _of_function(function: types.FunctionType) -> dict[str, Any]:
-    """Its attributes, what it remembers of the function around it, and defaults that may change."""
+    """Its attributes, what it remembers of the function around it, and defaults that may change.
+
+    Nothing of a wrapper of a library's, as of ``torch.no_grad`` or ``singledispatch``: its caches are no state.
+    """
+    if _is_foreign(function):
+        return {}
     found = {key: value for key, value in vars(function).items() if not key.startswith("__")}
     for name in _DEFAULTS:
         held = getattr(function, name) or ()

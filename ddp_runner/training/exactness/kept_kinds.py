@@ -12,6 +12,7 @@ import random
 import weakref
 from array import array
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,11 @@ from ddp_runner.data.stream_state import to_plain
 from ddp_runner.training.components.tensor_hash import tensor_hash
 
 _PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
-GENERATOR, BUFFER = "ddp_runner:generator", "ddp_runner:buffer"  # their tags in what is plain
+GENERATOR, BUFFER, MEMBER = (
+    "ddp_runner:generator",
+    "ddp_runner:buffer",
+    "ddp_runner:member",
+)  # their tags in what is plain
 
 
 class NotPlainError(TypeError):
@@ -111,6 +116,23 @@ class Leaf(Kept):
         if isinstance(self._value, np.generic):
             return to_plain(self._value)
         return super().plain()
+
+
+class Member(Kept):
+    """Of an enum, which is known by its value."""
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
+        """As :class:`Kept`; of the class of the one that is there."""
+        if isinstance(self._value, Enum):
+            return self._value
+        if not isinstance(live, Enum):
+            raise NotPlainError("an enum that is not there yet")
+        return type(live)(self._value)
+
+    def plain(self) -> Any:
+        """As :class:`Kept`."""
+        value = self._value.value if isinstance(self._value, Enum) else self._value
+        return {MEMBER: Leaf(value).plain()} if type(value) in _PLAIN_LEAVES else super().plain()
 
 
 class Seen(Kept):
@@ -290,16 +312,18 @@ def has_pointers(kind: Any) -> bool:
 
 
 class GeneratorState(Kept):
-    """Where a random generator stands. ``kind``: a key of ``_GENERATORS``."""
+    """Where a random generator stands. ``kind``: a key of ``_GENERATORS``; ``own``: its class, where that is the user's."""
 
-    def __init__(self, kind: str, state: Any) -> None:
+    def __init__(self, kind: str, state: Any, own: str = "") -> None:
         self._kind = kind
         self._state = state
+        self._own = own
 
     @classmethod
     def of(cls, kind: str, value: Any) -> GeneratorState:
         """Where ``value`` stands now."""
-        return cls(kind, _GENERATORS[kind][0](value))
+        is_own = type(value).__module__.partition(".")[0] not in ("random", "numpy", "torch")
+        return cls(kind, _GENERATORS[kind][0](value), type(value).__qualname__ if is_own else "")
 
     def is_in(self, value: Any) -> bool:
         """As :class:`Kept`."""
@@ -310,13 +334,16 @@ class GeneratorState(Kept):
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
         """As :class:`Kept`."""
         _, give, make = _GENERATORS[self._kind]
-        generator = live if generator_kind(live) == self._kind else make(self._state)
+        is_there = generator_kind(live) == self._kind
+        if not is_there and self._own:
+            raise NotPlainError(f"{self._own} that is not there yet")
+        generator = live if is_there else make(self._state)
         give(generator, self._state)
         return generator
 
     def plain(self) -> Any:
         """As :class:`Kept`."""
-        return {GENERATOR: (self._kind, to_plain(self._state))}
+        return {GENERATOR: (self._kind, to_plain(self._state), self._own)}
 
     def digest(self) -> Any:
         """As :class:`Kept`."""

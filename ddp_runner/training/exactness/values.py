@@ -13,6 +13,7 @@ import types
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from itertools import chain
 from multiprocessing.sharedctypes import SynchronizedBase
 from operator import is_
@@ -28,12 +29,14 @@ from ddp_runner.training.exactness.kept_kinds import (
     BUFFER,
     C_VALUES,
     GENERATOR,
+    MEMBER,
     Array,
     Buffer,
     GeneratorState,
     GivingBack,
     Kept,
     Leaf,
+    Member,
     NotPlainError,
     Received,
     Seen,
@@ -153,6 +156,9 @@ class _Objects(Kept):
 
     def plain(self) -> Any:
         return {_OBJECTS: (self._shape, [wired(kept) for kept in self.items])}
+
+    def digest(self) -> Any:
+        return self._shape, [kept.digest() for kept in self.items]
 
 
 class _Dict(Kept):
@@ -335,8 +341,8 @@ class _Keeping:
         return self._has_objects and self._with_contents and self._left < NODES_MAX - SEEN_NODES_MAX
 
     def keep(self, value: Any, before: Kept | None) -> Kept:
-        if type(value) in _LEAVES or issubclass(type(value), np.generic):
-            return Leaf(value)
+        if type(value) in _LEAVES or issubclass(type(value), (np.generic, Enum)):
+            return Member(value) if isinstance(value, Enum) else Leaf(value)
         if self._skipped(value) or id(value) in self._open:  # which holds itself
             return Kept(value)
         for kind, keep in self._WAYS:
@@ -344,7 +350,7 @@ class _Keeping:
                 self._open.add(id(value))
                 kept = keep(self, value, before)
                 self._open.discard(id(value))
-                if not isinstance(value, (tuple, frozenset)):
+                if not isinstance(kept, _Shell) and not isinstance(value, (tuple, frozenset)):
                     kept.ident = id(value)
                 return kept
         if name := generator_kind(value):
@@ -456,7 +462,8 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
     _PAIRS: lambda packed: _Dict(
         dict, {from_wire(key).given_back(None): from_wire(one) for key, one in packed}
     ),
-    GENERATOR: lambda packed: GeneratorState(str(packed[0]), from_plain(packed[1])),
+    GENERATOR: lambda packed: GeneratorState(str(packed[0]), from_plain(packed[1]), *packed[2:]),
+    MEMBER: Member,
     _DEQUE: lambda packed: _Sequence(
         deque, [from_wire(one) for one in packed[0]], maxlen=packed[1]
     ),
