@@ -216,6 +216,18 @@ def test_a_record_has_what_changed_since_the_last_look():
     assert other.n == 7
 
 
+def test_a_comparison_before_a_save_sees_all_of_very_much():
+    """Of which a look sees a part only: a table that a step changes in one place."""
+    task = Task()
+    task.table = [[n] for n in range(200_000)]
+    side = _long_after_its_begin(task)
+    task.table[150_000][0] = 7
+    side.keep(6)
+    assert side.followed_names() == []
+    side.look_again(whole=True)
+    assert side.followed_names() == ["task.table"]
+
+
 def test_a_step_given_up_right_after_a_look_leaves_the_value():
     """A look between two steps has seen it change, as before an evaluation."""
     task = Task()

@@ -331,12 +331,15 @@ class SideState:
                 continue
         return found
 
-    def look(self) -> None:
-        """Follow what has changed since the last look, and remember the rest as it is now."""
+    def look(self, *, whole: bool = False) -> None:
+        """Follow what has changed since the last look, and remember the rest as it is now.
+
+        ``whole``: also of what is so much that a look sees a part of it only.
+        """
         self._looks += 1
         self._owners = self._walk()
-        self._note_used()
-        changed = [name for name, _ in self._changed()] if self._picture else []
+        self._note_used(whole=whole)
+        changed = [name for name, _ in self._changed(whole=whole)] if self._picture else []
         for name in changed:
             self._follow(name, None)
             self._followed[name] = self._now(name)  # a step may be given up before the next commit
@@ -347,12 +350,12 @@ class SideState:
         if new := {*names} - {*self.opaque}:
             self.opaque = sorted({*self.opaque, *new})
 
-    def look_again(self) -> None:
+    def look_again(self, *, whole: bool = False) -> None:
         """The same between two steps, if one was committed since: what is saved or compared lacks nothing."""
-        if self._pictured_step != self._step:
-            self.look()
+        if self._pictured_step != self._step or whole:
+            self.look(whole=whole)
 
-    def _changed(self) -> list[tuple[str, Any]]:
+    def _changed(self, *, whole: bool = False) -> list[tuple[str, Any]]:
         """What is not followed and is not as the picture has it."""
         found = []
         gone = set(self._picture)
@@ -363,7 +366,7 @@ class SideState:
                     continue
                 gone.discard(name)
                 kept = self._picture.get(name)
-                if kept is None or not kept.is_in(value):
+                if kept is None or not (kept.is_wholly_in if whole else kept.is_in)(value):
                     found.append((name, value))
         return found + [(name, None) for name in gone if name not in self._followed]
 

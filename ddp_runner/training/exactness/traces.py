@@ -113,22 +113,35 @@ def _pieces_of(value: Any) -> Iterator[tuple[int, int]]:
             continue
         found: list[Any] = []
         for one in piece:
-            if type(one) in _LEAVES:
-                found.append(one)
+            flat = _flat(one)
+            if flat is not None:
+                found += flat
                 continue
             found.append(id(one))
             if id(one) in seen:
                 continue
             seen.add(id(one))
-            if issubclass(type(one), Tensor):  # isinstance() would ask the object
-                place = one.data_ptr() if one.layout is torch.strided else 0
-                found += (one._version, place)  # noqa: SLF001 - as autograd
-            elif issubclass(type(one), (np.ndarray, bytearray, array)):
+            if issubclass(type(one), (np.ndarray, bytearray, array)):
                 for raw in _raw_pieces(one):
                     yield hash(raw), len(raw) // _BYTES_FOR_ONE
             else:
                 pending.append(_within(one))
         yield hash(tuple(found)), len(piece)
+
+
+def _flat(one: Any) -> tuple[Any, ...] | None:
+    """What stands for a number, a tensor, or a short row of numbers, of which there may be a million; else None."""
+    kind = type(one)
+    if kind in _LEAVES:
+        return (one,)
+    if issubclass(kind, Tensor):  # isinstance() would ask the object
+        place = one.data_ptr() if one.layout is torch.strided else 0
+        return id(one), one._version, place  # noqa: SLF001 - as autograd
+    if kind not in (tuple, list, dict) or len(one) > _PIECE:
+        return None
+    if not set(map(type, one.values() if kind is dict else one)) <= _LEAVES:
+        return None
+    return id(one), *(one.items() if kind is dict else one)
 
 
 def _raw_pieces(value: Any) -> Iterator[bytes]:
