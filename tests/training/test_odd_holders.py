@@ -103,6 +103,38 @@ def test_an_object_that_refuses_every_question_ends_nothing():
     assert (task.n, side.take_lost()) == (1, [])
 
 
+class Closing:
+    """Gives its state until somebody ends it."""
+
+    def __init__(self):
+        self.is_open = True
+
+    def state_dict(self):
+        if not self.is_open:
+            raise RuntimeError("closed")
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        self.state_dict()
+
+
+def test_a_state_that_can_no_longer_be_read_is_named_and_ends_nothing():
+    """By the step that is given up, and by whoever takes it over."""
+    task = Task()
+    task.held = Closing()
+    side = _side(task)
+    side.keep(1)
+    task.held.is_open = False
+    side.keep(2)
+    record = _sent(side.to_record())
+    side.drop()
+    other = Task()
+    other.held = Closing()
+    received = _side(other)
+    received.restore(record)
+    assert side.take_lost() == received.take_lost() == ["task.held"]
+
+
 def test_wrappers_of_libraries_are_no_state():
     """Control: what singledispatch, contextmanager, no_grad and lru_cache keep for themselves."""
     task = Wrapped()

@@ -186,8 +186,8 @@ class SideState:
             if owner is None:
                 continue
             value, seen = owner.read(key), self._picture.get(name)  # made when all was held
-            is_as_held = name in held and held[name].is_in(value)
-            is_as_seen = seen is not None and seen.is_wholly_in(value)
+            is_as_held = name in held and _is_in(held[name], value)
+            is_as_seen = seen is not None and _is_in(seen, value, whole=True)
             if is_as_held and (seen is None or is_as_seen):
                 continue
             # One that is written with what it held is followed too: a picture does not know what that was.
@@ -366,7 +366,7 @@ class SideState:
                     continue
                 gone.discard(name)
                 kept = self._picture.get(name)
-                if kept is None or not (kept.is_wholly_in if whole else kept.is_in)(value):
+                if kept is None or not _is_in(kept, value, whole=whole):
                     found.append((name, value))
         return found + [(name, None) for name in gone if name not in self._followed]
 
@@ -380,7 +380,7 @@ class SideState:
                 if name in self._followed:
                     continue
                 known = kept.get(name)
-                if known is None or not (is_compared or known.is_in(value)):
+                if known is None or not (is_compared or _is_in(known, value)):
                     known = self._kept(value, with_contents=False)
                 picture[name] = known
         self._picture = picture
@@ -512,6 +512,16 @@ def _free(path: str, owners: Mapping[str, _Owner]) -> str:
 
 
 _ABSENT = Kept(object())
+
+
+def _is_in(kept: Kept, value: Any, *, whole: bool = False) -> bool:
+    """Whether ``value`` is what was kept; no, if an object of the user's does not let itself be compared."""
+    try:
+        return kept.is_wholly_in(value) if whole else kept.is_in(value)
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+        return False
 
 
 def _plain_or_why(kept: Kept) -> list[Any] | str:
