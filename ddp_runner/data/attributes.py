@@ -13,10 +13,11 @@ import re
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 from enum import Enum
+from itertools import pairwise
 from operator import is_
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -36,6 +37,7 @@ AttributeStates = dict[Path, tuple[str, Any]]
 _HOLDERS_MAX = 500
 _ENTRIES_LOOKED_INTO_MAX = 64  # of a list or dict: is there a generator, a dataset, a list in it?
 _ENTRIES_KEPT_MAX = 100_000  # of a list or dict that is kept by its values
+COUNTED_LOADS = 6  # until it is said which numbers they count up
 _ARRAY_BYTES_MAX = 16 * 1024 * 1024
 _VALUE, _GENERATOR, _MOVED, _GONE, _UNKNOWN = "value", "generator", "moved", "gone", "unknown"
 
@@ -112,26 +114,68 @@ class Attributes:
                 vars(owner)[path[-1]] = _made(how, plain)
 
     def _walk(self) -> Iterator[tuple[Path, Any, Any]]:
-        """Path, owner and value of all that hangs on the dataset; what was built under its old path."""
-        pending: deque[tuple[Path, Any]] = deque([((), self._dataset)])
-        seen = {id(self._dataset)}
-        for _ in range(_HOLDERS_MAX):
-            if not pending:
-                return
-            above, holder = pending.popleft()
-            is_object = type(holder) not in _CONTAINERS
-            for key, value in _entries(holder):
-                if isinstance(value, _PASSED_OVER):
-                    continue
-                path = (*above, key)
-                if not is_object:
-                    if isinstance(value, _LEAVES):
-                        continue  # part of what the list or dict is compared by
-                    path = self._paths.get(id(value), path)  # it may have been moved
-                yield path, holder if is_object else None, value
-                if id(value) not in seen and (type(value) in _CONTAINERS or _has_attributes(value)):
-                    seen.add(id(value))
-                    pending.append((path, value))
+        return _walked(self._dataset, self._paths)
+
+
+def _walked(dataset: Any, paths: Mapping[int, Path]) -> Iterator[tuple[Path, Any, Any]]:
+    """Path, owner and value of all that hangs on the dataset; of what is in ``paths``, by id, that path."""
+    pending: deque[tuple[Path, Any]] = deque([((), dataset)])
+    seen = {id(dataset)}
+    for _ in range(_HOLDERS_MAX):
+        if not pending:
+            return
+        above, holder = pending.popleft()
+        is_object = type(holder) not in _CONTAINERS
+        for key, value in _entries(holder):
+            if isinstance(value, _PASSED_OVER):
+                continue
+            path = (*above, key)
+            if not is_object:
+                if isinstance(value, _LEAVES):
+                    continue  # part of what the list or dict is compared by
+                path = paths.get(id(value), path)  # it may have been moved
+            yield path, holder if is_object else None, value
+            if id(value) not in seen and (type(value) in _CONTAINERS or _has_attributes(value)):
+                seen.add(id(value))
+                pending.append((path, value))
+
+
+class CountedReads:
+    """Finds the numbers that reads of a map-style dataset count up in its attributes.
+
+    In whichever process reads it. What else reads change, as a cache or a file that is opened late, says
+    nothing about its samples.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._looks = [self._numbers()]
+        self.names: tuple[str, ...] = ()
+
+    def note_load(self) -> None:
+        """To be called after each load."""
+        if len(self._looks) > COUNTED_LOADS:
+            return
+        self._looks.append(self._numbers())
+        if len(self._looks) > COUNTED_LOADS:
+            first = self._looks[0]
+            self.names = tuple(".".join(map(str, path)) for path in first if self._grows(path))
+
+    def _grows(self, path: Path) -> bool:
+        values = [look.get(path) for look in self._looks]
+        if None in values:
+            return False
+        pairs: list[tuple[Any, Any]] = [*pairwise(values)]
+        return all(one < other for one, other in pairs) or all(one > other for one, other in pairs)
+
+    def _numbers(self) -> dict[Path, int | float]:
+        if not _has_attributes(self._dataset):
+            return {}
+        return {
+            path: value
+            for path, _, value in _walked(self._dataset, {})
+            if type(value) in (int, float)
+        }
 
 
 def unknown_in(noted: AttributeStates) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
+from ddp_runner.data.attributes import CountedReads
 from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import (
     KillCounter,
@@ -147,6 +148,8 @@ class SafeDataLoader:
         self._looks: tuple[BatchKey, ...] = ()  # what workers load before any batch
         self._on_look: Callable[[dict[int, Any]], None] = _ignore
         self.waited_s = 0.0
+        self._reads = CountedReads(dataset)
+        self.counted: tuple[str, ...] = ()  # what loads count up in the dataset, once that is known
         self.notes = _notes(num_workers, local_world_size=local_world_size, cores=cores)
         self.seek(start_step)
 
@@ -421,7 +424,9 @@ class SafeDataLoader:
         if self.workers == 0 or count == 0:
             keys = self._keys(self._step)
             due = [next(keys) for _ in range(count)]
-            return [self._checked(key, self._load_here(key)) for key in due]
+            loaded = [self._checked(key, self._load_here(key)) for key in due]
+            self.counted = self._reads.names
+            return loaded
         if self._pool is None:
             self._start_pool()
         if self._looks:
@@ -430,6 +435,7 @@ class SafeDataLoader:
         received = [
             self._pool.next(timeout_s=self._timeout_s, on_wait=self._on_wait) for _ in range(count)
         ]
+        self.counted = self._pool.counted or self.counted
         return [self._checked(key, batch) for key, batch in received]
 
     def _batches_due(self) -> int:
@@ -447,6 +453,7 @@ class SafeDataLoader:
             return self._source.load_here(key, on_sample=on_sample)
         finally:
             self._on_sample(None)
+            self._reads.note_load()
 
     def _take_looks(self) -> None:
         """What workers have seen before their first batch. What breaks one there is for later."""

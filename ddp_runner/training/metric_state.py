@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.training.exactness.values import Kept, kept_of
+from ddp_runner.training.exactness.kept_kinds import Kept
+from ddp_runner.training.exactness.values import kept_of
 
 METHODS = ("reset", "update", "compute")
 _OF_MODULES = frozenset(vars(nn.Module()))

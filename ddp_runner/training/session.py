@@ -357,6 +357,7 @@ class Session:
         # Before the last save: what is saved is what a majority has.
         if self._guard.compare_replicas():
             return False
+        self._compare_side()
         self._count_done()
         step, was_done = self._state.committed_step, self._state.boundary_done_step
         if reason is StopReason.COMPLETED and self._evaluated_step != step:

@@ -20,7 +20,7 @@ from ddp_runner.core.messages import Metrics, TuningChanged
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.step_schedule import DueActions
-from ddp_runner.data.loader import MicroBatch
+from ddp_runner.data.loader import MicroBatch, SafeDataLoader
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import audit_line, open_audit
@@ -127,7 +127,10 @@ class TaskSteps:
         if step == self._state.committed_step:  # not a former one, which is computed once more
             self._parts.profile.before(step)
         self._turn_to_data(step)
-        return self._arrived(self._loader.take(step))
+        batches = self._loader.take(step)
+        if isinstance(self._loader, SafeDataLoader):
+            self._state.side.note_counted(f"data.{name}" for name in self._loader.counted)
+        return self._arrived(batches)
 
     def settle(self) -> None:
         """Have DDP learn a static graph, which needs a first backward."""

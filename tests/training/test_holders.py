@@ -175,12 +175,12 @@ HOLDERS = {
 }
 
 OPAQUE = {
-    "count": itertools.count,
-    "cycle": lambda: itertools.cycle([1, 2]),
-    "generator": lambda: (one for one in range(100)),
-    "iterator of a list": lambda: iter([1, 2, 3]),
-    "enumerate": lambda: enumerate([1, 2, 3]),
-    "file": lambda: io.BytesIO(b"abc"),
+    "count": (itertools.count, next),
+    "cycle": (lambda: itertools.cycle([1, 2]), next),
+    "generator": (lambda: (one for one in range(100)), next),
+    "iterator of a list": (lambda: iter([1, 2, 3]), next),
+    "enumerate": (lambda: enumerate([1, 2, 3]), next),
+    "file": (lambda: io.BytesIO(b"abc"), lambda held: held.read(1)),
 }
 
 
@@ -253,14 +253,32 @@ def test_what_a_holder_has_is_another_process_s_after_a_repair(kind):
 
 @pytest.mark.parametrize("kind", OPAQUE)
 def test_what_cannot_be_looked_into_is_named_once_it_matters(kind):
-    """Not at a run's begin: then nobody has used it."""
-    task = Task({"inner": OPAQUE[kind]()})
+    """Once a step has used it; not at a run's begin: then nobody has."""
+    make, use = OPAQUE[kind]
+    task = Task({"inner": make()})
     side = SideState(nn.Linear(1, 1), task)
-    side.restore({}, is_begin=True)
-    assert side.doubtful == []
-    side.restore({})
-    [name] = side.doubtful
+    use(task.held["inner"])
+    side.keep(1)
+    other = SideState(nn.Linear(1, 1), Task({"inner": make()}))
+    other.restore(sent(side.to_record()))
+    [name] = other.doubtful
     assert name.startswith("task.held['inner'] (")
+    other = SideState(nn.Linear(1, 1), Task({"inner": make()}))
+    other.restore({}, is_begin=True)
+    assert other.doubtful == []
+
+
+@pytest.mark.parametrize("kind", sorted({*OPAQUE} - {"cycle"}))
+def test_what_nobody_has_used_is_not_named(kind):
+    """Control: an iterator that is where it was when it was made."""
+    make, _ = OPAQUE[kind]
+    side = SideState(nn.Linear(1, 1), Task({"inner": make()}))
+    for step in range(1, 4):
+        side.keep(step)
+    side.drop()
+    assert side.doubtful == []
+    side.restore(sent(side.to_record()))
+    assert side.doubtful == []
 
 
 class Quiet:

@@ -277,9 +277,13 @@ def test_odd_objects_are_looked_into_without_an_error(make):
     assert (side.take_lost(), side.doubtful) == ([], [])
 
 
-def test_a_set_of_objects_that_may_change_is_named():
+def test_a_set_of_objects_that_change_is_named():
     """No order of them is the same in two processes."""
     task = type("Odd", (), {})()
     task.meters, task.names = {Meter(), Meter()}, {"a", "b"}
     side, *_ = _made(task)
+    side.look()
+    assert side.opaque == []
+    next(iter(task.meters)).add(1.0)
+    side.look()
     assert side.opaque == ["task.meters (set)"]

@@ -93,6 +93,11 @@ class SampleSource:
         return other
 
     @property
+    def dataset(self) -> Any:
+        """The one that it loads from."""
+        return self._dataset
+
+    @property
     def gives_many(self) -> bool:
         """Whether the dataset loads a batch at once, so that nobody knows at which sample it is."""
         return self._many is not None

@@ -265,6 +265,11 @@ class WorkerPool:
             raise PoolError(message, worker=-1) from error
 
     @property
+    def counted(self) -> tuple[str, ...]:
+        """What loads count up in a worker's copy of the dataset, as far as that is known."""
+        return self._inboxes.counted
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of the workers, by worker number."""
         return tuple(worker.pid for worker in self._workers if worker.pid is not None)

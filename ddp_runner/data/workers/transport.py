@@ -23,6 +23,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_storage
 from torch.utils.data import get_worker_info
 
+from ddp_runner.data.attributes import CountedReads
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource, failed
 from ddp_runner.data.workers.memory_files import BATCH, as_bytes
 from ddp_runner.data.workers.shared_files import InheritedFiles
@@ -62,6 +63,7 @@ class PackedBatch(NamedTuple):
     worker: int
     body: bytes
     descriptors: int
+    counted: tuple[str, ...] = ()  # what its loads count up in the dataset, see CountedReads
 
 
 class _Packer(ForkingPickler):
@@ -148,6 +150,7 @@ class PackedSource:
         self._by_value = by_value
         self._watches_files = watches_files
         self._files: InheritedFiles | None = None  # of the worker whose copy this is
+        self._reads: CountedReads | None = None  # likewise
         self._outboxes = outboxes
         self._stamps = stamps
 
@@ -161,7 +164,10 @@ class PackedSource:
         self._stamps.begin(info.id, number)
         if self._watches_files and self._files is None:
             self._files = InheritedFiles()
+        if self._reads is None:
+            self._reads = CountedReads(self._source.dataset)
         batch = self._source.load(key, on_sample=partial(self._stamps.sample, info.id))
+        self._reads.note_load()
         if self._files is not None and (path := self._files.moved()):
             batch = _refused(key, f"{_SHARED_FILE.format(path=path)}; {_OPEN_LATER}")
         try:
@@ -172,7 +178,7 @@ class PackedSource:
             )
             packed = self._sent(trouble, worker=info.id, outbox=send_descriptors)
         self._stamps.end(info.id)
-        return packed
+        return packed._replace(counted=self._reads.names)
 
     def _sent(self, batch: Any, *, worker: int, outbox: socket.socket) -> PackedBatch:
         file = io.BytesIO()
@@ -204,11 +210,13 @@ class Inboxes:
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self._sockets = sockets
+        self.counted: tuple[str, ...] = ()  # as a worker said last
         for each in sockets:
             each.setblocking(False)
 
     def unpack(self, packed: PackedBatch) -> Any:
         """The batch. Never blocks. Raises TransportError if it did not come whole."""
+        self.counted = packed.counted or self.counted
         if packed.descriptors == OUT_OF_FILES:
             raise OutOfFilesError("its worker cannot open so many files")
         descriptors: list[int] = []

@@ -229,6 +229,7 @@ class SideComparison:
 
     def mine(self) -> dict[str, Any]:
         """What the other ranks need to know of this one."""
+        self._side.look_again(whole=True)
         return {"digests": self._side.digests(), "was_received": self._side.was_received}
 
     def compare(self, answers: Sequence[Mapping[str, Any]]) -> None:

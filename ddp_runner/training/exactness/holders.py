@@ -1,8 +1,8 @@
 """What an object holds, whatever kind of object it is: read, written, and followed to what is inside.
 
-Attributes in ``__dict__`` and in ``__slots__``, those of a class of the user's, and the variables that a function
-keeps from the one around it. Libraries' objects are looked into as well, except for those of torch, numpy and the
-like, whose attributes are their own business. Decides nothing about what is kept.
+Attributes in ``__dict__`` and in ``__slots__``, those of a class of the user's, and what a function keeps: the
+variables of the one around it, its attributes, its defaults. Libraries' objects are looked into as well, except
+for those of torch, numpy and the like, whose attributes are their own business. Decides nothing about what is kept.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ import contextlib
 import enum
 import functools
 import io
+import queue
 import sys
+import threading
 import types
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.utils.data import Dataset
 
-from ddp_runner.training.exactness.values import ENTRIES_MAX
-
-CONTAINERS_DEEP = 6  # one in another
+CONTAINERS_DEEP = 20  # one in another
+SCANNED_MAX = 10_000  # entries of all containers of one attribute, as values.SEEN_NODES_MAX
+OBJECTS_MAX = 1_000  # among them
+LONG = 100_000  # a list that is not even read through for objects
 _OF_MODULES = frozenset(vars(nn.Module())) | {
     "_compiled_call_impl",
     "_flat_weights",
@@ -44,11 +48,38 @@ _HOLDERS = (
     collections.UserDict,
     collections.UserList,
     collections.UserString,
+    collections.ChainMap,
+    queue.Queue,
+    threading.local,  # of this thread, which makes the steps
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PLAIN = (*_CONTAINERS, str, bytes, bytearray, int, float, complex)
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _NAMES = (str, int, float, bytes, tuple, type(None))  # what is written alike in all processes
 _INSTALLED = ("site-packages", "dist-packages")
+_BEFORE_STEPS = ("build_model", "build_datasets", "__init__")
+_DEFAULTS = ("__defaults__", "__kwdefaults__")
+_T = TypeVar("_T")
+
+
+def _once_a_kind(judge: Callable[[type], _T]) -> Callable[[type], _T]:
+    """Remember what ``judge`` says of a class."""
+    remembered = functools.lru_cache(maxsize=4096)(judge)
+
+    def judged(kind: type) -> _T:
+        try:
+            return remembered(kind)
+        except TypeError:  # of a metaclass that does not hash
+            return judge(kind)
+
+    return judged
+
+
+class Closed(NamedTuple):
+    """What is not looked into: ``value`` is opaque, or there is too much in it."""
+
+    value: Any
 
 
 def attributes_of(at: Any) -> dict[str, Any]:
@@ -56,12 +87,15 @@ def attributes_of(at: Any) -> dict[str, Any]:
     if isinstance(at, type):
         return {key: value for key, value in vars(at).items() if _is_class_state(key, value)}
     if isinstance(at, types.FunctionType):
-        return _closed_over(at)
+        return _of_function(at)
+    if isinstance(at, threading.local):
+        return dict(vars(at))
     found = {}
-    for name in ("__dict__", *_slots_of(type(at))):
-        with contextlib.suppress(AttributeError):  # it has none, or it was never set
+    for name in _slots_of(type(at)):
+        with contextlib.suppress(AttributeError):  # it was never set
             found[name] = object.__getattribute__(at, name)  # not by the user's __getattr__
-    found.update(found.pop("__dict__", {}))
+    if _has_dict(type(at)):
+        found.update(object.__getattribute__(at, "__dict__"))
     if isinstance(at, nn.Module):
         for name in _OF_MODULES & found.keys():
             del found[name]
@@ -70,109 +104,232 @@ def attributes_of(at: Any) -> dict[str, Any]:
 
 def write_attribute(at: Any, key: str, value: Any) -> None:
     """Set it, also where the object's class forbids that (a frozen dataclass)."""
-    if isinstance(at, types.FunctionType):
+    if isinstance(at, types.FunctionType) and key in at.__code__.co_freevars:
         _cells(at)[key].cell_contents = value
         return
     try:
         setattr(at, key, value)
-    except AttributeError:
-        object.__setattr__(at, key, value)
+    except Exception:  # noqa: BLE001 - a class of the user's says no in its own way
+        (type if isinstance(at, type) else object).__setattr__(at, key, value)
 
 
 def remove_attribute(at: Any, key: str) -> None:
     """Delete it; of a function, empty the variable."""
-    if isinstance(at, types.FunctionType):
+    if isinstance(at, types.FunctionType) and key in at.__code__.co_freevars:
         del _cells(at)[key].cell_contents
         return
     try:
         delattr(at, key)
-    except AttributeError:
-        object.__delattr__(at, key)
+    except Exception:  # noqa: BLE001 - as above
+        (type if isinstance(at, type) else object).__delattr__(at, key)
 
 
-def own_classes(at: Any) -> Iterator[type]:
+def own_classes(at: Any) -> tuple[type, ...]:
     """The classes of an object that are the user's own, whose attributes all its objects share."""
-    if isinstance(at, (type, types.FunctionType)):
-        return
-    for kind in type(at).__mro__:
-        if _is_users(kind):
-            yield kind
+    bases = [one for one in at.__mro__ if one is not at] if isinstance(at, type) else []
+    return (*filter(_is_users, bases), *_own_bases(type(at)))
+
+
+@_once_a_kind
+def _own_bases(kind: type) -> tuple[type, ...]:
+    return tuple(filter(_is_users, kind.__mro__))
 
 
 def is_opaque(value: Any) -> bool:
     """Whether it changes when it is used and cannot be looked into: an iterator, a file that is read."""
-    if isinstance(value, io.IOBase):
-        return not value.closed and value.readable()
-    if isinstance(
-        value, (set, frozenset)
-    ):  # of objects: two processes have no common order of them
-        return 1 < len(value) <= ENTRIES_MAX and any(map(_may_change, value))
-    return hasattr(type(value), "__next__") and not isinstance(value, nn.Module)
+    kind = type(value)
+    if issubclass(kind, (set, frozenset)):  # of objects: two processes have no common order of them
+        return 1 < len(value) <= SCANNED_MAX and any(map(_may_change, value))
+    if not _may_be_opaque(kind):
+        return False
+    return not isinstance(value, io.IOBase) or (not value.closed and value.readable())
+
+
+@_once_a_kind
+def _may_be_opaque(kind: type) -> bool:
+    if issubclass(kind, (io.IOBase, queue.SimpleQueue)):
+        return True
+    advance = getattr(kind, "__next__", None)
+    if advance is None or issubclass(kind, nn.Module):
+        return False
+    return not (isinstance(advance, types.FunctionType) and _is_users(kind))
 
 
 def objects_in(at: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The objects in attributes of ``at``, also in its lists and dicts, whose attributes may change."""
+    """The objects in attributes of ``at``, also in its lists and dicts, whose attributes may change.
+
+    :class:`Closed` around an attribute with too many of them, or that cannot be read.
+    """
     if isinstance(at, nn.Module):
         for key, module in at._modules.items():  # noqa: SLF001
             if module is not None:
                 yield f"{path}.{key}", module
     for key, value in attributes_of(at).items():
-        yield from _objects(value, f"{path}.{key}", 0)
+        if type(value) not in _LEAVES:
+            yield from _Scan().objects(value, f"{path}.{key}")
     if isinstance(at, _CONTAINERS):  # one with attributes of its own
-        yield from _entries(at, path, 0)
+        yield from _Scan().objects(_Plain(at), path)
+    yield from _code_in(at, path)
 
 
-def _objects(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, functools.partial):
-        yield from _objects((value.func, value.args, value.keywords), path, depth)
-    elif isinstance(value, types.MethodType):
-        yield from _objects(value.__self__, f"{path}.__self__", depth)
-    elif _is_walked(value) or is_opaque(value):
-        yield path, value
-    elif isinstance(value, _CONTAINERS):
-        yield from _entries(value, path, depth)
+class _Plain(NamedTuple):
+    """A container, without the attributes that it has besides."""
+
+    of: Any
 
 
-def _entries(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if depth >= CONTAINERS_DEEP or len(value) > ENTRIES_MAX:
+class _TooManyError(Exception):
+    """More than are looked at in one attribute."""
+
+
+class _Scan:
+    """Of one attribute."""
+
+    def __init__(self) -> None:
+        self._left = SCANNED_MAX
+
+    def objects(self, value: Any, path: str) -> list[tuple[str, Any]]:
+        """With their paths."""
+        found: list[tuple[str, Any]] = []
+        try:
+            for one in self._in(value, path, 0):
+                found.append(one)
+                if len(found) > OBJECTS_MAX:
+                    raise _TooManyError  # noqa: TRY301 - as from within
+        except _TooManyError:
+            return [(path, Closed(value.of if isinstance(value, _Plain) else value))]
+        except Exception:  # noqa: BLE001 - an object of the user's that cannot even be asked for its class
+            return [(path, Closed(value))]
+        return found
+
+    def _in(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, _Plain):
+            yield from self._entries(value.of, path, depth)
+        elif isinstance(value, functools.partial):
+            yield from self._in((value.func, value.args, value.keywords), path, depth)
+        elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+            yield from self._in(value.__self__, f"{path}.__self__", depth)
+        elif isinstance(value, (staticmethod, classmethod)):
+            yield from self._in(value.__func__, path, depth)
+        elif _is_walked(value) or is_opaque(value):
+            yield path, value
+        elif isinstance(value, _CONTAINERS):
+            yield from self._entries(value, path, depth)
+        elif isinstance(value, types.MappingProxyType):
+            yield from self._in(dict(value), path, depth)
+
+    def _entries(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+        kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+        length = kind.__len__(value)
+        if length > LONG:
+            return  # then the whole attribute is known by a trace, with all that is in it
+        inner = dict.values(value) if kind is dict else kind.__iter__(value)
+        if set(map(type, inner)) <= _LEAVES:
+            return
+        self._left -= length
+        if depth >= CONTAINERS_DEEP:
+            yield path, Closed(value)
+        if self._left < 0 or depth >= CONTAINERS_DEEP:
+            return
+        if kind is dict:
+            pairs: Any = (
+                (key if isinstance(key, _NAMES) else n, one)
+                for n, (key, one) in enumerate(dict.items(value))
+            )
+        elif kind in (set, frozenset):
+            pairs = enumerate(value if length == 1 else ())  # see is_opaque
+        else:
+            pairs = enumerate(kind.__iter__(value))
+        for place, one in pairs:
+            if type(one) not in _LEAVES:
+                yield from self._in(one, f"{path}[{place!r}]", depth + 1)
+
+
+def _code_in(at: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Functions and classes of the user's: those of a class, and functions that one calls by name."""
+    if isinstance(at, types.FunctionType):
+        yield from _called_by(at, path)
+    elif isinstance(at, type):
+        for key, value in vars(at).items():
+            inner = () if key in _BEFORE_STEPS else _functions_of(value)
+            yield from ((f"{path}.{key}", one) for one in inner if _is_walked(one))
+
+
+def _called_by(function: types.FunctionType, path: str) -> Iterator[tuple[str, Any]]:
+    if _is_foreign(function):
+        for inner in _wrapped_by(function):
+            yield f"{path}.__wrapped__", inner
         return
-    if isinstance(value, dict):
-        pairs: Any = (
-            (key if isinstance(key, _NAMES) else n, one)
-            for n, (key, one) in enumerate(value.items())
-        )
-    elif isinstance(value, (set, frozenset)):
-        pairs = enumerate(value if len(value) == 1 else ())  # see is_opaque
-    else:
-        pairs = enumerate(value)
-    for place, one in pairs:
-        if not isinstance(one, (str, int, float, bytes)):
-            yield from _objects(one, f"{path}[{place!r}]", depth + 1)
+    for name in _global_names(function.__code__):
+        one = function.__globals__.get(name)
+        if type(one) is types.FunctionType and _is_walked(one):
+            yield one.__qualname__, one
+
+
+def _is_foreign(function: types.FunctionType) -> bool:
+    """Whether its code is of a library that is not looked into, whatever name it has."""
+    name = function.__globals__.get("__name__")
+    return isinstance(name, str) and name != "__main__" and _root(name) in _NOT_WALKED
+
+
+def _wrapped_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            if type(cell.cell_contents) is types.FunctionType:
+                yield cell.cell_contents
+
+
+def _functions_of(value: Any) -> tuple[Any, ...]:
+    """Of an entry of a class."""
+    if isinstance(value, (types.FunctionType, type)):
+        return (value,)
+    if isinstance(value, (staticmethod, classmethod)):
+        return _functions_of(value.__func__)
+    if isinstance(value, property):
+        return tuple(one for one in (value.fget, value.fset) if isinstance(one, types.FunctionType))
+    if isinstance(value, (functools.partialmethod, functools.cached_property)):
+        return _functions_of(getattr(value, "func"))  # noqa: B009 - for mypy
+    return ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    inner = [
+        name
+        for one in code.co_consts
+        if isinstance(one, types.CodeType)
+        for name in _global_names(one)
+    ]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 def _may_change(value: Any) -> bool:
     settings = getattr(type(value), "__dataclass_params__", None)
-    is_fixed = isinstance(value, enum.Enum) or (settings is not None and settings.frozen)
-    return _is_walked(value) and not is_fixed
+    return _is_walked(value) and not (settings is not None and settings.frozen)
 
 
 def _is_walked(value: Any) -> bool:
-    if isinstance(value, (nn.Module, *_HOLDERS)):
-        return True
     if isinstance(value, types.FunctionType):
+        if _is_users_module(value.__module__ or "__main__"):
+            return True
         return bool(value.__closure__) and _root(value.__module__) not in _NOT_WALKED
-    if isinstance(value, _PLAIN):  # its content is kept; perhaps it has attributes beside
-        return _has_dict(value) and (bool(vars(value)) or _is_users(type(value)))
-    return not isinstance(value, (type, Dataset)) and _has_followed_attributes(value)
-
-
-def _has_dict(value: Any) -> bool:
-    return type(value).__dictoffset__ != 0
-
-
-def _has_followed_attributes(value: Any) -> bool:
+    if isinstance(value, type):
+        return not issubclass(value, (Dataset, enum.Enum)) and _is_users(value)
     kind = type(value)
-    if not (_has_dict(value) or any(_slots_of(kind))):
+    if issubclass(kind, _PLAIN):  # its content is kept; perhaps it has attributes beside
+        return _has_dict(kind) and (bool(vars(value)) or _is_users(kind))
+    return _has_followed_attributes(kind)
+
+
+def _has_dict(kind: type) -> bool:
+    return kind.__dictoffset__ != 0
+
+
+@_once_a_kind
+def _has_followed_attributes(kind: type) -> bool:
+    if issubclass(kind, (nn.Module, *_HOLDERS)):
+        return True
+    if issubclass(kind, (Dataset, enum.Enum)) or not (_has_dict(kind) or _slots_of(kind)):
         return False
     if callable(getattr(kind, "load_state_dict", None)):
         return False  # it gives its state itself
@@ -185,12 +342,17 @@ def _has_followed_attributes(value: Any) -> bool:
 
 def _is_users(kind: type) -> bool:
     """Whether a class stands in a file of the user's, and not among installed packages."""
-    root = _root(kind.__module__)
+    return _is_users_module(kind.__module__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users_module(name: str) -> bool:
+    root = _root(name)
     if root == "__main__":
         return True
     if root in _NOT_WALKED:
         return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    file = getattr(sys.modules.get(name), "__file__", None)
     return file is None or not any(folder in file for folder in _INSTALLED)
 
 
@@ -206,7 +368,12 @@ def _root(module: str | None) -> str:
     return (module or "").partition(".")[0]
 
 
-def _slots_of(kind: type) -> Iterator[str]:
+@_once_a_kind
+def _slots_of(kind: type) -> tuple[str, ...]:
+    return tuple(_slot_names(kind))
+
+
+def _slot_names(kind: type) -> Iterator[str]:
     for one in kind.__mro__:
         names = one.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
@@ -220,8 +387,22 @@ def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
-def _closed_over(function: types.FunctionType) -> dict[str, Any]:
-    found = {}
+def _of_function(function: types.FunctionType) -> dict[str, Any]:
+    """Its attributes, what it remembers of the function around it, and defaults that may change.
+
+    Nothing of a wrapper of a library's, as of ``torch.no_grad`` or ``singledispatch``: its caches are no state.
+    """
+    if _is_foreign(function):
+        return {}
+    found = {key: value for key, value in vars(function).items() if not key.startswith("__")}
+    for name in _DEFAULTS:
+        held = getattr(function, name) or ()
+        values = held.values() if isinstance(held, dict) else held
+        if not set(map(type, values)) <= _LEAVES:
+            found[name] = held
+    wrapped = vars(function).get("__wrapped__")
+    if wrapped is not None:
+        found["__wrapped__"] = wrapped
     for name, cell in _cells(function).items():
         with contextlib.suppress(ValueError):  # empty
             found[name] = cell.cell_contents

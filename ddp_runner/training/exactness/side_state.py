@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddp_runner.checkpoint.entry_names import bare_names
+from ddp_runner.core.classify import lacks_memory
 from ddp_runner.training.exactness.holders import (
+    Closed,
     attributes_of,
     is_opaque,
     objects_in,
@@ -24,19 +27,22 @@ from ddp_runner.training.exactness.holders import (
     remove_attribute,
     write_attribute,
 )
+from ddp_runner.training.exactness.kept_kinds import GivingBack, Kept, NotPlainError, TensorCopy
+from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import (
-    Kept,
-    NotPlainError,
-    TensorCopy,
     from_wire,
+    idents,
     kept_of,
+    mark_shared,
+    wired,
 )
 
 LOOK_SHARE = 0.002  # of a step's time, for looking at what has not changed so far
 LOOKS_AT_FIRST = 3  # after every step, whatever a look takes
-OWNERS_MAX = 5_000
-DEPTH_MAX = 6  # of objects in objects
+OWNERS_MAX = 1_200  # besides the model's modules
+DEPTH_MAX = 20  # of objects in objects
 _EXTRA = "extra state"
+_UNREADABLE = object()
 _NO_STEPS = -1
 
 
@@ -65,11 +71,19 @@ class _Owner:
             if not self.is_models:
                 yield from self.of._parameters.items()  # noqa: SLF001
         if self.has_extra:
-            yield _EXTRA, self.of.get_extra_state()
+            yield _EXTRA, self._extra()
+
+    def _extra(self) -> Any:
+        try:
+            return self.of.get_extra_state()
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+            return _UNREADABLE
 
     def read(self, key: str) -> Any:
         if key == _EXTRA and self.has_extra:
-            return self.of.get_extra_state()
+            return self._extra()
         if isinstance(self.of, nn.Module):
             return getattr(self.of, key, None)
         return attributes_of(self.of).get(key)
@@ -124,7 +138,8 @@ class SideState:
         self._stepped_s = 0.0
         self.differing: set[str] = set()  # names of what two ranks have differently
         self.took_over: list[str] = []  # of those, what is another rank's now
-        self.opaque: list[str] = []  # names of what cannot be looked into
+        self._traces: dict[str, Trace] = {}  # of what is not looked into, as it was built
+        self.opaque: list[str] = []  # names of those which steps use
         self.doubtful: list[
             str
         ] = []  # of those, what may not be as it was, since a repair or a resume
@@ -132,7 +147,13 @@ class SideState:
         self.was_received = False  # the state of another process, since it was compared
         self._lost: list[str] = []
         self._step = 0
+        self._left: list[Any] = []  # of the objects, those that are too many
+        self._left_name = ""  # of the first
+        self._functions: dict[str, FunctionType] = {}  # those that keep nothing so far
+        self._closed: dict[str, Any] = {}  # what is not looked into, by its name
         self._owners = self._walk()
+        self._traces = {name: Trace(value) for name, value in self._closed.items()}
+        self._note_used()
         self._take_picture()
 
     def no_longer_apart(self, identity: int) -> None:
@@ -159,13 +180,14 @@ class SideState:
         """Put back all that is not as it was held, and follow it from now on; its names."""
         now = self._all(with_contents=False)
         changed = []
+        giving = self._giving_back(held)
         for name in [*held, *(name for name in now if name not in held)]:
             owner, key = self._place(name)
             if owner is None:
                 continue
             value, seen = owner.read(key), self._picture.get(name)  # made when all was held
-            is_as_held = name in held and held[name].is_in(value)
-            is_as_seen = seen is not None and seen.is_in(value)
+            is_as_held = name in held and _is_in(held[name], value)
+            is_as_seen = seen is not None and _is_in(seen, value, whole=True)
             if is_as_held and (seen is None or is_as_seen):
                 continue
             # One that is written with what it held is followed too: a picture does not know what that was.
@@ -173,9 +195,10 @@ class SideState:
                 changed.append(name)
                 if is_as_seen:
                     self._blind.add(name)  # its content has changed, torch's count has not
-            self._give_back(name, held.get(name))
+            self._give_back(name, held.get(name), giving)
             self._follow(name, held.get(name))
         self._owners = self._walk()
+        self._note_used(whole=True)
         self._keep_followed()
         self._take_picture()
         return changed
@@ -209,16 +232,18 @@ class SideState:
         # it is reported. Broken if: something changes that is neither put back nor in take_lost().
         # Guarded by: test_a_step_given_up_twice_and_done_is_as_once_done.
         self._owners = self._walk()
+        self._note_used()
+        giving = self._giving_back(self._followed)
         for name in [name for name, _ in self._changed()]:
             kept = self._picture.get(name)
             # A picture of a step before this one is no way back.
             is_fresh = self._pictured_step == self._step
-            if not (is_fresh and self._give_back(name, kept)):
+            if not (is_fresh and self._give_back(name, kept, giving)):
                 self._lost.append(name)
             self._follow(name, None)
             self._followed[name] = self._now(name)
         for name, kept in self._followed.items():
-            if not self._give_back(name, kept):
+            if not self._give_back(name, kept, giving):
                 self._lost.append(name)
         self.doubtful = list(self.opaque)
         self._take_picture()
@@ -250,35 +275,42 @@ class SideState:
 
     def to_record(self) -> dict[str, Any]:
         """What is followed, plain, for a file and the wire; empty where nothing is."""
-        values: dict[str, Any] = {}
+        self.look_again()
+        there = {}
         for name in self._followed:
             owner, key = self._place(name)
-            if owner is None or not owner.has(key):
-                values[name] = None
-                continue
-            try:
-                values[name] = [self._kept(owner.read(key)).plain()]
-            except NotPlainError as error:
-                values[name] = str(error)
-        if not values:
+            if owner is not None and owner.has(key):
+                there[name] = self._kept(owner.read(key))
+        mark_shared(there.values())
+        values: dict[str, Any] = dict.fromkeys(self._followed)
+        values |= {name: _plain_or_why(kept) for name, kept in there.items()}
+        if not values and not self.opaque:
             return {}
-        return {"values": values, "blind": sorted(self._blind), "differing": sorted(self.differing)}
+        return {
+            "values": values,
+            "blind": sorted(self._blind),
+            "differing": sorted(self.differing),
+            "used": self.opaque,
+        }
 
     def restore(self, record: Mapping[str, Any], *, is_begin: bool = False) -> None:
         """Take over a record of another process, or of before. ``is_begin``: no step has changed anything yet."""
         self._owners = self._walk()
         self.was_received = not is_begin
+        self._note_used()
+        self.opaque = sorted({*self.opaque, *record.get("used", ())})
         self.doubtful = [] if is_begin else list(self.opaque)
         self._blind |= set(record.get("blind", ()))
         self.differing |= set(record.get("differing", ()))
         values = record.get("values", {})
         self._lost += [name for name in self._followed if name not in values]
+        giving = GivingBack()
         for name, packed in values.items():
             self._follow(name, None)
             kept = None if packed is None else Kept(None)
             if isinstance(packed, (list, tuple)):
                 kept = from_wire(packed[0])
-            if isinstance(packed, str) or not self._give_back(name, kept):
+            if isinstance(packed, str) or not self._give_back(name, kept, giving):
                 self._lost.append(name)
         self.took_over = [name for name in values if name in self.differing]
         self._owners = self._walk()
@@ -299,16 +331,31 @@ class SideState:
                 continue
         return found
 
-    def look(self) -> None:
-        """Follow what has changed since the last look, and remember the rest as it is now."""
+    def look(self, *, whole: bool = False) -> None:
+        """Follow what has changed since the last look, and remember the rest as it is now.
+
+        ``whole``: also of what is so much that a look sees a part of it only.
+        """
         self._looks += 1
         self._owners = self._walk()
-        if self._picture:
-            for name, _ in self._changed():
-                self._follow(name, None)
-        self._take_picture()
+        self._note_used(whole=whole)
+        changed = [name for name, _ in self._changed(whole=whole)] if self._picture else []
+        for name in changed:
+            self._follow(name, None)
+            self._followed[name] = self._now(name)  # a step may be given up before the next commit
+        self._take_picture(is_compared=True)
 
-    def _changed(self) -> list[tuple[str, Any]]:
+    def note_counted(self, names: Iterable[str]) -> None:
+        """What nobody keeps changes as well: numbers of the data, in this process or in one of its workers."""
+        if new := {*names} - {*self.opaque}:
+            self.opaque = sorted({*self.opaque, *new})
+
+    def look_again(self, *, whole: bool = False) -> None:
+        """The same between two steps, if one was committed since: what is saved or compared lacks nothing."""
+        if self._pictured_step != self._step or whole:
+            self.look(whole=whole)
+
+    def _changed(self, *, whole: bool = False) -> list[tuple[str, Any]]:
         """What is not followed and is not as the picture has it."""
         found = []
         gone = set(self._picture)
@@ -319,11 +366,12 @@ class SideState:
                     continue
                 gone.discard(name)
                 kept = self._picture.get(name)
-                if kept is None or not kept.is_in(value):
+                if kept is None or not _is_in(kept, value, whole=whole):
                     found.append((name, value))
         return found + [(name, None) for name in gone if name not in self._followed]
 
-    def _take_picture(self) -> None:
+    def _take_picture(self, *, is_compared: bool = False) -> None:
+        """``is_compared``: what the picture has now is known to be as it is."""
         kept = self._picture
         picture = {}
         for owner in self._owners.values():
@@ -332,7 +380,7 @@ class SideState:
                 if name in self._followed:
                     continue
                 known = kept.get(name)
-                if known is None or not known.is_in(value):
+                if known is None or not (is_compared or _is_in(known, value)):
                     known = self._kept(value, with_contents=False)
                 picture[name] = known
         self._picture = picture
@@ -343,17 +391,24 @@ class SideState:
         self._followed.setdefault(name, kept or _ABSENT)
         self._picture.pop(name, None)
 
-    def _give_back(self, name: str, kept: Kept | None) -> bool:
+    def _giving_back(self, kept: Mapping[str, Kept]) -> GivingBack:
+        return GivingBack(idents(kept.values()))
+
+    def _give_back(self, name: str, kept: Kept | None, giving: GivingBack) -> bool:
         """Whether ``name`` is now what was kept."""
         owner, key = self._place(name)
         if owner is None:
             return kept is None or kept is _ABSENT
-        if kept is None or kept is _ABSENT:
-            owner.remove(key)  # it was not there
-            return True
         try:
-            owner.write(key, kept.given_back(owner.read(key)))
-        except NotPlainError:
+            if kept is None or kept is _ABSENT:
+                owner.remove(key)  # it was not there
+                return True
+            owner.write(key, kept.given_back(owner.read(key), giving))
+        except (
+            Exception
+        ) as error:  # a class of the user's may refuse to be written, or to load its state
+            if lacks_memory(error):
+                raise
             return False
         return True
 
@@ -365,6 +420,8 @@ class SideState:
 
     def _place(self, name: str) -> tuple[_Owner | None, str]:
         path, _, key = name.rpartition(".")
+        if path not in self._owners and path in self._functions:
+            return _Owner(path, self._functions[path], is_models=False), key
         return self._owners.get(path), key
 
     def _kept(self, value: Any, **options: Any) -> Kept:
@@ -374,7 +431,7 @@ class SideState:
         """What is looked at elsewhere: the model's own tensors, and what is an owner itself."""
         if id(value) in self._own or id(value) in self._apart:
             return True
-        return isinstance(value, (nn.Module, Dataset))
+        return issubclass(type(value), (nn.Module, Dataset))
 
     def _all(self, **options: Any) -> dict[str, Kept]:
         return {
@@ -397,38 +454,82 @@ class SideState:
             name = f"model.{bare}" if bare else "model"
             owners.setdefault(name, _Owner(name, module, is_models=True))
             seen.add(id(module))
+        modules = len(owners)
         roots = [(self._root_name, self._task, 0)] if self._task is not None else []
         pending = roots + [(o.path, o.of, 0) for o in owners.values()]
-        opaque: list[str] = []
-        while pending and len(owners) < OWNERS_MAX:
+        is_walked: set[int] = set()
+        closed: dict[str, Any] = {}
+        functions: dict[str, FunctionType] = {}
+        left: list[Any] = []
+        while pending:
             path, at, depth = pending.pop()
-            if path not in owners:
-                if id(at) in seen or id(at) in self._apart:
-                    continue
-                seen.add(id(at))
-                if is_opaque(at):
-                    opaque.append(f"{path} ({type(at).__name__})")
-                    continue
-                owners[path] = _Owner(path, at, is_models=False)
-            for kind in own_classes(at):
-                if id(kind) not in seen:
-                    seen.add(id(kind))
-                    owners.setdefault(
-                        kind.__qualname__, _Owner(kind.__qualname__, kind, is_models=False)
-                    )
-            if depth >= DEPTH_MAX:
+            if id(at) in is_walked or id(at) in self._apart:
                 continue
-            pending += [
-                (inner_path, inner, depth + 1) for inner_path, inner in objects_in(at, path)
-            ]
-        if pending:
-            opaque.append(f"{pending[-1][0]} (behind {OWNERS_MAX:,} other objects)")
-        self.opaque = sorted(opaque)
+            if isinstance(at, Closed) or is_opaque(at):
+                inner = at.value if isinstance(at, Closed) else at
+                closed[f"{path} ({type(inner).__name__})"] = inner
+                continue
+            is_walked.add(id(at))
+            if len(owners) - modules >= OWNERS_MAX or depth > DEPTH_MAX:
+                left.append(at)
+                self._left_name = self._left_name or path
+                continue
+            if type(at) is FunctionType and not attributes_of(at):
+                functions[path] = at
+            elif id(at) not in seen:
+                name = _free(path, owners)
+                owners[name] = _Owner(name, at, is_models=False)
+            pending += [(k.__qualname__, k, depth + 1) for k in own_classes(at)]
+            pending += [(where, inner, depth + 1) for where, inner in objects_in(at, path)]
+        if left:
+            if [*map(id, left)] == [*map(id, self._left)]:
+                left = self._left
+            self._left = left
+            closed[f"{self._left_name} and other objects"] = left
+        self._closed, self._functions = closed, functions
         self._own = frozenset(own)
         return owners
 
+    def _note_used(self, *, whole: bool = False) -> None:
+        """See which of what is not looked into is no longer as it was built."""
+        known = {*self.opaque}
+        for name, value in self._closed.items():
+            if name not in known:
+                trace = self._traces.get(name)
+                if trace is None or not trace.is_of(value, whole=whole):
+                    self.opaque.append(name)
+        self.opaque.sort()
+
+
+def _free(path: str, owners: Mapping[str, _Owner]) -> str:
+    """``path``, or, where two objects have the same name, another one."""
+    number = 1
+    name = path
+    while name in owners:
+        number += 1
+        name = f"{path}#{number}"
+    return name
+
 
 _ABSENT = Kept(object())
+
+
+def _is_in(kept: Kept, value: Any, *, whole: bool = False) -> bool:
+    """Whether ``value`` is what was kept; no, if an object of the user's does not let itself be compared."""
+    try:
+        return kept.is_wholly_in(value) if whole else kept.is_in(value)
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+        return False
+
+
+def _plain_or_why(kept: Kept) -> list[Any] | str:
+    """As it travels; else what in it cannot."""
+    try:
+        return [wired(kept)]
+    except NotPlainError as error:
+        return str(error)
 
 
 def _recomputed_names(of: Any) -> frozenset[str]:

@@ -1,224 +1,62 @@
 """What an attribute holds, remembered: compared with what it holds later, put back, made plain.
 
-Knows tensors, numbers, texts, arrays, random generators, and lists, tuples, sets, deques and dicts of
-such. Of anything else it knows which object it is. What is put back is put into the objects that
-are there, where it can be: others may refer to them.
+Lists, tuples, sets, deques and dicts of what ``kept_kinds`` knows, and objects that give their state
+themselves. Of anything else it knows which object it is, and of what is too large, or cannot be read, a trace
+(``traces``). None of a class's own methods is called to read a list or dict: they may do anything.
 """
 
 from __future__ import annotations
 
-import math
-import random
-import weakref
-from collections import deque
-from collections.abc import Callable
+import functools
+import gc
+import types
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from itertools import chain
+from multiprocessing.sharedctypes import SynchronizedBase
+from operator import is_
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.data.stream_state import from_plain, to_plain
-from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.core.classify import lacks_memory
+from ddp_runner.data.stream_state import from_plain
+from ddp_runner.training.exactness.kept_kinds import (
+    BUFFER,
+    C_VALUES,
+    GENERATOR,
+    MEMBER,
+    Array,
+    Buffer,
+    GeneratorState,
+    GivingBack,
+    Kept,
+    Leaf,
+    Member,
+    NotPlainError,
+    Received,
+    Seen,
+    TensorCopy,
+    generator_kind,
+    has_pointers,
+)
+from ddp_runner.training.exactness.traces import Trace
 
-ENTRIES_MAX = 100_000  # of one list or dict; one with more is known by its length only
-_LEAVES = (type(None), bool, int, float, complex, str, bytes)
-_PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
-_GENERATOR, _SET, _DEQUE = "ddp_runner:generator", "ddp_runner:set", "ddp_runner:deque"
-_BYTES = "ddp_runner:bytearray"
+ENTRIES_MAX = 100_000  # of one list or dict that is kept
+NODES_MAX = 250_000  # of what is kept under one name, numbers in a list of numbers aside
+SEEN_NODES_MAX = 10_000  # the same of what is only looked at
+ARRAY_BYTES_MAX = 128 * 1024 * 1024
+_SEEN_ARRAY_BYTES_MAX = 16 * 1024 * 1024
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SET, _DEQUE = "ddp_runner:set", "ddp_runner:deque"
 _PAIRS, _STATEFUL = "ddp_runner:pairs", "ddp_runner:state_dict"
-
-
-class NotPlainError(TypeError):
-    """A value that can neither be stored nor sent; its text names the type."""
-
-
-class Kept:
-    """A value as it was; here, one of which only the object itself is known."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def is_in(self, value: Any) -> bool:
-        """Whether ``value`` is what was kept."""
-        return value is self._value
-
-    def given_back(self, live: Any) -> Any:  # noqa: ARG002 - others put it in there
-        """What was kept, in the object ``live`` where that can hold it. Raises NotPlainError if it is unknown."""
-        return self._value
-
-    def plain(self) -> Any:
-        """For a file and the wire. Raises NotPlainError."""
-        kind = type(self._value)
-        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
-
-    def digest(self) -> Any:
-        """What two equal values have alike, in any process. Raises NotPlainError."""
-        return repr(self.plain())
-
-
-class _Leaf(Kept):
-    """A number, a text: it cannot be changed, only replaced."""
-
-    def is_in(self, value: Any) -> bool:
-        if value is self._value:
-            return True
-        if type(value) is not type(self._value):
-            return False
-        return bool(value == self._value) or _are_nan(value, self._value)
-
-    def plain(self) -> Any:
-        if type(self._value) in _PLAIN_LEAVES:
-            return self._value
-        if isinstance(self._value, np.generic):
-            return to_plain(self._value)
-        return super().plain()
-
-
-class _Seen(Kept):
-    """A tensor of which torch's count of its changes is known, not what it holds."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.of: Callable[[], Tensor | None] = weakref.ref(tensor)
-        self._version = tensor._version  # noqa: SLF001 - as autograd
-        self._at = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-
-    def is_in(self, value: Any) -> bool:
-        original = self.of()
-        if value is not original or original is None or original._version != self._version:  # noqa: SLF001
-            return False
-        return self._at == (original.data_ptr(), original.shape, original.dtype)
-
-    def given_back(self, live: Any) -> Any:
-        if self.is_in(live):
-            return live
-        raise NotPlainError("a tensor that was not kept")
-
-    def plain(self) -> Any:
-        raise NotPlainError("a tensor that was not kept")
-
-
-class TensorCopy(Kept):
-    """A tensor and what it held. ``on_host``: the copy lies in host memory."""
-
-    content: Tensor
-
-    def __init__(self, tensor: Tensor, *, on_host: bool, before: Kept | None) -> None:
-        self.seen = _Seen(tensor)
-        own = tensor.detach()
-        room = before.content if isinstance(before, TensorCopy) else None
-        if room is not None and _layout(room) == _layout(own) and not on_host:
-            self.content = room.copy_(own)
-        else:
-            self.content = own.to("cpu", copy=True) if on_host else own.clone()
-
-    def is_in(self, value: Any) -> bool:
-        """As :class:`Kept`: by the bits."""
-        return _is_same_tensor(value, self.content)
-
-    def given_back(self, live: Any) -> Any:
-        """As :class:`Kept`: in the tensor that it was of, if that is still there."""
-        original = self.seen.of()
-        into = live if original is None else original
-        if isinstance(into, Tensor) and _layout(into)[:2] == _layout(self.content)[:2]:
-            with torch.no_grad():
-                into.detach().copy_(self.content)
-            return into
-        device = live.device if isinstance(live, Tensor) else self.content.device
-        return self.content.to(device, copy=True)
-
-    def plain(self) -> Any:
-        """As :class:`Kept`."""
-        return self.content
-
-    def digest(self) -> Any:
-        """As :class:`Kept`."""
-        return (str(_layout(self.content)[:2]), tensor_hash(self.content))
-
-
-class _Received(TensorCopy):
-    """A tensor of another process."""
-
-    def __init__(self, content: Tensor) -> None:
-        self.seen = _Nowhere()  # type: ignore[assignment]
-        self.content = content
-
-
-class _Nowhere:
-    """In the place of a tensor that this process has never had."""
-
-    def of(self) -> None:
-        return None
-
-    def is_in(self, value: Any) -> bool:  # noqa: ARG002
-        return False
-
-
-class _Array(Kept):
-    def __init__(self, array: Any) -> None:
-        super().__init__(array.copy())
-
-    def is_in(self, value: Any) -> bool:
-        if type(value) is not np.ndarray or value.dtype != self._value.dtype:
-            return False
-        is_alike = value.shape == self._value.shape and value.tobytes() == self._value.tobytes()
-        return bool(is_alike)
-
-    def given_back(self, live: Any) -> Any:
-        fits = type(live) is np.ndarray and live.dtype == self._value.dtype
-        if fits and live.shape == self._value.shape and live.flags.writeable:
-            np.copyto(live, self._value)
-            return live
-        return self._value.copy()
-
-    def plain(self) -> Any:
-        if self._value.dtype.hasobject:
-            return super().plain()
-        return to_plain(self._value)
-
-
-class _Bytes(Kept):
-    """A bytearray, whose content may change in place."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(content)
-
-    def is_in(self, value: Any) -> bool:
-        return type(value) is bytearray and value == self._value
-
-    def given_back(self, live: Any) -> Any:
-        if type(live) is not bytearray:
-            return bytearray(self._value)
-        live[:] = self._value
-        return live
-
-    def plain(self) -> Any:
-        return {_BYTES: self._value}
-
-
-class _GeneratorState(Kept):
-    """Where a random generator stands. ``kind``: a key of ``_GENERATORS``."""
-
-    def __init__(self, kind: str, state: Any) -> None:
-        self._kind = kind
-        self._state = state
-
-    def is_in(self, value: Any) -> bool:
-        if _generator_kind(value) != self._kind:
-            return False
-        return _repr_of_state(_GENERATORS[self._kind][0](value)) == _repr_of_state(self._state)
-
-    def given_back(self, live: Any) -> Any:
-        _, give, make = _GENERATORS[self._kind]
-        generator = live if _generator_kind(live) == self._kind else make(self._state)
-        give(generator, self._state)
-        return generator
-
-    def plain(self) -> Any:
-        return {_GENERATOR: (self._kind, to_plain(self._state))}
-
-    def digest(self) -> Any:
-        return (self._kind, _repr_of_state(self._state))
+_OBJECTS, _SHELL, _SHARED = "ddp_runner:objects", "ddp_runner:shell", "ddp_runner:shared"
+_BYTEARRAY = "ddp_runner:bytearray"  # in files of earlier versions
+_CONTAINERS = (OrderedDict, dict, list, tuple, set, frozenset, deque)
 
 
 class _Sequence(Kept):
@@ -237,16 +75,19 @@ class _Sequence(Kept):
             return False
         return all(kept.is_in(one) for kept, one in zip(self.items, there, strict=True))
 
-    def given_back(self, live: Any) -> Any:
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:
         is_alike = type(live) is self._kind or isinstance(live, tuple)
         there: list[Any] = _ordered(live) if is_alike else []
         there += [None] * (len(self.items) - len(there))
-        items = [kept.given_back(one) for kept, one in zip(self.items, there, strict=False)]
+        items = [kept.given_back(one, giving) for kept, one in zip(self.items, there, strict=False)]
         if type(live) is self._kind and isinstance(live, (list, deque, set)):
-            live.clear()
-            (live.update if isinstance(live, set) else live.extend)(items)
+            _refill(live, items)
             return live
-        if isinstance(live, tuple) and [*map(id, live)] == [*map(id, items)]:
+        if (
+            isinstance(live, tuple)
+            and len(items) == len(live)
+            and _are_same(tuple.__iter__(live), items)
+        ):
             return live  # put back in what it holds
         if isinstance(live, tuple) and hasattr(live, "_fields") and issubclass(self._kind, tuple):
             return type(live)(*items)
@@ -254,8 +95,11 @@ class _Sequence(Kept):
             return deque(items, self._maxlen)
         return self._kind(*items) if hasattr(self._kind, "_fields") else self._kind(items)
 
+    def parts(self) -> Iterable[Kept]:
+        return self.items
+
     def plain(self) -> Any:
-        items = [kept.plain() for kept in self.items]
+        items = [wired(kept) for kept in self.items]
         if self._kind is deque:
             return {_DEQUE: (items, self._maxlen)}
         if self._kind in (set, frozenset):
@@ -267,6 +111,56 @@ class _Sequence(Kept):
         return sorted(map(repr, parts)) if self._kind in (set, frozenset) else parts
 
 
+class _Numbers(_Sequence):
+    """A list or deque of numbers and texts alone, of which there may be many."""
+
+    def __init__(self, kind: type, values: tuple[Any, ...], *, maxlen: int | None = None) -> None:
+        self._kind = kind
+        self._values = values
+        self._maxlen = maxlen
+
+    @functools.cached_property
+    def items(self) -> list[Kept]:  # type: ignore[override]
+        return [Leaf(value) for value in self._values]
+
+    def is_in(self, value: Any) -> bool:
+        if type(value) is not self._kind or _size(value) != len(self._values):
+            return False
+        return all(map(is_, _entries(value), self._values)) or super().is_in(value)
+
+    def parts(self) -> Iterable[Kept]:
+        return ()
+
+
+class _Objects(Kept):
+    """An array of numpy's that holds objects."""
+
+    def __init__(self, shape: tuple[int, ...], items: list[Kept]) -> None:
+        self._shape = shape
+        self.items = items
+
+    def is_in(self, value: Any) -> bool:
+        if type(value) is not np.ndarray or value.dtype != object or value.shape != self._shape:
+            return False
+        return all(kept.is_in(one) for kept, one in zip(self.items, value.flat, strict=True))
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:
+        fits = isinstance(live, np.ndarray) and live.dtype == object and live.shape == self._shape
+        into = live if fits else np.empty(self._shape, dtype=object)
+        for place, (kept, one) in enumerate(zip(self.items, list(into.flat), strict=True)):
+            into.flat[place] = kept.given_back(one, giving)
+        return into
+
+    def parts(self) -> Iterable[Kept]:
+        return self.items
+
+    def plain(self) -> Any:
+        return {_OBJECTS: (self._shape, [wired(kept) for kept in self.items])}
+
+    def digest(self) -> Any:
+        return self._shape, [kept.digest() for kept in self.items]
+
+
 class _Dict(Kept):
     def __init__(self, kind: type, items: dict[Any, Kept]) -> None:
         self._kind = kind
@@ -275,23 +169,58 @@ class _Dict(Kept):
     def is_in(self, value: Any) -> bool:
         if type(value) is not self._kind or not isinstance(value, dict):
             return False
-        if list(value) != list(self.items):
+        if list(_entries(value)) != list(self.items):
             return False
-        return all(kept.is_in(value[key]) for key, kept in self.items.items())
+        return all(kept.is_in(dict.get(value, key)) for key, kept in self.items.items())
 
-    def given_back(self, live: Any) -> Any:
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:
         if not isinstance(live, dict):
             live = {} if self._kind is dict else self._kind()
-        items = {key: kept.given_back(live.get(key)) for key, kept in self.items.items()}
-        live.clear()
-        live.update(items)
+        items = {
+            key: kept.given_back(dict.get(live, key), giving) for key, kept in self.items.items()
+        }
+        _refill(live, items)
         return live
 
+    def parts(self) -> Iterable[Kept]:
+        return self.items.values()
+
     def plain(self) -> Any:
-        return {_PAIRS: [(kept_of(k).plain(), kept.plain()) for k, kept in self.items.items()]}
+        return {_PAIRS: [(kept_of(k).plain(), wired(kept)) for k, kept in self.items.items()]}
 
     def digest(self) -> Any:
         return [(repr(key), kept.digest()) for key, kept in self.items.items()]
+
+
+class _Shell(Kept):
+    """An object that stays as it is around another one that changes: a bound method, a view of a dict."""
+
+    def __init__(self, kind: type, name: str, inner: Kept) -> None:
+        self._kind = kind
+        self._name = name
+        self.inner = inner
+
+    def is_in(self, value: Any) -> bool:
+        if type(value) is not self._kind or _name_of(value) != self._name:
+            return False
+        return self.inner.is_in(_inside(value))
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:
+        before = _inside(live)
+        if before is None or _name_of(live) != self._name:
+            raise NotPlainError(f"{self._kind.__name__} that is not there yet")
+        if self.inner.given_back(before, giving) is not before:
+            raise NotPlainError(f"what a {self._kind.__name__} is around")
+        return live
+
+    def parts(self) -> Iterable[Kept]:
+        return (self.inner,)
+
+    def plain(self) -> Any:
+        return {_SHELL: (self._name, wired(self.inner))}
+
+    def digest(self) -> Any:
+        return self._name, self.inner.digest()
 
 
 class _Stateful(Kept):
@@ -303,7 +232,7 @@ class _Stateful(Kept):
     def is_in(self, value: Any) -> bool:
         return is_stateful(value) and self.state.is_in(value.state_dict())
 
-    def given_back(self, live: Any) -> Any:
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - it is copied
         if not is_stateful(live):
             raise NotPlainError("an object that is not there yet")
         # Not put back in what it gives: one that empties itself before it loads would find nothing there.
@@ -317,6 +246,27 @@ class _Stateful(Kept):
         return self.state.digest()
 
 
+class NotKept(Kept):
+    """What is too large to be kept, or cannot be read. ``trace``: of what it was."""
+
+    def __init__(self, value: Any, *, trace: Trace | None = None) -> None:
+        super().__init__(value)
+        self._trace = trace
+
+    def is_in(self, value: Any) -> bool:
+        """As :class:`Kept`; of much, one part after the other, one a call."""
+        return value is self._value and (self._trace is None or self._trace.is_of(value))
+
+    def is_wholly_in(self, value: Any) -> bool:
+        """As :class:`Kept`."""
+        is_it = value is self._value
+        return is_it and (self._trace is None or self._trace.is_of(value, whole=True))
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002
+        """As :class:`Kept`."""
+        raise NotPlainError(type(self._value).__qualname__)
+
+
 def kept_of(
     value: Any,
     *,
@@ -327,10 +277,51 @@ def kept_of(
 ) -> Kept:
     """``value`` as it is now. ``before``: what was kept of it, whose memory may be used again.
 
-    Without contents a tensor is known by torch's count of its changes. What is ``skipped`` is known
-    as the object that it is.
+    Without contents a tensor is known by torch's count of its changes, and what is large by a trace. What is
+    ``skipped`` is known as the object that it is.
     """
-    return _Keeping(with_contents, on_host, skipped).keep(value, before)
+    keeping = _Keeping(with_contents, on_host, skipped)
+    try:
+        kept = keeping.keep(value, before)
+        if not keeping.leaves_objects_unseen:
+            return kept
+    except Exception as error:  # methods of the user's objects raise what they like
+        if lacks_memory(error):
+            raise
+    return NotKept(value, trace=None if with_contents else Trace(value))
+
+
+def mark_shared(values: Iterable[Kept]) -> None:
+    """Number the objects that are there more than once, so that they are one again where these arrive."""
+    found: dict[int, list[Kept]] = {}
+    for kept in _all_parts(values):
+        if kept.ident:
+            found.setdefault(kept.ident, []).append(kept)
+    for number, those in enumerate((t for t in found.values() if len(t) > 1), start=1):
+        for kept in those:
+            kept.number = number
+
+
+def idents(values: Iterable[Kept]) -> frozenset[int]:
+    """The ids of all objects that were kept."""
+    return frozenset(kept.ident for kept in _all_parts(values)) - {0}
+
+
+def wired(kept: Kept) -> Any:
+    """As :meth:`Kept.plain`, with the numbers of :func:`mark_shared`."""
+    return {_SHARED: (kept.number, kept.plain())} if kept.number else kept.plain()
+
+
+def _all_parts(values: Iterable[Kept]) -> Iterator[Kept]:
+    pending = [*values]
+    while pending:
+        kept = pending.pop()
+        yield kept
+        pending += kept.parts()
+
+
+class _TooMuchError(Exception):
+    """More than is kept, or looked at."""
 
 
 class _Keeping:
@@ -341,83 +332,138 @@ class _Keeping:
         self._on_host = on_host
         self._skipped = skipped
         self._open: set[int] = set()  # the containers that are being looked into
+        self._left = NODES_MAX if with_contents else SEEN_NODES_MAX
+        self._has_objects = False
+
+    @property
+    def leaves_objects_unseen(self) -> bool:
+        """Whether there are objects in so many things that nobody looks into them."""
+        return self._has_objects and self._with_contents and self._left < NODES_MAX - SEEN_NODES_MAX
 
     def keep(self, value: Any, before: Kept | None) -> Kept:
-        if type(value) in _LEAVES or isinstance(value, np.generic):
-            return _Leaf(value)
+        if type(value) in _LEAVES or issubclass(type(value), (np.generic, Enum)):
+            return Member(value) if isinstance(value, Enum) else Leaf(value)
         if self._skipped(value) or id(value) in self._open:  # which holds itself
             return Kept(value)
         for kind, keep in self._WAYS:
-            if isinstance(value, kind):
+            if issubclass(type(value), kind):  # isinstance() would ask the object
                 self._open.add(id(value))
                 kept = keep(self, value, before)
                 self._open.discard(id(value))
+                if not isinstance(kept, _Shell) and not isinstance(value, (tuple, frozenset)):
+                    kept.ident = id(value)
                 return kept
-        if name := _generator_kind(value):
-            return _GeneratorState(name, _GENERATORS[name][0](value))
+        if name := generator_kind(value):
+            kept = GeneratorState.of(name, value)
+            kept.ident = id(value)
+            return kept
         if is_stateful(value):
             old = before.state if isinstance(before, _Stateful) else None
             return _Stateful(self.keep(value.state_dict(), old))
+        self._has_objects = True
         return Kept(value)
+
+    def _count(self, entries: int) -> None:
+        self._left -= entries
+        if entries > ENTRIES_MAX or self._left < 0:
+            raise _TooMuchError
 
     def _tensor(self, value: Tensor, before: Kept | None) -> Kept:
         if value.layout is not torch.strided or value.is_meta:
             return Kept(value)
         if not self._with_contents:
-            return _Seen(value)
+            return Seen(value)
         return TensorCopy(value, on_host=self._on_host, before=before)
 
-    def _array(self, value: Any, _: Kept | None) -> Kept:
-        return _Array(value)
+    def _array(self, value: Any, before: Kept | None) -> Kept:
+        if value.dtype == object:
+            self._count(value.size)
+            had = before.items if isinstance(before, _Objects) else []
+            return _Objects(value.shape, self._kept_each(list(value.flat), had))
+        if isinstance(value, np.memmap) and not value.flags.writeable:
+            return Kept(value)
+        limit = ARRAY_BYTES_MAX if self._with_contents else _SEEN_ARRAY_BYTES_MAX
+        if value.nbytes > limit or isinstance(value, np.ma.MaskedArray):
+            raise _TooMuchError
+        return Array(value)
 
-    def _bytes(self, value: Any, _: Kept | None) -> Kept:
-        return _Bytes(bytes(value))
+    def _buffer(self, value: Any, _: Kept | None) -> Kept:
+        is_large = memoryview(value).nbytes > ARRAY_BYTES_MAX
+        if is_large or (isinstance(value, C_VALUES) and has_pointers(type(value))):
+            raise _TooMuchError
+        return Buffer.of(value)
 
     def _sequence(self, value: Any, before: Kept | None) -> Kept:
-        if len(value) > ENTRIES_MAX:
-            return Kept(value)
-        had: list[Any] = before.items[: len(value)] if isinstance(before, _Sequence) else []
-        had += [None] * (len(value) - len(had))
-        items = [self.keep(one, old) for one, old in zip(_ordered(value), had, strict=True)]
-        return _Sequence(type(value), items, maxlen=getattr(value, "maxlen", None))
+        maxlen = getattr(value, "maxlen", None)
+        if _size(value) > ENTRIES_MAX:
+            raise _TooMuchError
+        if isinstance(value, (list, deque)) and set(map(type, _entries(value))) <= _LEAVES:
+            return _Numbers(type(value), tuple(_entries(value)), maxlen=maxlen)
+        self._count(_size(value))
+        had = before.items if isinstance(before, _Sequence) else []
+        return _Sequence(type(value), self._kept_each(_ordered(value), had), maxlen=maxlen)
+
+    def _kept_each(self, values: list[Any], had: list[Kept]) -> list[Kept]:
+        olds = chain(had, [None] * (len(values) - len(had)))
+        return [self.keep(one, old) for one, old in zip(values, olds, strict=False)]
 
     def _dict(self, value: dict[Any, Any], before: Kept | None) -> Kept:
-        if len(value) > ENTRIES_MAX:
-            return Kept(value)
+        self._count(_size(value))
         known = before.items if isinstance(before, _Dict) else {}
-        items = {key: self.keep(one, known.get(key)) for key, one in value.items()}
+        items = {key: self.keep(dict.get(value, key), known.get(key)) for key in _entries(value)}
         return _Dict(type(value), items)
+
+    def _shell(self, value: Any, before: Kept | None) -> Kept:
+        inside = _inside(value)
+        if inside is None:
+            return Kept(value)
+        old = before.inner if isinstance(before, _Shell) else None
+        return _Shell(type(value), _name_of(value), self.keep(inside, old))
 
     _WAYS: ClassVar[list[tuple[Any, Callable[..., Kept]]]] = [
         (Tensor, _tensor),
         (np.ndarray, _array),
-        (bytearray, _bytes),
+        ((bytearray, array, *C_VALUES), _buffer),
         ((list, tuple, set, frozenset, deque), _sequence),
         (dict, _dict),
+        (
+            (
+                *(types.MappingProxyType, types.MethodType, types.BuiltinMethodType),
+                *(functools.partial, SynchronizedBase),
+            ),
+            _shell,
+        ),
     ]
 
 
 def from_wire(plain: Any) -> Kept:
     """The inverse of :meth:`Kept.plain`, to be given back to what is there."""
     if isinstance(plain, Tensor):
-        return _Received(plain)
+        return Received(plain)
     if type(plain) in (list, tuple):
         return _Sequence(type(plain), [from_wire(one) for one in plain])
     if type(plain) is dict:
         ((tag, packed),) = plain.items()
         return _UNPACKERS[tag](packed) if tag in _UNPACKERS else _from_numpy(from_plain(plain))
-    return _Leaf(plain)
+    return Leaf(plain)
 
 
 def _from_numpy(value: Any) -> Kept:
-    return _Array(value) if type(value) is np.ndarray else _Leaf(value)
+    return Array(value) if type(value) is np.ndarray else Leaf(value)
+
+
+def _from_shared(packed: Any) -> Kept:
+    kept = from_wire(packed[1])
+    kept.ident = packed[0]
+    return kept
 
 
 _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
     _PAIRS: lambda packed: _Dict(
         dict, {from_wire(key).given_back(None): from_wire(one) for key, one in packed}
     ),
-    _GENERATOR: lambda packed: _GeneratorState(str(packed[0]), from_plain(packed[1])),
+    GENERATOR: lambda packed: GeneratorState(str(packed[0]), from_plain(packed[1]), *packed[2:]),
+    MEMBER: Member,
     _DEQUE: lambda packed: _Sequence(
         deque, [from_wire(one) for one in packed[0]], maxlen=packed[1]
     ),
@@ -425,7 +471,11 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
         frozenset if packed[0] == "frozenset" else set, [from_wire(one) for one in packed[1]]
     ),
     _STATEFUL: lambda packed: _Stateful(from_wire(packed)),
-    _BYTES: lambda packed: _Bytes(bytes(packed)),
+    _BYTEARRAY: lambda packed: Buffer(bytearray, "", bytes(packed)),
+    BUFFER: Buffer.from_plain,
+    _OBJECTS: lambda packed: _Objects(tuple(packed[0]), [from_wire(one) for one in packed[1]]),
+    _SHELL: lambda packed: _Shell(object, str(packed[0]), from_wire(packed[1])),
+    _SHARED: _from_shared,
 }
 
 
@@ -434,31 +484,59 @@ def is_stateful(value: Any) -> bool:
     has_both = all(
         callable(getattr(type(value), f"{verb}state_dict", None)) for verb in ("", "load_")
     )
-    return has_both and not isinstance(value, (torch.nn.Module, type))
+    return has_both and not issubclass(type(value), (torch.nn.Module, type))
+
+
+def _inside(value: Any) -> Any:
+    """What a shell is around; None where that does not change."""
+    if isinstance(value, types.MappingProxyType):
+        held = gc.get_referents(value)[0]
+        return None if "__module__" in held else held  # a class, which is looked into as such
+    if isinstance(value, functools.partial):
+        return (value.args, value.keywords)
+    if isinstance(value, SynchronizedBase):
+        return value.get_obj()
+    held = getattr(value, "__self__", None)
+    return None if isinstance(held, (types.ModuleType, type)) else held
+
+
+def _name_of(shell: Any) -> str:
+    return str(getattr(shell, "__name__", ""))
+
+
+def _base(container: Any) -> Any:
+    """The class of Python's that a list, dict or the like is of, or is derived from."""
+    return next(kind for kind in _CONTAINERS if isinstance(container, kind))
+
+
+def _size(container: Any) -> int:
+    return int(_base(container).__len__(container))
+
+
+def _entries(container: Any) -> Iterator[Any]:
+    """A dict's keys, anything else's entries."""
+    return iter(_base(container).__iter__(container))
+
+
+def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether they are the same objects, or numbers and texts that are alike."""
+    return all(
+        one is other or (type(one) is type(other) and type(one) in _LEAVES and one == other)
+        for one, other in zip(values, others, strict=False)
+    )
+
+
+def _refill(live: Any, items: Any) -> None:
+    kind = _base(live)
+    kind.clear(live)
+    (kind.extend if kind in (list, deque) else kind.update)(live, items)
 
 
 def _ordered(values: Any) -> list[Any]:
     """A set's entries in an order that equal sets have alike, as far as there is one."""
     if isinstance(values, (set, frozenset)):
-        return sorted(values, key=repr)
-    return list(values)
-
-
-def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _is_same_tensor(value: Any, content: Tensor) -> bool:
-    """By their bits: NaN is like itself."""
-    if not isinstance(value, Tensor) or _layout(value)[:2] != _layout(content)[:2]:
-        return False
-    own = value.detach().to(content.device)
-    # equal() says no where there is a NaN.
-    return torch.equal(own, content) or tensor_hash(own) == tensor_hash(content)
-
-
-def _are_nan(one: Any, other: Any) -> bool:
-    return isinstance(one, float) and math.isnan(one) and math.isnan(other)
+        return sorted(_entries(values), key=repr)
+    return list(_entries(values))
 
 
 def _on_devices_of(live: Any, value: Any) -> Any:
@@ -470,60 +548,3 @@ def _on_devices_of(live: Any, value: Any) -> Any:
     elif isinstance(value, list) and isinstance(live, list):
         value[: len(live)] = map(_on_devices_of, live, value)
     return value
-
-
-def _repr_of_state(state: Any) -> str:
-    """A generator's state as a text that equal states have alike."""
-    if isinstance(state, Tensor):
-        return tensor_hash(state)
-    if isinstance(state, dict):
-        return repr([(key, _repr_of_state(value)) for key, value in sorted(state.items())])
-    if isinstance(state, (list, tuple)):
-        return repr([_repr_of_state(one) for one in state])
-    if isinstance(state, np.ndarray):
-        return state.tobytes().hex()
-    return repr(state)
-
-
-def _generator_kind(value: Any) -> str:
-    """Empty for what is no generator."""
-    return next((name for name, kind in _GENERATOR_TYPES.items() if type(value) is kind), "")
-
-
-def _set_numpy_state(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
-def _numpy_generator(state: Any) -> Any:
-    return np.random.Generator(getattr(np.random, state["bit_generator"])())
-
-
-_GENERATOR_TYPES: dict[str, type] = {
-    "torch": torch.Generator,
-    "random": random.Random,
-    "numpy": np.random.Generator,
-    "numpy.RandomState": np.random.RandomState,
-}
-# How to read, set and make each.
-_GENERATORS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None], Any]] = {
-    "torch": (
-        lambda generator: generator.get_state(),
-        lambda generator, state: generator.set_state(state),
-        lambda _: torch.Generator(),
-    ),
-    "random": (
-        lambda generator: generator.getstate(),
-        lambda generator, state: generator.setstate(state),
-        lambda _: random.Random(),  # noqa: S311 - no secrets
-    ),
-    "numpy": (
-        lambda generator: generator.bit_generator.state,
-        _set_numpy_state,
-        _numpy_generator,
-    ),
-    "numpy.RandomState": (
-        lambda generator: generator.get_state(),
-        lambda generator, state: generator.set_state(state),
-        lambda _: np.random.RandomState(),
-    ),
-}

@@ -17,8 +17,9 @@ from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.several_optimizers import SeveralOptimizers
 from ddp_runner.training.components.tuning import Tuning
+from ddp_runner.training.exactness.kept_kinds import NotPlainError
 from ddp_runner.training.exactness.side_state import SideState
-from ddp_runner.training.exactness.values import NotPlainError, kept_of
+from ddp_runner.training.exactness.values import kept_of
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import empty_quarantine
 

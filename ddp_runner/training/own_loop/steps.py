@@ -31,7 +31,7 @@ from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.training.commit import Agreed, Commit
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.components.rng import seed_step
-from ddp_runner.training.exactness.values import Kept
+from ddp_runner.training.exactness.kept_kinds import Kept
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.own_loop.declared import LOSS, LeaveBlock, OwnLoop
 from ddp_runner.training.own_loop.misuse import misuse

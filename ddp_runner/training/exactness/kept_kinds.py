@@ -1,0 +1,434 @@
+"""One value remembered, of a kind that holds no others: compared with what it is later, put back, made plain.
+
+Knows numbers, texts, tensors, arrays, memory that is written in place, and random generators. What is put
+back is put into the object that is there, where it can be: others may refer to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+import weakref
+from array import array
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_runner.data.stream_state import to_plain
+from ddp_runner.training.components.tensor_hash import tensor_hash
+
+_PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
+GENERATOR, BUFFER, MEMBER = (
+    "ddp_runner:generator",
+    "ddp_runner:buffer",
+    "ddp_runner:member",
+)  # their tags in what is plain
+
+
+class NotPlainError(TypeError):
+    """A value that can neither be stored nor sent; its text names the type."""
+
+
+class GivingBack:
+    """One pass over several names: what was one object is one again, and what were two are two.
+
+    ``kept``: ids of the objects that were kept. What is put back under another name is not put into them.
+    """
+
+    def __init__(self, kept: frozenset[int] = frozenset()) -> None:
+        self._kept = kept
+        self._given: dict[int, Any] = {}
+        self._taken: dict[int, Any] = {}
+
+    def once(self, kept: Kept, live: Any) -> Any:
+        """What ``kept`` was, in ``live`` if no other name's content is put there."""
+        if kept.ident in self._given:
+            return self._given[kept.ident]
+        is_anothers = id(live) in self._taken or (id(live) != kept.ident and id(live) in self._kept)
+        if is_anothers:  # a step has made one object of two
+            live = live.detach().clone() if isinstance(live, Tensor) else None
+        given = kept.put_into(live, self)
+        self._given[kept.ident] = self._taken[id(given)] = given
+        return given
+
+
+class Kept:
+    """A value as it was; here, one of which only the object itself is known."""
+
+    ident = 0  # of the object that was kept; 0: nobody knows whether it is the same one
+    number = 0  # of an object that has several names in one record
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def is_in(self, value: Any) -> bool:
+        """Whether ``value`` is what was kept."""
+        return value is self._value
+
+    def is_wholly_in(self, value: Any) -> bool:
+        """The same, where a look may take longer."""
+        return self.is_in(value)
+
+    def given_back(self, live: Any, giving: GivingBack | None = None) -> Any:
+        """What was kept, in the object ``live`` where that can hold it. Raises NotPlainError if it is unknown."""
+        if giving is None or not self.ident:
+            return self.put_into(live, giving)
+        return giving.once(self, live)
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - others do that
+        """As :meth:`given_back`, whatever other names it has."""
+        return self._value
+
+    def parts(self) -> Iterable[Kept]:
+        """What is kept inside."""
+        return ()
+
+    def plain(self) -> Any:
+        """For a file and the wire. Raises NotPlainError."""
+        kind = type(self._value)
+        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
+
+    def digest(self) -> Any:
+        """What two equal values have alike, in any process. Raises NotPlainError."""
+        return repr(self.plain())
+
+
+class Leaf(Kept):
+    """A number, a text: it cannot be changed, only replaced."""
+
+    def is_in(self, value: Any) -> bool:
+        """As :class:`Kept`."""
+        if value is self._value:
+            return True
+        if type(value) is not type(self._value):
+            return False
+        return bool(value == self._value) or _are_nan(value, self._value)
+
+    def plain(self) -> Any:
+        """As :class:`Kept`."""
+        if type(self._value) in _PLAIN_LEAVES:
+            return self._value
+        if isinstance(self._value, np.generic):
+            return to_plain(self._value)
+        return super().plain()
+
+
+class Member(Kept):
+    """Of an enum, which is known by its value."""
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
+        """As :class:`Kept`; of the class of the one that is there."""
+        if isinstance(self._value, Enum):
+            return self._value
+        if not isinstance(live, Enum):
+            raise NotPlainError("an enum that is not there yet")
+        return type(live)(self._value)
+
+    def plain(self) -> Any:
+        """As :class:`Kept`."""
+        value = self._value.value if isinstance(self._value, Enum) else self._value
+        return {MEMBER: Leaf(value).plain()} if type(value) in _PLAIN_LEAVES else super().plain()
+
+
+class Seen(Kept):
+    """A tensor of which torch's count of its changes is known, not what it holds."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.of: Callable[[], Tensor | None] = weakref.ref(tensor)
+        self._version = tensor._version  # noqa: SLF001 - as autograd
+        self._at = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+
+    def is_in(self, value: Any) -> bool:
+        """As :class:`Kept`."""
+        original = self.of()
+        if value is not original or original is None or original._version != self._version:  # noqa: SLF001
+            return False
+        return self._at == (original.data_ptr(), original.shape, original.dtype)
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
+        """As :class:`Kept`."""
+        if self.is_in(live):
+            return live
+        raise NotPlainError("a tensor that was not kept")
+
+    def plain(self) -> Any:
+        """As :class:`Kept`."""
+        raise NotPlainError("a tensor that was not kept")
+
+
+class TensorCopy(Kept):
+    """A tensor and what it held. ``on_host``: the copy lies in host memory."""
+
+    content: Tensor
+
+    def __init__(self, tensor: Tensor, *, on_host: bool, before: Kept | None) -> None:
+        self.seen = Seen(tensor)
+        own = tensor.detach()
+        room = before.content if isinstance(before, TensorCopy) else None
+        if room is not None and layout(room) == layout(own) and not on_host:
+            self.content = room.copy_(own)
+        else:
+            self.content = own.to("cpu", copy=True) if on_host else own.clone()
+
+    def is_in(self, value: Any) -> bool:
+        """As :class:`Kept`: by the bits."""
+        return _is_same_tensor(value, self.content)
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
+        """As :class:`Kept`: in the tensor that it was of, if that is still there."""
+        original = self.seen.of()
+        into = live if original is None else original
+        if isinstance(into, Tensor) and layout(into)[:2] == layout(self.content)[:2]:
+            with torch.no_grad():
+                into.detach().copy_(self.content)
+            return into
+        device = live.device if isinstance(live, Tensor) else self.content.device
+        return self.content.to(device, copy=True)
+
+    def plain(self) -> Any:
+        """As :class:`Kept`."""
+        return self.content
+
+    def digest(self) -> Any:
+        """As :class:`Kept`."""
+        return (str(layout(self.content)[:2]), tensor_hash(self.content))
+
+
+class Received(TensorCopy):
+    """A tensor of another process."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.seen = _Nowhere()  # type: ignore[assignment]
+        self.content = content
+
+
+class _Nowhere:
+    """In the place of a tensor that this process has never had."""
+
+    def of(self) -> None:
+        return None
+
+    def is_in(self, value: Any) -> bool:  # noqa: ARG002
+        """As :class:`Kept`."""
+        return False
+
+
+class Array(Kept):
+    """An array of numpy's, without objects in it."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        super().__init__(array.copy())
+
+    def is_in(self, value: Any) -> bool:
+        """As :class:`Kept`."""
+        is_alike = type(value) is type(self._value) and self._fits(value)
+        return is_alike and same_bits(value, self._value)
+
+    def _fits(self, value: Any) -> bool:
+        if not isinstance(value, np.ndarray) or value.dtype != self._value.dtype:
+            return False
+        return bool(value.shape == self._value.shape)
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002
+        """As :class:`Kept`."""
+        if self._fits(live) and live.flags.writeable:
+            np.copyto(live, self._value)
+            return live
+        return self._value.copy()
+
+    def plain(self) -> Any:
+        """As :class:`Kept`."""
+        if self._value.dtype.hasobject:
+            return super().plain()
+        return to_plain(np.asarray(self._value))
+
+
+def same_bits(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """Whether two arrays of one shape and type are alike, also where they hold NaN."""
+    if one.flags.c_contiguous and other.flags.c_contiguous and not one.dtype.hasobject:
+        raw = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
+        return bool(np.array_equal(*raw))
+    return one.tobytes() == other.tobytes()
+
+
+class Buffer(Kept):
+    """Memory that is written in place: a bytearray, an array of Python's, a value of C."""
+
+    def __init__(self, kind: type, code: str, content: bytes) -> None:
+        super().__init__(content)
+        self._kind = kind
+        self._code = code  # an array's letter for its numbers' type
+
+    @classmethod
+    def of(cls, value: Any) -> Buffer:
+        """``value`` as it is now."""
+        code = value.typecode if isinstance(value, array) else ""
+        return cls(type(value), code, bytes(memoryview(value)))
+
+    @classmethod
+    def from_plain(cls, packed: Any) -> Buffer:
+        """The inverse of what :meth:`plain` has packed."""
+        kind, code, content = packed
+        return cls({"array": array, "bytearray": bytearray}.get(kind, object), code, bytes(content))
+
+    def is_in(self, value: Any) -> bool:
+        """As :class:`Kept`."""
+        is_alike = type(value) is self._kind and getattr(value, "typecode", "") == self._code
+        return is_alike and bytes(memoryview(value)) == self._value
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002
+        """As :class:`Kept`."""
+        if isinstance(live, C_VALUES) and ctypes.sizeof(live) == len(self._value):
+            ctypes.memmove(ctypes.addressof(live), self._value, len(self._value))
+            return live
+        if not issubclass(self._kind, (array, bytearray)):
+            raise NotPlainError("a value of C that is not there yet")
+        new: Any = array(self._code, self._value) if self._code else bytearray(self._value)
+        if isinstance(live, (array, bytearray)) and getattr(live, "typecode", "") == self._code:
+            live[:] = new
+            return live
+        return new
+
+    def plain(self) -> Any:
+        """As :class:`Kept`."""
+        known = next((k for k in (array, bytearray) if issubclass(self._kind, k)), None)
+        return {BUFFER: ("" if known is None else known.__name__, self._code, self._value)}
+
+
+C_VALUES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)  # noqa: SLF001 - c_int and the like
+
+
+def has_pointers(kind: Any) -> bool:
+    """Whether a type of C's holds addresses, which mean nothing in another process."""
+    code = getattr(kind, "_type_", None)
+    if issubclass(kind, ctypes.Structure):
+        return any(has_pointers(field[1]) for field in getattr(kind, "_fields_", ()))
+    return has_pointers(code) if isinstance(code, type) else code is None or code in "zZPO"
+
+
+class GeneratorState(Kept):
+    """Where a random generator stands. ``kind``: a key of ``_GENERATORS``; ``own``: its class, where that is the user's."""
+
+    def __init__(self, kind: str, state: Any, own: str = "") -> None:
+        self._kind = kind
+        self._state = state
+        self._own = own
+
+    @classmethod
+    def of(cls, kind: str, value: Any) -> GeneratorState:
+        """Where ``value`` stands now."""
+        is_own = type(value).__module__.partition(".")[0] not in ("random", "numpy", "torch")
+        return cls(kind, _GENERATORS[kind][0](value), type(value).__qualname__ if is_own else "")
+
+    def is_in(self, value: Any) -> bool:
+        """As :class:`Kept`."""
+        if generator_kind(value) != self._kind:
+            return False
+        return repr_of_state(_GENERATORS[self._kind][0](value)) == repr_of_state(self._state)
+
+    def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
+        """As :class:`Kept`."""
+        _, give, make = _GENERATORS[self._kind]
+        is_there = generator_kind(live) == self._kind
+        if not is_there and self._own:
+            raise NotPlainError(f"{self._own} that is not there yet")
+        generator = live if is_there else make(self._state)
+        give(generator, self._state)
+        return generator
+
+    def plain(self) -> Any:
+        """As :class:`Kept`."""
+        return {GENERATOR: (self._kind, to_plain(self._state), self._own)}
+
+    def digest(self) -> Any:
+        """As :class:`Kept`."""
+        return (self._kind, repr_of_state(self._state))
+
+
+def layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """What two tensors must have alike so that one can be copied into the other."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _is_same_tensor(value: Any, content: Tensor) -> bool:
+    """By their bits: NaN is like itself."""
+    if not isinstance(value, Tensor) or layout(value)[:2] != layout(content)[:2]:
+        return False
+    own = value.detach().to(content.device)
+    # equal() says no where there is a NaN.
+    return torch.equal(own, content) or tensor_hash(own) == tensor_hash(content)
+
+
+def _are_nan(one: Any, other: Any) -> bool:
+    return isinstance(one, float) and math.isnan(one) and math.isnan(other)
+
+
+def repr_of_state(state: Any) -> str:
+    """A generator's state as a text that equal states have alike."""
+    if isinstance(state, Tensor):
+        return tensor_hash(state)
+    if isinstance(state, dict):
+        return repr([(key, repr_of_state(value)) for key, value in sorted(state.items())])
+    if isinstance(state, (list, tuple)):
+        return repr([repr_of_state(one) for one in state])
+    if isinstance(state, np.ndarray):
+        return state.tobytes().hex()
+    return repr(state)
+
+
+def generator_kind(value: Any) -> str:
+    """Empty for what is no generator, or has no state of its own: the system's."""
+    for name, kind in _GENERATOR_TYPES.items():
+        if issubclass(type(value), kind) and not isinstance(value, random.SystemRandom):
+            return name
+    return ""
+
+
+def _set_numpy_state(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _bit_generator(state: Any) -> Any:
+    return getattr(np.random, state["bit_generator"])()
+
+
+def _set_bit_state(generator: Any, state: Any) -> None:
+    generator.state = state
+
+
+_GENERATOR_TYPES: dict[str, type] = {
+    "torch": torch.Generator,
+    "random": random.Random,
+    "numpy": np.random.Generator,
+    "numpy.RandomState": np.random.RandomState,
+    "numpy.BitGenerator": np.random.BitGenerator,
+}
+# How to read, set and make each.
+_GENERATORS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None], Any]] = {
+    "torch": (
+        lambda generator: generator.get_state(),
+        lambda generator, state: generator.set_state(state),
+        lambda _: torch.Generator(),
+    ),
+    "random": (
+        lambda generator: generator.getstate(),
+        lambda generator, state: generator.setstate(state),
+        lambda _: random.Random(),  # noqa: S311 - no secrets
+    ),
+    "numpy": (
+        lambda generator: generator.bit_generator.state,
+        _set_numpy_state,
+        lambda state: np.random.Generator(_bit_generator(state)),
+    ),
+    "numpy.RandomState": (
+        lambda generator: generator.get_state(),
+        lambda generator, state: generator.set_state(state),
+        lambda _: np.random.RandomState(),
+    ),
+    "numpy.BitGenerator": (lambda generator: generator.state, _set_bit_state, _bit_generator),
+}

@@ -1,0 +1,80 @@
+"""State in odd places: the same weights whoever is killed, or a reason that names it; nothing that is odd ends a run."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.harness import Run
+
+TASKS = Path(__file__).with_name("odd_state.py")
+SETTINGS = (
+    "-b",
+    8,
+    "--audit",
+    "--max-steps",
+    90,
+    "save_every_steps=20",
+    "save_interval=0",
+    "num_workers=0",
+)
+
+
+def _calm(folder, task):
+    with Run(folder / "calm", *SETTINGS, task=f"{TASKS}:{task}") as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact"] is True, run.summary()["inexact_reasons"]
+    return run.digest
+
+
+def _killed(folder, task, *words):
+    """Each rank once, by a signal, at whatever point it is."""
+    with Run(folder / "killed", *SETTINGS, *words, task=f"{TASKS}:{task}") as run:
+        for rank, step in ((1, 8), (0, 40)):
+            run.wait_for_step(step)
+            run.signal(signal.SIGKILL, run.rank_pid(rank))
+        assert run.wait() == 0, run.console
+    assert run.summary()["faults"], run.console
+    return run
+
+
+@pytest.mark.parametrize("task", ["Odd", "Rude"])
+def test_odd_state_is_the_same_whoever_is_killed(tmp_path, task):
+    """Followed, or, where nobody changes it, let be."""
+    run = _killed(tmp_path, task)
+    assert (run.digest, run.summary()["exact"]) == (_calm(tmp_path, task), True)
+
+
+def test_a_stopped_run_resumes_with_state_in_odd_places(tmp_path):
+    """By way of the file; nothing has failed here."""
+    for end in (75, 0):
+        with Run(tmp_path / "run", *SETTINGS, task=f"{TASKS}:Odd") as run:
+            if end:
+                run.wait_for_step(12)
+                run.signal(signal.SIGTERM)
+            assert run.wait() == end, run.console
+    assert (run.digest, run.summary()["exact"]) == (_calm(tmp_path, "Odd"), True)
+
+
+def test_a_table_too_long_to_keep_is_named_after_a_kill(tmp_path):
+    """One that steps change."""
+    summary = _killed(tmp_path, "Table").summary()
+    assert summary["exact"] is False
+    assert "task.table" in " ".join(summary["inexact_reasons"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_counts_its_reads_is_named_after_a_kill(tmp_path, workers):
+    """Its copies, in ranks or loader workers, have counted other reads than without the kill."""
+    summary = _killed(tmp_path, "Reads", f"num_workers={workers}").summary()
+    assert summary["exact"] is False
+    assert "data.reads" in " ".join(summary["inexact_reasons"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_keeps_what_it_reads_is_not_named(tmp_path, workers):
+    """Control: its attributes change in every read, and none of them is counted up."""
+    run = _killed(tmp_path, "ReadsCached", f"num_workers={workers}")
+    assert (run.digest, run.summary()["exact"]) == (_calm(tmp_path, "ReadsCached"), True)
