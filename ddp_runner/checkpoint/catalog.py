@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import (
+    AMID_SKIPPED,
     Manifest,
     best_of,
     checkpoint_name,
@@ -92,6 +93,10 @@ class Catalog:
                     with contextlib.suppress(FileNotFoundError):  # retention works beside us
                         found.add((name, (self.directory / name).lstat().st_mtime_ns))
         return frozenset(found)
+
+    def to_go_back_to(self) -> list[Entry]:
+        """As :meth:`entries`, without states that steps which are skipped may have come from."""
+        return [entry for entry in self.entries() if not _is_amid_skipped(entry)]
 
     def verify(self, entry: Entry) -> str | None:
         """Read the whole file; None if it is what its manifest says, else the reason in words.
@@ -295,6 +300,10 @@ class Catalog:
         if not entries:
             raise BadInputError("--resume", path, f"is no checkpoint of ours by name; {expected}")
         return entries
+
+
+def _is_amid_skipped(entry: Entry) -> bool:
+    return entry.manifest is not None and entry.manifest.reason == AMID_SKIPPED
 
 
 class NoCheckpointError(Exception):

@@ -314,7 +314,8 @@ class CheckpointStore:
         # Broken if: retention runs before the manifest is synced, or counts damaged entries.
         # Guarded by: test_retention_counts_only_sound_checkpoints, also with a bit flipped.
         self._proved.discard(published.step)
-        sound = (entry.step for entry in entries if self._is_sound(entry, published))
+        calm = self.catalog.to_go_back_to()
+        sound = (entry.step for entry in calm if self._is_sound(entry, published))
         kept = list(itertools.islice(sound, self.keep_last))
         if len(kept) < self.keep_last:
             return

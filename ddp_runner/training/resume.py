@@ -131,12 +131,23 @@ def leave_other_branch(
 
 def newest_to_restore(settings: Settings, state: TrainState, store: CheckpointStore) -> int:
     """The step that :func:`restore_newest` goes back to; EMPTY_STEP where there is none."""
-    newest = max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
+    newest = max((entry.step for entry in store.catalog.to_go_back_to()), default=EMPTY_STEP)
     if newest != EMPTY_STEP:
         return newest
     named = _begun_from(settings, state)
     has_begin = state.begun_step == 0 if named is None else named.is_file()
-    return state.begun_step if has_begin else EMPTY_STEP
+    if has_begin:
+        return state.begun_step
+    return max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
+
+
+# INVARIANT calm-to-go-back-to: a roll-back goes to a state that no skipped step came shortly before.
+# Broken if: a best state that was kept all the same is still the newest when one is read.
+# Guarded by: test_a_roll_back_passes_over_the_best_that_was_kept_amid_skips.
+def _leave_amid_skipped(settings: Settings, state: TrainState, store: CheckpointStore) -> None:
+    if len(store.catalog.to_go_back_to()) < len(store.catalog.entries()):
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        store.catalog.set_later_aside(newest_to_restore(settings, state, store), stamp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +205,7 @@ def restore_newest(
     (CHECKPOINT_BAD) where nothing is left.
     """
     tuning = state.tuning  # DDP and loader are made for it
+    _leave_amid_skipped(settings, state, store)
     loaded = store.load("auto", set_bad_aside=True)
     named = _begun_from(settings, state)
     try:

@@ -1,0 +1,71 @@
+"""Which state is the best: a function of the course, whatever else was saved, skipped or refused."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from ddp_runner.checkpoint.codec import weights_sha256
+from ddp_runner.core.messages import RepairedInPlace
+from tests.training.test_session import messages_of, settings, train
+
+# It only gets worse: the first evaluation is the best one.
+DIVERGING = {
+    "optimizer": "sgd",
+    "momentum": 0.0,
+    "learning_rate": 1.0,
+    "schedule": "constant",
+    "warmup_steps": 0,
+    "max_grad_norm": None,
+    "explosion_window": 0,
+    "save_interval": 0,
+    "save_every_steps": 0,
+    "evaluate_interval": 0,
+    "evaluate_every_steps": 3,
+    "max_steps": 8,
+}
+
+
+def manifests(folder):
+    paths = sorted((folder / "checkpoints").glob("step_*.json"))
+    return {one["step"]: one for one in map(json.loads, (path.read_text() for path in paths))}
+
+
+def weights_at(folder, step):
+    state = torch.load(folder / f"checkpoints/step_{step:08d}.pt", weights_only=True)
+    return weights_sha256(state["model"])
+
+
+def final(folder):
+    return weights_sha256(torch.load(folder / "checkpoints/final.pt", weights_only=True))
+
+
+def test_the_best_shortly_after_a_skipped_step_is_the_end(tmp_path):
+    """What was evaluated as finite is kept, though nothing goes back to it."""
+    how = settings(tmp_path, **DIVERGING, load_best_at_end=True, **{"task.nan_at": "1"})
+    report, *_ = train(how)
+    assert report.steps == 8
+    assert manifests(tmp_path)[3]["reason"] == "amid_skipped"
+    assert final(tmp_path) == weights_at(tmp_path, 3)
+
+
+def test_a_roll_back_passes_over_the_best_that_was_kept_amid_skips(tmp_path):
+    """It goes to the state of before the skipped steps; what lies on the course that was left is set aside."""
+    how = {
+        **DIVERGING,
+        "learning_rate": 0.01,
+        "evaluate_every_steps": 5,
+        "save_every_steps": 3,
+        "load_best_at_end": True,
+        "max_errors_per_epoch": 1,
+        "epochs": 1,
+        "max_steps": 6,
+    }
+    _, messages, _ = train(settings(tmp_path, **how, **{"task.nan_at": "3+5"}))
+    (repaired,) = messages_of(messages, RepairedInPlace)
+    assert "rolled back to step 3" in repaired.action
+    assert [path.name for path in tmp_path.glob("checkpoints/set_aside_*/step_*.pt")] == [
+        "step_00000005.pt"
+    ]
+    assert manifests(tmp_path)[5]["reason"] == "interval", "evaluated again, the errors forgotten"
