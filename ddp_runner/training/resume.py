@@ -18,6 +18,7 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError, FaultError
 from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
+from ddp_runner.core.step_schedule import due_after
 from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.fitting import check_weights, misfit, warn_of_values
 from ddp_runner.training.memory_copies import open_slots
@@ -57,6 +58,7 @@ def load_start(
         saved = completed_from_begin(settings, workload, state, loaded)
         _restore(settings, state, saved, where=str(loaded.path))
         _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
+        _forget_other_end(settings, workload, state)
         state.begun_step = state.committed_step
         state.is_rehearsed = False  # by another launch
         state.tuning = tuning_of_changed(state.tuning, settings, loaded, recipe=workload.recipe)
@@ -214,6 +216,7 @@ def restore_newest(
         is_found, loaded = loaded is not None, of_this_stage(settings, loaded)
         if loaded is not None:
             state.restore(completed_in_run(settings, workload, state, store, loaded))
+            _forget_other_end(settings, workload, state)
             state.begun_step = state.committed_step
             note_changes(loaded, state, recipe=workload.recipe)  # the file may be of before them
         elif state.begun_step == 0 or is_found:  # a stage begins with what was found
@@ -227,6 +230,17 @@ def restore_newest(
         raise FaultError(nothing_left(cause)) from error
     state.tuning = tuning
     return loaded
+
+
+# INVARIANT no-end-on-the-way: where a run is made longer, the evaluation at its old end counts for nothing that
+# later steps follow from, unless the longer run evaluates there too.
+# Broken if: a plateau, early stopping or the best knows of an evaluation that a run of that length has not made.
+# Guarded by: test_the_evaluation_at_the_old_end_counts_only_where_it_is_due.
+def _forget_other_end(settings: Settings, workload: Workload, state: TrainState) -> None:
+    step, length = state.committed_step, workload.length
+    due = due_after(step, length, log=settings.log, checkpoint=settings.checkpoint)
+    if step < length.total_steps and not due.evaluate and not state.monitor.target_reached:
+        state.forget_evaluation()
 
 
 def is_complete(workload: Workload, state: TrainState) -> bool:

@@ -103,7 +103,7 @@ class TrainState:
         self.lost: list[str] = []  # of the model's own, what could not be put back
         self.only_trained = only_trained
         self.figures: dict[str, float] = {}  # of the newest evaluation, by name
-        self.best = Best()
+        self.best = self.best_before = Best()  # the latter: without what has found the best
         self.begun_with: tuple[
             str, ...
         ] = ()  # what of --init-from this process has loaded, in lines
@@ -158,6 +158,7 @@ class TrainState:
             "improvement": self.improvement.state_dict(),
             "figures": dict(self.figures),
             "best": asdict(self.best) if self.best.step else {},
+            "best_before": asdict(self.best_before) if self.best_before.step else {},
         }
         state.update({key: value for key, value in learnt.items() if value})
         if self.start:
@@ -293,6 +294,7 @@ class TrainState:
         self.changes = tuple(state.get("changes", ()))
         self.figures = {str(name): float(one) for name, one in state.get("figures", {}).items()}
         self.best = Best(**state.get("best", {}))
+        self.best_before = Best(**state.get("best_before", {}))
         self.boundary_done_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.buffers.follow(state.get("followed", ()))
@@ -420,6 +422,18 @@ class TrainState:
     def monitored(self, monitor: Monitor) -> float | None:
         """The figure that a checkpoint of now is judged by, if there is one."""
         return monitor.value(self.figures, train_loss=self.monitor.smoothed)
+
+    def judge(self, value: float, *, monitor: Monitor) -> None:
+        """What an evaluation of the state as it is has found may be the best; once more, it takes its own place."""
+        step = self.committed_step
+        before = self.best_before if self.best.step == step else self.best
+        self.best, self.best_before = before.after(value, step=step, monitor=monitor), before
+
+    def forget_evaluation(self) -> None:
+        """Be as without the evaluation of the state as it is, in what later steps follow from."""
+        self.improvement.forget(step=self.committed_step)
+        if self.best.step == self.committed_step:
+            self.best = self.best_before
 
     def take_lost(self) -> list[str]:
         """What of a given-up step, or of another process, could not be put back, since this was asked."""

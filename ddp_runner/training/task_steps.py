@@ -276,7 +276,7 @@ class TaskSteps:
             return None
         news = state.improvement.observe(step=state.committed_step, value=value)
         if monitor.name in state.figures and state.own_step > 0:
-            state.best = state.best.after(value, step=state.committed_step, monitor=monitor)
+            state.judge(value, monitor=monitor)
         if news and self._group.rank == 0:
             self._runtime.logger.info(news, step=state.committed_step)
             self._runtime.report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 from ddp_runner.checkpoint.codec import weights_sha256
@@ -69,3 +70,20 @@ def test_a_roll_back_passes_over_the_best_that_was_kept_amid_skips(tmp_path):
         "step_00000005.pt"
     ]
     assert manifests(tmp_path)[5]["reason"] == "interval", "evaluated again, the errors forgotten"
+
+
+def improvement_at(folder, step):
+    state = torch.load(folder / f"checkpoints/step_{step:08d}.pt", weights_only=True)
+    return state["improvement"]["now"], state["best"]
+
+
+@pytest.mark.parametrize("every", [4, 3])
+def test_the_evaluation_at_the_old_end_counts_only_where_it_is_due(tmp_path, every):
+    """A run that is made longer has the plateaus and the best of one of that length; also where both evaluate there."""
+    how = {**DIVERGING, "evaluate_every_steps": every, "plateau_patience": 2, "keep_last": 9}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    report, *_ = train(settings(whole, **how))
+    train(settings(parts, **{**how, "max_steps": 6, "learning_rate": 1.0}))
+    again, *_ = train(settings(parts, **how))
+    assert again.weights_sha256 == report.weights_sha256
+    assert improvement_at(parts, 8) == improvement_at(whole, 8)
