@@ -161,7 +161,8 @@ class CheckpointStore:
             monitor=monitor,
             mode=mode,
         )
-        manifest = replace(manifest, about={**about, **self.catalog.best_so_far(manifest)})
+        # What evaluations have found goes before what the files that are there tell.
+        manifest = replace(manifest, about={**self.catalog.best_so_far(manifest), **about})
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")
         content = {**state, MANIFEST_KEY: manifest.facts()}

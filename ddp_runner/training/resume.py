@@ -64,6 +64,7 @@ def load_start(
         state.tuning = tuning_of_changed(state.tuning, settings, loaded, recipe=workload.recipe)
         note_changes(loaded, state, recipe=workload.recipe)
         note_changed_stages(settings, state, loaded)
+        _note_best(settings, workload, state, store, loaded)
         return loaded
     if settings.run.resume in ("last", "best") and not is_found:
         raise BadInputError(
@@ -258,6 +259,31 @@ def _begun_from(settings: Settings, state: TrainState) -> Path | None:
     if state.begun_step == EMPTY_STEP:
         return path
     return (path if path.is_dir() else path.parent) / checkpoint_name(state.begun_step)
+
+
+def _note_best(
+    settings: Settings,
+    workload: Workload,
+    state: TrainState,
+    store: CheckpointStore,
+    loaded: Loaded,
+) -> None:
+    """Have ``state`` keep where ``--resume best`` goes on from another state than evaluations have found."""
+    if settings.run.resume != "best":
+        return
+    taken = next((one for one in store.catalog.entries() if one.path == loaded.path), None)
+    if taken is None:
+        return
+    if store.catalog.best_step() is None:
+        expected = (
+            f"no checkpoint in {store.directory} was judged: give validation data, or take last"
+        )
+        raise BadInputError("--resume", "best", expected)
+    gone = store.catalog.best_is_gone(taken)
+    if not workload.monitor.by_evaluations:
+        gone = f"step {taken.step:,} is the best of the checkpoints that there were"
+    if gone:
+        state.changes = (*state.changes, f"--resume best: {gone}")
 
 
 def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loaded) -> None:

@@ -260,13 +260,15 @@ class TaskSteps:
         return self._watch_improvement() if stop is None else stop
 
     def must_keep(self) -> bool:
-        """Whether the evaluation of now has found the best so far, and that is to be the run's end.
+        """Whether the evaluation of now has found the best so far, and that is to be the run's end, or a stage's begin.
 
         Not what a run or a stage begins with: that is in another file.
         """
         state = self._state
         is_best = state.best.step == state.committed_step and state.own_step > 0
-        return self._settings.run.load_best_at_end and is_best
+        stage = self._settings.stage
+        is_used = self._settings.run.load_best_at_end or (stage is not None and stage.best_is_used)
+        return is_used and is_best
 
     def _watch_improvement(self) -> StopReason | None:
         """After an evaluation: COMPLETED where the figure has not improved for too long, on all ranks alike."""
@@ -275,7 +277,7 @@ class TaskSteps:
         if value is None:
             return None
         news = state.improvement.observe(step=state.committed_step, value=value)
-        if monitor.name in state.figures and state.own_step > 0:
+        if state.own_step > 0:
             state.judge(value, monitor=monitor)
         if news and self._group.rank == 0:
             self._runtime.logger.info(news, step=state.committed_step)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.codec import weights_sha256
-from ddp_runner.core.messages import RepairedInPlace
+from ddp_runner.core.messages import RepairedInPlace, TuningChanged
 from tests.training.test_session import messages_of, settings, train
 
 # It only gets worse: the first evaluation is the best one.
@@ -87,3 +87,32 @@ def test_the_evaluation_at_the_old_end_counts_only_where_it_is_due(tmp_path, eve
     again, *_ = train(settings(parts, **how))
     assert again.weights_sha256 == report.weights_sha256
     assert improvement_at(parts, 8) == improvement_at(whole, 8)
+
+
+@pytest.mark.parametrize("validation", [8, 0])
+def test_only_what_was_evaluated_is_judged(tmp_path, validation):
+    """A file of a step between two evaluations knows the best so far, and is not judged by the one before."""
+    how = {**DIVERGING, "keep_last": 9, "task.validation": validation, "save_every_steps": 6}
+    train(settings(tmp_path, **how), save_at=[3])
+    found = manifests(tmp_path)
+    assert {step: one["monitored"] is not None for step, one in found.items()} == {
+        4: False,
+        6: True,
+        8: True,
+    }
+    assert [one["about"]["best"]["step"] for one in found.values()] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_best_whose_file_is_gone_is_said_and_not_exact(tmp_path, asked):
+    """A resume from the best of those there are is none of what evaluations have found; control: kept, it is."""
+    how = {**DIVERGING, "keep_last": 9, "save_every_steps": 6, "load_best_at_end": asked}
+    train(settings(tmp_path, **how))
+    _, messages, _ = train(settings(tmp_path, **how, resume="best"))
+    found = [m.inexact_reason for m in messages_of(messages, TuningChanged)]
+    reasons = [reason for reason in found if reason.startswith("--resume")]
+    line = (
+        "--resume best: step 6 is the best of the checkpoints there are, and validation_loss was best after"
+        " step 3, of which there is none: load_best_at_end=true keeps it"
+    )
+    assert reasons == ([] if asked else [line])
