@@ -370,10 +370,11 @@ class TrainState:
         by position.
         """
         saved, names = captured["optimizer"], captured.get("optimizer_names")
-        own = self.optimizer.state_dict()["param_groups"]
         groups = saved["param_groups"]
+        own = self.optimizer.state_dict()["param_groups"]
         if len(groups) != len(own):
             raise ValueError(f"{len(groups)} groups of parameters, the model has {len(own)}")
+        own = [_with_rate_of(*pair) for pair in zip(own, groups, strict=True)]
         if names is None:
             places = [{"params": group["params"]} for group in groups]
             pairs = zip(own, places, strict=True)
@@ -456,6 +457,14 @@ class TrainState:
     def trainable(self) -> list[Tensor]:
         """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _with_rate_of(options: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` of a group with the rate of the newest step, which a file of no later step has too."""
+    if "lr" not in options or "lr" not in saved:
+        return dict(options)
+    own, rate = options["lr"], float(saved["lr"])
+    return {**options, "lr": torch.full_like(own, rate) if isinstance(own, Tensor) else rate}
 
 
 def _numbered(name: str, place: int) -> str:
