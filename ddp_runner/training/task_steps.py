@@ -218,9 +218,11 @@ class TaskSteps:
         if not result.without_weight:
             self._progress.loss = result.loss
             self._runtime.slot.set_loss(result.loss)
-        self._first.compare(result.step)
         self._watch_scale(result)
         self._write_audit(result, epoch, step.micro_batches)
+        if due.log:  # before what waits for peers: the step is committed, whoever is lost there
+            self._log(result, epoch)
+        self._first.compare(result.step)
         if not result.applied and self._guard.skipped(
             result,
             verdict,
@@ -238,8 +240,6 @@ class TaskSteps:
             self._streams.compare(self._loader, step=result.step, is_due=due.compare)
         elif isinstance(self._loader, ShardLoader) and self._loader.gathers(result.step):
             self.gather()
-        if due.log:
-            self._log(result, epoch)
         return Outcome.GOES_ON
 
     def gather(self) -> None:
