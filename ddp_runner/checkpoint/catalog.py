@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import (
+    AMID_SKIPPED,
     Manifest,
     best_of,
     checkpoint_name,
@@ -93,6 +94,10 @@ class Catalog:
                         found.add((name, (self.directory / name).lstat().st_mtime_ns))
         return frozenset(found)
 
+    def to_go_back_to(self) -> list[Entry]:
+        """As :meth:`entries`, without states that steps which are skipped may have come from."""
+        return [entry for entry in self.entries() if not _is_amid_skipped(entry)]
+
     def verify(self, entry: Entry) -> str | None:
         """Read the whole file; None if it is what its manifest says, else the reason in words.
 
@@ -160,12 +165,20 @@ class Catalog:
     def best(self, stage: str | None = None) -> Entry | None:
         """The entry with the best monitored value, the oldest of equals, by the manifests.
 
-        Of ``stage``, or of the one that the newest is of, and there of those that are judged by the same figure
-        as the newest judged one. The pointer file is derived from this, so a torn one loses nothing.
+        Of ``stage``, or of the one that the newest is of: that which the newest of it knows to be the best so far.
+        Without it the best of those that are judged by the same figure as the newest judged one. The pointer file is derived from this, so a torn one loses nothing.
         """
         entries = [entry for entry in self.entries() if entry.manifest is not None]
         if stage is None and entries:
             stage = stage_name(entries[0].manifest)
+        known = self.best_step(stage)
+        for entry in entries:
+            if (
+                entry.step == known
+                and entry.problem is None
+                and stage_name(entry.manifest) == stage
+            ):
+                return entry
         judged = [
             (entry.manifest, entry)
             for entry in entries
@@ -180,6 +193,24 @@ class Catalog:
             if is_judged_as(manifest, judged[0][0])
         ]
         return min(ranked, key=lambda item: item[:2])[2] if ranked else None
+
+    def best_step(self, stage: str | None = None) -> int | None:
+        """After which step a stage, or the newest one, was best, as its newest manifest knows; its file may be gone."""
+        for entry in self.entries():
+            if entry.manifest is not None and stage in (None, stage_name(entry.manifest)):
+                return next((step for _, step in best_of(entry.manifest)), None)
+        return None
+
+    def best_is_gone(self, taken: Entry, stage: str | None = None) -> str:
+        """A line where the best that there is, ``taken``, is not the best that evaluations have found; else empty."""
+        known = self.best_step(stage)
+        if known in (None, taken.step):
+            return ""
+        name = taken.manifest.monitor if taken.manifest is not None else ""
+        return (
+            f"step {taken.step:,} is the best of the checkpoints there are, and {name or 'the run'} was best after"
+            f" step {known:,}, of which there is none: load_best_at_end=true keeps it"
+        )
 
     def of_past_stages(self) -> frozenset[int]:
         """Steps of the newest and of the best checkpoint of each stage that is over: others may begin with them."""
@@ -295,6 +326,10 @@ class Catalog:
         if not entries:
             raise BadInputError("--resume", path, f"is no checkpoint of ours by name; {expected}")
         return entries
+
+
+def _is_amid_skipped(entry: Entry) -> bool:
+    return entry.manifest is not None and entry.manifest.reason == AMID_SKIPPED
 
 
 class NoCheckpointError(Exception):

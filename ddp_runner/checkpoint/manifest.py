@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_OF_BLOCKS = 1, 2  # the latter: what versions that know only plain SHA-256 refuse
 _FILE_NAME = re.compile(r"step_(\d{8,})\.(pt|json)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+AMID_SKIPPED = (
+    "amid_skipped"  # the reason of one that is kept as the best, shortly after a skipped step
+)
 _ABOUT_THE_FILE = ("file", "size_bytes", "sha256", "hashed")
 
 

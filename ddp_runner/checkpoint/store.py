@@ -161,7 +161,8 @@ class CheckpointStore:
             monitor=monitor,
             mode=mode,
         )
-        manifest = replace(manifest, about={**about, **self.catalog.best_so_far(manifest)})
+        # What evaluations have found goes before what the files that are there tell.
+        manifest = replace(manifest, about={**self.catalog.best_so_far(manifest), **about})
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")
         content = {**state, MANIFEST_KEY: manifest.facts()}
@@ -314,7 +315,8 @@ class CheckpointStore:
         # Broken if: retention runs before the manifest is synced, or counts damaged entries.
         # Guarded by: test_retention_counts_only_sound_checkpoints, also with a bit flipped.
         self._proved.discard(published.step)
-        sound = (entry.step for entry in entries if self._is_sound(entry, published))
+        calm = self.catalog.to_go_back_to()
+        sound = (entry.step for entry in calm if self._is_sound(entry, published))
         kept = list(itertools.islice(sound, self.keep_last))
         if len(kept) < self.keep_last:
             return

@@ -185,12 +185,16 @@ def in_stage(
         is_word = word.removesuffix(AVERAGE) in (PREVIOUS, BEST)
         begins_with = word if is_word else ""
         run = replace(run, init_from="" if is_word else word)
+    following = stages[number + 1].init_from if number + 1 < len(stages) else None
     return replace(
         settings,
         run=run,
         stages=tuple(one.written for one in stages),
         stage=StagePlace(
-            names=tuple(one.name for one in stages), number=number, begins_with=begins_with
+            names=tuple(one.name for one in stages),
+            number=number,
+            begins_with=begins_with,
+            best_is_used=(following or "").removesuffix(AVERAGE) == BEST,
         ),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ddp_runner.core.faults import BadInputError, FaultKind
@@ -73,6 +73,9 @@ SHOWS_AS: Mapping[InjectKind, tuple[FaultKind, ...]] = {
 # These change what a step computes, so they happen where its loss is computed.
 KINDS_IN_LOSS = frozenset({InjectKind.UNUSED, InjectKind.NAN, InjectKind.SPIKE, InjectKind.DIVERGE})
 
+# These belong to one step: another one, which a resume begins with, has none of them.
+_OF_A_STEP = frozenset({InjectKind.NAN, InjectKind.SPIKE})
+
 # What a program with a loop of its own does is seen where it calls us: its backward lies between.
 _PHASES_OF_TASKS = frozenset(one.label for one in (Phase.BACKWARD, Phase.COMPILE, Phase.PROFILE))
 
@@ -81,7 +84,8 @@ _PHASES_OF_TASKS = frozenset(one.label for one in (Phase.BACKWARD, Phase.COMPILE
 class Injection:
     """One fault at one place. ``step`` is the index of the step in progress, from 0.
 
-    ``times`` is for each rank; ``rank`` may be :data:`EVERY_RANK`.
+    ``times`` is for each rank; ``rank`` may be :data:`EVERY_RANK`. ``last_step``: it happens to no later one;
+    None: whenever one is met.
     """
 
     kind: InjectKind
@@ -90,6 +94,11 @@ class Injection:
     phase: str
     times: int
     seconds: float
+    last_step: int | None = None
+
+    def is_at(self, step: int) -> bool:
+        """Whether it may happen to ``step``."""
+        return self.step <= step and (self.last_step is None or step <= self.last_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +135,8 @@ def parse_injection(text: str, *, world_size: int) -> Injection | RandomPlan:
         times=_integer(text, values, "times", 1),
         seconds=_number(text, values, "seconds", 1.0),
     )
+    if kind in _OF_A_STEP:
+        injection = replace(injection, last_step=injection.step + injection.times - 1)
     _refuse_unknown(text, values, "rank, step, phase, times, seconds")
     if injection.phase not in PHASES:
         raise BadInputError(OPTION, text, f"phase is one of {', '.join(PHASES)}")

@@ -52,10 +52,14 @@ def highest_refused(loss: str) -> BadInputError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monitor:
-    """The figure that decides which state is the best, and which way. The same on all ranks, for a whole run."""
+    """The figure that decides which state is the best, and which way. The same on all ranks, for a whole run.
+
+    ``by_evaluations``: only states that were evaluated are judged. Else every one that is saved.
+    """
 
     name: str = TRAIN_LOSS
     mode: Mode = "min"
+    by_evaluations: bool = True
 
     def value(self, figures: Mapping[str, float], *, train_loss: float | None) -> float | None:
         """It, as it is now; None while there is none. ``figures``: of the newest evaluation."""

@@ -225,9 +225,16 @@ def _repeated(incident: Incident, history: Sequence[Incident]) -> list[tuple[Fau
 
 
 def _has_come_again(incident: Incident, history: Sequence[Incident]) -> bool:
-    """Whether an error came again in another process than the one that raised it first."""
+    """Whether an error came again in a process that took the place of one which had raised it.
+
+    One that was late when others raised it, and went on into the step, raises it for the first time.
+    """
     return any(
-        fault.kind is FaultKind.RANK_RAISED and fault.rank != earlier.kept
+        fault.kind is FaultKind.RANK_RAISED
+        and fault.rank != earlier.kept
+        and any(
+            same_error(fault, one) and one.rank == fault.rank for one in earlier.attribution.causes
+        )
         for fault, earlier in _repeated(incident, history)
     )
 

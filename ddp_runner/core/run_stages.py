@@ -26,7 +26,7 @@ class StagePlace:
 
     ``first_step``: steps that the stages before have made. ``first_generation``: the first in which this launch
     may train it. ``begins_with``: ``previous`` or ``best``, either with ``:ema`` perhaps; empty where
-    ``run.init_from`` says it. ``digests``: one for each stage, of what its steps follow from.
+    ``run.init_from`` says it. ``best_is_used``: by the next one. ``digests``: one for each stage, of what its steps follow from.
     """
 
     names: tuple[str, ...]
@@ -34,6 +34,7 @@ class StagePlace:
     first_step: int = 0
     first_generation: int = 1
     begins_with: str = ""
+    best_is_used: bool = False
     digests: tuple[str, ...] = ()
 
     @property

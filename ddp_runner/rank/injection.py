@@ -97,7 +97,7 @@ class InjectingSlot(Slot):
             # A step has several micro-batches and may be redone: it is ruined once for all of them.
             if injection.kind in self._ruined:
                 continue
-            due = injection.phase == place and step >= injection.step
+            due = injection.phase == place and injection.is_at(step)
             if due and self._can_inject(injection.kind, place):
                 self._count_down(number, injection)
                 self._announce(number, injection.kind)

@@ -11,6 +11,7 @@ from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS
 from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.settings import OptimSettings, Settings
+from ddp_runner.training.components.layer_plan import in_steps
 from ddp_runner.training.components.lr_schedule import (
     decay_begin,
     learning_rate,
@@ -24,6 +25,7 @@ from ddp_runner.training.state import TrainState
 CHANGES_KEPT = 100  # of the newest, in state and manifest
 _PROBES = 64  # steps at which two schedules are held against each other, beside their corners
 _RATES = {f"optim.{name}" for name in RATE_KEYS}
+_UNFREEZE = "optim.unfreeze"
 _FIRST_RATES = {f"optim.{name}": getattr(OptimSettings(), name) for name in RATE_KEYS}
 
 
@@ -101,20 +103,56 @@ def _changed_values(
     rates = _RATES | {TOTAL_STEPS}
     if "optim.schedule" in old:  # of a version that had fewer settings of it
         old = {**_FIRST_RATES, **old}
-    if not rates <= old.keys() or _same_rates(old, new, step=step - first):
-        pairs = []
-    else:
+    pairs: list[tuple[str, Any, Any]] = []
+    since = ""  # where steps that are over had other rates, too
+    if rates <= old.keys():
+        since = _since(_first_other(old, {**old, TOTAL_STEPS: new[TOTAL_STEPS]}), step, first)
+    if since or (rates <= old.keys() and not _same_rates(old, new, step=step - first)):
         pairs = [(key, old[key], new[key]) for key in new if key in _RATES]
         if old["optim.warmup_steps"] == new["optim.warmup_steps"]:  # at most half of the run
             pairs.append(("end of the warm-up", _warmup_end(old), _warmup_end(new)))
         if "constant" not in (old["optim.schedule"], new["optim.schedule"]):
             pairs.append(("end of the schedule", _schedule_end(old), _schedule_end(new)))
-    pairs += [(key, old.get(key, new[key]), new[key]) for key in new if key not in rates]
-    return [
-        (key, _line(key, before, after, step=step))
+    lines = [
+        (key, _line(key, before, after, step=step) + (since if key.startswith("end of") else ""))
         for key, before, after in pairs
         if before != after
     ]
+    others = [(key, old.get(key, new[key]), new[key]) for key in new if key not in rates]
+    if old.get(_UNFREEZE) == new.get(_UNFREEZE) and TOTAL_STEPS in old:
+        others.append(("unfreezing", _unfreezing(old), _unfreezing(new)))
+    return lines + [
+        (key, _line(key, before, after, step=step))
+        for key, before, after in others
+        if before != after
+    ]
+
+
+def _unfreezing(recipe: Mapping[str, Any]) -> str:
+    """When layers are unfrozen, as steps."""
+    return in_steps(str(recipe.get(_UNFREEZE, "")), total_steps=int(recipe[TOTAL_STEPS]))
+
+
+# INVARIANT length-from-the-start: a run that is made longer or shorter is exact only where each step has the
+# rate that it has in a run of that length from step 0 on.
+# Broken if: two lengths are compared from the step of the resume on.
+# Guarded by: test_a_longer_run_says_what_the_steps_that_are_over_had.
+def _first_other(old: Mapping[str, Any], new: Mapping[str, Any]) -> int | None:
+    """The first step whose rate is another one, of the steps that both runs have; None: there is none."""
+    end = min(int(old[TOTAL_STEPS]), int(new[TOTAL_STEPS]))
+    corners = [0, *_corners(old), *_corners(new)]
+    # Between two corners two schedules are the same, or differ from the first step or its next on.
+    probes = {corner + aside for corner in corners for aside in (-1, 0, 1, 2)}
+    others = (
+        one for one in sorted(probes) if 0 <= one < end and _rate(old, one) != _rate(new, one)
+    )
+    return next(others, None)
+
+
+def _since(other: int | None, step: int, first: int) -> str:
+    if other is None or first + other >= step:
+        return ""
+    return f", where steps from {first + other} on had the rates of the length before"
 
 
 def _warmup_end(recipe: Mapping[str, Any]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ddp_runner import config
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.monitor import Monitor
 from ddp_runner.core.run_stages import StageOfFile, StagePlace
 from ddp_runner.core.secrets import holds_secret
 from ddp_runner.core.settings import JsonValue, Settings
@@ -27,12 +28,13 @@ def about_file(
     *,
     loss: float,
     settings: Mapping[str, JsonValue],
+    monitor: Monitor | None = None,
     place: StagePlace | None = None,
     trackers: Mapping[str, JsonValue] = _NONE,
 ) -> dict[str, JsonValue]:
     """What people and tools want to know of a file without reading it.
 
-    ``loss``: of the last step. ``settings``: without secrets. What is no number is left out. ``place``: the
+    ``loss``: of the last step. ``settings``: without secrets. ``monitor``: what the best is judged by. What is no number is left out. ``place``: the
     stage, by which a run of stages knows where it goes on. ``trackers``: of :func:`tracker_ids`.
     """
     shown: dict[str, object] = {n: value for n, value in settings.items() if n != "stage"}
@@ -45,6 +47,8 @@ def about_file(
         found["loss"] = loss
     figures = {name: one for name, one in state.figures.items() if math.isfinite(one)}
     found |= {"figures": {**figures}} if figures else {}
+    if monitor is not None and state.best.of == monitor.words:
+        found["best"] = {"step": state.best.step, "value": state.best.value}
     return found | ({"trackers": {**trackers}} if trackers else {})
 
 

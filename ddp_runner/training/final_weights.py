@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError, FaultError
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.disk_faults import DiskFaults
+from ddp_runner.training.exactness.first_step import report_inexact
 from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.whole_state import completed_in_run
 
@@ -83,10 +85,11 @@ def best_weights(parts: RankParts) -> BestWeights | None:
     settings, store, state = parts.settings, parts.store, parts.state
     if not settings.run.load_best_at_end:
         return None
-    warn = parts.runtime.logger.warning
+    inexact = partial(report_inexact, parts)
     entry = store.catalog.best()
     if entry is None:
-        warn("load_best_at_end: no checkpoint has been judged, the weights are the last ones")
+        say = inexact if state.best.step else parts.runtime.logger.warning
+        say("load_best_at_end: no checkpoint has been judged, the weights are the last ones")
         return None
     parts.runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
     try:
@@ -94,13 +97,13 @@ def best_weights(parts: RankParts) -> BestWeights | None:
         assert loaded is not None, "a path is a checkpoint, or an error"
         content = completed_in_run(settings, parts.workload, state, store, loaded)
     except (BadInputError, FaultError, OSError) as error:
-        warn(
+        inexact(
             f"load_best_at_end: {entry.path} cannot be used ({error}), the weights are the last ones"
         )
         return None
     known = state.best
     if known.of == parts.workload.monitor.words and known.step != entry.step:
-        warn(
+        inexact(
             f"load_best_at_end: {parts.workload.monitor.name} was best after step {known.step:,}, of which there"
             f" is no checkpoint; the weights are of step {entry.step:,}, the best of those there are"
         )

@@ -18,6 +18,7 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError, FaultError
 from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
+from ddp_runner.core.step_schedule import due_after
 from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.fitting import check_weights, misfit, warn_of_values
 from ddp_runner.training.memory_copies import open_slots
@@ -57,11 +58,13 @@ def load_start(
         saved = completed_from_begin(settings, workload, state, loaded)
         _restore(settings, state, saved, where=str(loaded.path))
         _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
+        _forget_other_end(settings, workload, state)
         state.begun_step = state.committed_step
         state.is_rehearsed = False  # by another launch
         state.tuning = tuning_of_changed(state.tuning, settings, loaded, recipe=workload.recipe)
         note_changes(loaded, state, recipe=workload.recipe)
         note_changed_stages(settings, state, loaded)
+        _note_best(settings, workload, state, store, loaded)
         return loaded
     if settings.run.resume in ("last", "best") and not is_found:
         raise BadInputError(
@@ -131,12 +134,23 @@ def leave_other_branch(
 
 def newest_to_restore(settings: Settings, state: TrainState, store: CheckpointStore) -> int:
     """The step that :func:`restore_newest` goes back to; EMPTY_STEP where there is none."""
-    newest = max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
+    newest = max((entry.step for entry in store.catalog.to_go_back_to()), default=EMPTY_STEP)
     if newest != EMPTY_STEP:
         return newest
     named = _begun_from(settings, state)
     has_begin = state.begun_step == 0 if named is None else named.is_file()
-    return state.begun_step if has_begin else EMPTY_STEP
+    if has_begin:
+        return state.begun_step
+    return max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
+
+
+# INVARIANT calm-to-go-back-to: a roll-back goes to a state that no skipped step came shortly before.
+# Broken if: a best state that was kept all the same is still the newest when one is read.
+# Guarded by: test_a_roll_back_passes_over_the_best_that_was_kept_amid_skips.
+def _leave_amid_skipped(settings: Settings, state: TrainState, store: CheckpointStore) -> None:
+    if len(store.catalog.to_go_back_to()) < len(store.catalog.entries()):
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        store.catalog.set_later_aside(newest_to_restore(settings, state, store), stamp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +208,7 @@ def restore_newest(
     (CHECKPOINT_BAD) where nothing is left.
     """
     tuning = state.tuning  # DDP and loader are made for it
+    _leave_amid_skipped(settings, state, store)
     loaded = store.load("auto", set_bad_aside=True)
     named = _begun_from(settings, state)
     try:
@@ -202,6 +217,7 @@ def restore_newest(
         is_found, loaded = loaded is not None, of_this_stage(settings, loaded)
         if loaded is not None:
             state.restore(completed_in_run(settings, workload, state, store, loaded))
+            _forget_other_end(settings, workload, state)
             state.begun_step = state.committed_step
             note_changes(loaded, state, recipe=workload.recipe)  # the file may be of before them
         elif state.begun_step == 0 or is_found:  # a stage begins with what was found
@@ -215,6 +231,17 @@ def restore_newest(
         raise FaultError(nothing_left(cause)) from error
     state.tuning = tuning
     return loaded
+
+
+# INVARIANT no-end-on-the-way: where a run is made longer, the evaluation at its old end counts for nothing that
+# later steps follow from, unless the longer run evaluates there too.
+# Broken if: a plateau, early stopping or the best knows of an evaluation that a run of that length has not made.
+# Guarded by: test_the_evaluation_at_the_old_end_counts_only_where_it_is_due.
+def _forget_other_end(settings: Settings, workload: Workload, state: TrainState) -> None:
+    step, length = state.committed_step, workload.length
+    due = due_after(step, length, log=settings.log, checkpoint=settings.checkpoint)
+    if step < length.total_steps and not due.evaluate and not state.monitor.target_reached:
+        state.forget_evaluation()
 
 
 def is_complete(workload: Workload, state: TrainState) -> bool:
@@ -232,6 +259,31 @@ def _begun_from(settings: Settings, state: TrainState) -> Path | None:
     if state.begun_step == EMPTY_STEP:
         return path
     return (path if path.is_dir() else path.parent) / checkpoint_name(state.begun_step)
+
+
+def _note_best(
+    settings: Settings,
+    workload: Workload,
+    state: TrainState,
+    store: CheckpointStore,
+    loaded: Loaded,
+) -> None:
+    """Have ``state`` keep where ``--resume best`` goes on from another state than evaluations have found."""
+    if settings.run.resume != "best":
+        return
+    taken = next((one for one in store.catalog.entries() if one.path == loaded.path), None)
+    if taken is None:
+        return
+    if store.catalog.best_step() is None:
+        expected = (
+            f"no checkpoint in {store.directory} was judged: give validation data, or take last"
+        )
+        raise BadInputError("--resume", "best", expected)
+    gone = store.catalog.best_is_gone(taken)
+    if not workload.monitor.by_evaluations:
+        gone = f"step {taken.step:,} is the best of the checkpoints that there were"
+    if gone:
+        state.changes = (*state.changes, f"--resume best: {gone}")
 
 
 def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loaded) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_runner.checkpoint.background import BackgroundSave, BackgroundSaver
+from ddp_runner.checkpoint.manifest import AMID_SKIPPED
 from ddp_runner.checkpoint.snapshot import storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
 from ddp_runner.core import messages
@@ -146,15 +147,21 @@ class Saving:
         save = self._saver.undecided
         return tensors if save is None else save.copies_of(tensors)
 
-    def keep(self) -> None:
-        """Have the state as it is now, which is known to be sound, on disk: tried twice, whatever failed before."""
+    def keep(self, *, is_calm: bool) -> None:
+        """Have the state as it is now, which all ranks have, on disk: tried twice, whatever failed before.
+
+        ``is_calm``: no step was skipped shortly before. Else nothing goes back to it, and it takes no other's place.
+        """
+        put_off = self._put_off
         for _ in range(2):
             self.settle()
-            self._begin(INTERVAL)
+            self._begin(INTERVAL if is_calm else AMID_SKIPPED)
             self.prove()
             self.settle()
             if not self._failures:
                 break
+        if not is_calm:
+            self._put_off = put_off
 
     def prove(self) -> None:
         """The state that the save under way was begun with is what it should be: it is written."""
@@ -224,7 +231,7 @@ class Saving:
         """Go on from a checkpoint: one that no stop has made was needed because of a fault."""
         self._knows_the_past = True
         self._interval.go_on_from(
-            loaded.manifest.pace, after_fault=loaded.manifest.reason == INTERVAL
+            loaded.manifest.pace, after_fault=loaded.manifest.reason in (INTERVAL, AMID_SKIPPED)
         )
         self._disk_faults.report_unusable(self._store, loaded)
 

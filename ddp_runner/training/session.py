@@ -317,7 +317,7 @@ class Session:
             if stop is not None:
                 self._evaluated_step = self._state.committed_step
                 return stop
-            if self._maker.must_keep() and self._state.monitor.is_calm:
+            if self._maker.must_keep():
                 if not self._keep():
                     return None
                 save_now = False
@@ -343,7 +343,7 @@ class Session:
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self.group.rank == 0:
             self._state.boundary_done_step = self._state.committed_step
-            self._saving.keep()
+            self._saving.keep(is_calm=self._state.monitor.is_calm)
         with waiting_for_peers(self._runtime.slot):
             self.group.exchange("kept", "")
         self._count_done()

@@ -13,6 +13,8 @@ from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.run_stages import (
+    AVERAGE,
+    BEST,
     Found,
     OtherStage,
     StageOfFile,
@@ -119,6 +121,12 @@ def go_on_counting(settings: Settings, state: TrainState) -> None:
     tokens = before.about.get("tokens")
     if isinstance(tokens, (int, float)) and not isinstance(tokens, bool):
         state.tokens = float(tokens)
+    place = settings.stage
+    if place is not None and place.begins_with.removesuffix(AVERAGE) == BEST:
+        catalog = Catalog(Path(settings.run.checkpoint_dir))
+        if (taken := catalog.best(place.before)) is not None:
+            gone = catalog.best_is_gone(taken, place.before)
+            state.changes += (f"stage {place.name} begins with the best: {gone}",) if gone else ()
 
 
 def leave_for(stage: StageOfFile, runtime: Runtime) -> NoReturn:

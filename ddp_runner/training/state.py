@@ -103,7 +103,8 @@ class TrainState:
         self.lost: list[str] = []  # of the model's own, what could not be put back
         self.only_trained = only_trained
         self.figures: dict[str, float] = {}  # of the newest evaluation, by name
-        self.best = Best()
+        self.best = self.best_before = Best()  # the latter: without what has found the best
+        self.judged_step = EMPTY_STEP  # of the newest evaluation that had the monitored figure
         self.begun_with: tuple[
             str, ...
         ] = ()  # what of --init-from this process has loaded, in lines
@@ -158,6 +159,8 @@ class TrainState:
             "improvement": self.improvement.state_dict(),
             "figures": dict(self.figures),
             "best": asdict(self.best) if self.best.step else {},
+            "judged": max(0, self.judged_step),
+            "best_before": asdict(self.best_before) if self.best_before.step else {},
         }
         state.update({key: value for key, value in learnt.items() if value})
         if self.start:
@@ -293,6 +296,8 @@ class TrainState:
         self.changes = tuple(state.get("changes", ()))
         self.figures = {str(name): float(one) for name, one in state.get("figures", {}).items()}
         self.best = Best(**state.get("best", {}))
+        self.judged_step = int(state.get("judged", EMPTY_STEP))
+        self.best_before = Best(**state.get("best_before", {}))
         self.boundary_done_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.buffers.follow(state.get("followed", ()))
@@ -365,10 +370,11 @@ class TrainState:
         by position.
         """
         saved, names = captured["optimizer"], captured.get("optimizer_names")
-        own = self.optimizer.state_dict()["param_groups"]
         groups = saved["param_groups"]
+        own = self.optimizer.state_dict()["param_groups"]
         if len(groups) != len(own):
             raise ValueError(f"{len(groups)} groups of parameters, the model has {len(own)}")
+        own = [_with_rate_of(*pair) for pair in zip(own, groups, strict=True)]
         if names is None:
             places = [{"params": group["params"]} for group in groups]
             pairs = zip(own, places, strict=True)
@@ -418,8 +424,30 @@ class TrainState:
         self.take_lost()  # a tensor that it is the first to change stays so, on all ranks alike
 
     def monitored(self, monitor: Monitor) -> float | None:
-        """The figure that a checkpoint of now is judged by, if there is one."""
+        """The figure that is judged by, as it is now, if there is one."""
         return monitor.value(self.figures, train_loss=self.monitor.smoothed)
+
+    def judged(self, monitor: Monitor) -> float | None:
+        """The same, of a state that is judged: what a checkpoint of now is known by."""
+        is_judged = self.judged_step == self.committed_step or not monitor.by_evaluations
+        return self.monitored(monitor) if is_judged else None
+
+    def judge(self, value: float, *, monitor: Monitor) -> None:
+        """What an evaluation of the state as it is has found may be the best; once more, it takes its own place."""
+        # INVARIANT best-of-the-course: which state is the best follows from the steps and evaluations of the run, not
+        # from what else was saved: a state is judged at its own evaluation, and never by that of another.
+        # Broken if: a file between two evaluations is judged by the older one's figure.
+        # Guarded by: test_only_what_was_evaluated_is_judged.
+        step = self.judged_step = self.committed_step
+        before = self.best_before if self.best.step == step else self.best
+        self.best, self.best_before = before.after(value, step=step, monitor=monitor), before
+
+    def forget_evaluation(self) -> None:
+        """Be as without the evaluation of the state as it is, in what later steps follow from."""
+        self.improvement.forget(step=self.committed_step)
+        if self.best.step == self.committed_step:
+            self.best = self.best_before
+        self.judged_step = EMPTY_STEP
 
     def take_lost(self) -> list[str]:
         """What of a given-up step, or of another process, could not be put back, since this was asked."""
@@ -429,6 +457,14 @@ class TrainState:
     def trainable(self) -> list[Tensor]:
         """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _with_rate_of(options: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` of a group with the rate of the newest step, which a file of no later step has too."""
+    if "lr" not in options or "lr" not in saved:
+        return dict(options)
+    own, rate = options["lr"], float(saved["lr"])
+    return {**options, "lr": torch.full_like(own, rate) if isinstance(own, Tensor) else rate}
 
 
 def _numbered(name: str, place: int) -> str:

@@ -221,9 +221,11 @@ class TaskSteps:
         if not result.without_weight:
             self._progress.loss = result.loss
             self._runtime.slot.set_loss(result.loss)
-        self._first.compare(result.step)
         self._watch_scale(result)
         self._write_audit(result, epoch, step.micro_batches)
+        if due.log:  # before what waits for peers: the step is committed, whoever is lost there
+            self._log(result, epoch)
+        self._first.compare(result.step)
         if not result.applied and self._guard.skipped(
             result,
             verdict,
@@ -241,8 +243,6 @@ class TaskSteps:
             self._streams.compare(self._loader, step=result.step, is_due=due.compare)
         elif isinstance(self._loader, ShardLoader) and self._loader.gathers(result.step):
             self.gather()
-        if due.log:
-            self._log(result, epoch)
         return Outcome.GOES_ON
 
     def gather(self) -> None:
@@ -263,13 +263,15 @@ class TaskSteps:
         return self._watch_improvement() if stop is None else stop
 
     def must_keep(self) -> bool:
-        """Whether the evaluation of now has found the best so far, and that is to be the run's end.
+        """Whether the evaluation of now has found the best so far, and that is to be the run's end, or a stage's begin.
 
         Not what a run or a stage begins with: that is in another file.
         """
         state = self._state
         is_best = state.best.step == state.committed_step and state.own_step > 0
-        return self._settings.run.load_best_at_end and is_best
+        stage = self._settings.stage
+        is_used = self._settings.run.load_best_at_end or (stage is not None and stage.best_is_used)
+        return is_used and is_best
 
     def _watch_improvement(self) -> StopReason | None:
         """After an evaluation: COMPLETED where the figure has not improved for too long, on all ranks alike."""
@@ -278,8 +280,8 @@ class TaskSteps:
         if value is None:
             return None
         news = state.improvement.observe(step=state.committed_step, value=value)
-        if monitor.name in state.figures and state.own_step > 0:
-            state.best = state.best.after(value, step=state.committed_step, monitor=monitor)
+        if state.own_step > 0:
+            state.judge(value, monitor=monitor)
         if news and self._group.rank == 0:
             self._runtime.logger.info(news, step=state.committed_step)
             self._runtime.report(

@@ -127,6 +127,20 @@ def test_the_same_error_counts_whoever_is_first():
     assert isinstance(plan(now, [before]), GiveUp)
 
 
+def test_an_error_that_a_late_rank_raises_is_its_first():
+    """All raise it once in a step, one after the others have been replaced; control: a replacement raises it."""
+    made = incident(FaultKind.RANK_RAISED)
+    first, late = (
+        replace(made, attribution=Attribution(culprit=one, causes=(one,), victims=()))
+        for one in (
+            Fault(kind=FaultKind.RANK_RAISED, rank=rank, step=10, cause="ValueError: once")
+            for rank in (0, 1)
+        )
+    )
+    assert plan(late, [first], lost=(1,)) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.5)
+    assert isinstance(plan(first, [first, late]), GiveUp)
+
+
 def test_a_rank_that_raised_before_it_had_a_state_is_no_source():
     """Control: the checkpoint is, then."""
     raised = [(0, EMPTY_STEP), (1, EMPTY_STEP)]

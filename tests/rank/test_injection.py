@@ -83,6 +83,18 @@ def test_times_counts_steps():
     assert seen == [False, True, True, False]
 
 
+@pytest.mark.parametrize(("begun", "seen"), [(2, [True, False]), (3, [False, False])])
+def test_what_ruins_a_step_is_of_that_step(begun, seen):
+    """A launch that is resumed within the steps ruins what is left of them, and one behind them nothing."""
+    bench = Bench("nan:step=1,times=2")
+    found = []
+    for step in (begun, begun + 1):
+        bench.begin(step)
+        found.append(math.isnan(bench.value()))
+        bench.commit()
+    assert found == seen
+
+
 def test_unused_leaves_the_last_module_out_of_the_graph_only():
     """Its parameters get no gradient, the others do, and all are trainable again afterwards."""
     bench = Bench("unused:step=0")

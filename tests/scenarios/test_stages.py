@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 
@@ -131,7 +132,7 @@ def test_memory_that_runs_out_where_stages_change_is_of_one_of_them(tmp_path):
 
 def judged(path):
     manifest = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    return manifest["monitored"]
+    return math.inf if manifest["monitored"] is None else manifest["monitored"]
 
 
 def kill_held(run, stage, *ranks):
@@ -286,3 +287,40 @@ def test_a_run_goes_on_in_the_stage_it_was_stopped_in(fault_free, tmp_path):
     assert run.digest == fault_free.digest
     begun = [record["stage"] for record in run.events("stage_begins")]
     assert begun == ["pre", "tune", "pre", "tune", "last"]
+
+
+def test_a_stage_begins_with_the_best_whatever_else_was_saved(tmp_path):
+    """Kept at its evaluation, which no save was due at: after a save that failed, an asked one, a stop and a resume."""
+    rising = {
+        "optim": {"optimizer": "sgd", "momentum": 0, "learning_rate": 0.6, "max_grad_norm": None}
+    }
+    how = {
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "evaluate_every_steps": 4,
+        "save_every_steps": 5,
+    }
+    first = {"name": "pre", "max_steps": 11, **how, **rising}
+    first |= {"task": {"pace_s": 0.1}}
+    common = ("explosion_window=0", "load_best_at_end=false")
+    stages = (first, {"name": "tune", "max_steps": 3, "init_from": "best"})
+    with staged(tmp_path / "calm", *common, stages=stages) as calm:
+        assert calm.wait() == 0, calm.console
+    bad = ("--inject", "disk_error:rank=0,step=4")
+    with staged(tmp_path / "run", *common, *bad, stages=stages) as stopped:
+        stopped.wait_for_step(5)
+        stopped.signal(signal.SIGUSR2)
+        stopped.wait_for_step(7)
+        stopped.signal(signal.SIGINT)
+        assert stopped.wait() == 130, stopped.console
+    with staged(tmp_path / "run", *common, stages=stages) as run:
+        assert run.wait() == 0, run.console
+    lines = (calm.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [(one["step"], one.get("validation_loss")) for one in map(json.loads, lines)]
+    figures = {step: one for step, one in found if one is not None and step <= 11}
+    best = min((step for step in figures if step), key=figures.__getitem__)
+    assert best == 4, figures
+    for one in (calm, run):
+        assert f"start weights {one.checkpoints / 'step_00000004.pt'}" in one.console
+        assert one.summary()["exact"], one.summary()["inexact_reasons"]
+    assert run.digest == calm.digest

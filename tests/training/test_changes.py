@@ -96,7 +96,12 @@ def test_the_same_settings_change_nothing(tmp_path):
             ],
         ),
         ({"min_lr": 1e-5}, ["optim.min_learning_rate 0.0 -> 1e-05 at step 40"]),
-        ({"max_steps": 100}, ["end of the schedule 80 -> 100 at step 40"]),
+        (
+            {"max_steps": 100},
+            [
+                "end of the schedule 80 -> 100 at step 40, where steps from 21 on had the rates of the length before"
+            ],
+        ),
         ({"weight_decay": 0.5}, ["optim.weight_decay 0.01 -> 0.5 at step 40"]),
         ({"beta2": 0.5}, ["optim.beta2 0.999 -> 0.5 at step 40"]),
         ({"max_grad_norm": None}, ["optim.max_grad_norm 1.0 -> none at step 40"]),
@@ -127,8 +132,28 @@ def test_of_a_schedule_only_what_moves_the_rate_is_named(tmp_path):
     assert resumed(tmp_path / "1", before=constant, **longer).changes == ()
     before = {**constant, "max_steps": 30, "warmup_steps": 100}
     after = {**before, "max_steps": 60}
-    lines = ("end of the warm-up 15 -> 30 at step 20",)
+    since = ", where steps from 0 on had the rates of the length before"
+    lines = (f"end of the warm-up 15 -> 30 at step 20{since}",)
     assert resumed(tmp_path / "2", before=before, step=20, **after).changes == lines
+
+
+@pytest.mark.parametrize(
+    ("schedule", "line"),
+    [
+        ({"warmup_steps": 8}, "end of the warm-up 5 -> 8 at step 10{}"),  # it was cut to half
+        ({"warmup_steps": "auto"}, "end of the warm-up 1 -> 3 at step 10{}"),
+        ({"warmup_steps": 0.2}, "end of the warm-up 2 -> 6 at step 10{}"),
+        ({"warmup_steps": 0, "unfreeze": "*@0.5"}, "unfreezing *@5 -> *@15 at step 10"),
+        ({"warmup_steps": 0, "unfreeze": "*@5"}, None),
+        ({"warmup_steps": 5}, None),
+    ],
+)
+def test_a_longer_run_says_what_the_steps_that_are_over_had(tmp_path, schedule, line):
+    """Also where the rates to come are the same; controls: what does not depend on the length."""
+    before = {"schedule": "constant", "max_steps": 10, **schedule}
+    found = resumed(tmp_path, before=before, step=10, **{**before, "max_steps": 30}).changes
+    since = ", where steps from 0 on had the rates of the length before"
+    assert found == (() if line is None else (line.format(since),))
 
 
 def test_what_plateaus_are_judged_by_is_named_where_they_count(tmp_path):

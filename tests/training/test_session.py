@@ -509,3 +509,15 @@ def test_a_run_that_reached_its_target_trains_no_further(tmp_path):
     again, _, _ = train(config)
     assert again.steps == first.steps
     assert again.weights_sha256 == first.weights_sha256
+
+
+def test_what_a_resume_cannot_keep_is_not_called_a_repair(tmp_path):
+    """The task counts with what cannot be looked into; nothing was repaired. Control: the first launch has no reason."""
+    reasons = []
+    for steps in (6, 12):
+        config = settings(tmp_path, max_steps=steps, schedule="constant", warmup_steps=0)
+        _, messages, _ = train(config)
+        changes = messages_of(messages, TuningChanged)
+        reasons.append([one.inexact_reason for one in changes if one.inexact_reason])
+    unseen = "task._calls (count), which cannot be looked into, may have been used before a resume"
+    assert reasons == [[], [unseen]]

@@ -115,6 +115,26 @@ def test_a_stage_begins_with_the_one_before_and_counts_on(tmp_path, word, step):
     assert workload.order.position(12) == (0, 0)
 
 
+def test_a_stage_whose_best_is_gone_says_so(tmp_path):
+    """It begins with the best that there is, and is not exact; control: the best is there."""
+    for known, gone in ((10, False), (7, True)):
+        folder = tmp_path / str(known)
+        store, weights = first_stage(folder, 10, 12, monitored=(0.5, 0.7))
+        settings = settings_in(folder, 0)
+        workload, state = built(settings)
+        made = facts(settings, workload, 12, monitored=0.7)
+        made["about"]["best"] = {"step": known, "value": 0.4}
+        state.committed_step = 12
+        store.save(state.capture(), **made)
+        settings = settings_in(folder, 1, first_step=12, begins_with="best")
+        workload, state = built(settings)
+        load_start(settings, workload, state, store)
+        assert has(state, weights[10])
+        assert (
+            any("best after step 7, of which there is none" in one for one in state.changes) is gone
+        )
+
+
 def test_a_stage_goes_on_from_its_own_checkpoint(tmp_path):
     """Not from its begin, though that is there."""
     store, _ = first_stage(tmp_path, 12)

@@ -95,6 +95,17 @@ def _hand_over(me, port):
     return weights, average, state.precision.state_dict(), state.capture()["counters"]
 
 
+def test_a_state_that_is_taken_over_has_the_rate_of_its_newest_step():
+    """What is saved before the next step says that rate, not the highest one."""
+    source, other = build_state(), build_state()
+    for group in source.optimizer.param_groups:
+        group["lr"] = 0.00123
+    advance(source, 1)
+    other.restore(copy.deepcopy(source.capture()))
+    rates = [group["lr"] for group in other.capture()["optimizer"]["param_groups"]]
+    assert rates == [0.00123] * len(rates)
+
+
 def test_a_replacement_gets_batch_statistics_scaler_average_and_counters():
     """Over the wire, as in a repair: whatever the next step depends on is the survivor's."""
     with hosted_store() as port:

@@ -56,6 +56,11 @@ class ImprovementWatch:
             )
         return ""
 
+    def forget(self, *, step: int) -> None:
+        """Be as without the evaluation after ``step``, where that was the newest."""
+        if step == self._step:
+            self._step, self._now = -1, self._before
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values; empty where nothing is watched."""
         if not self._rules.are_on:

@@ -16,6 +16,7 @@ from torch import nn
 from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import OptimSettings
+from ddp_runner.core.step_schedule import steps_of
 
 TRAIN, UNFREEZE = "optim.train_layers", "optim.unfreeze"
 FULL = "full"
@@ -94,17 +95,28 @@ def _unfreezings(
     text: str, names: Sequence[str], groups: Mapping[str, Sequence[str]], *, total_steps: int
 ) -> Iterable[_Unfreezing]:
     for word in _split(text):
-        what, at, when = word.rpartition("@")
-        try:
-            number = float(when)
-        except ValueError:
-            number = -1.0
-        is_step = number >= 1 and number.is_integer()
-        if not (what and at and (0 < number < 1 or is_step)):
-            expected = "must be LAYERS@STEP or LAYERS@SHARE of the run, as in encoder@1000,head@0.5"
-            raise BadInputError(UNFREEZE, word, expected)
-        step = int(number) if is_step else max(1, int(number * total_steps))
+        what, step = _what_and_step(word, total_steps=total_steps)
         yield _Unfreezing(step=step, words=what, names=_matching(UNFREEZE, what, names, groups))
+
+
+def _what_and_step(word: str, *, total_steps: int) -> tuple[str, int]:
+    """The two parts of one unfreezing. Raises BadInputError where it is none."""
+    what, at, when = word.rpartition("@")
+    try:
+        number = float(when)
+    except ValueError:
+        number = -1.0
+    is_step = number >= 1 and number.is_integer()
+    if not (what and at and (0 < number < 1 or is_step)):
+        expected = "must be LAYERS@STEP or LAYERS@SHARE of the run, as in encoder@1000,head@0.5"
+        raise BadInputError(UNFREEZE, word, expected)
+    return what, max(1, steps_of(number, of=total_steps))
+
+
+def in_steps(text: str, *, total_steps: int) -> str:
+    """``optim.unfreeze`` with a step in the place of each share: ``encoder@1000,head@500``."""
+    parts = [_what_and_step(word, total_steps=total_steps) for word in _split(text)]
+    return ",".join(f"{what}@{step}" for what, step in parts)
 
 
 def trained_words(model: nn.Module) -> str:

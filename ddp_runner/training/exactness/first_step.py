@@ -16,6 +16,7 @@ import torch
 from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
+from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.messages import Proved, TuningChanged
 from ddp_runner.core.run_stages import is_first_generation
@@ -30,8 +31,8 @@ from ddp_runner.training.step import SparseGradientError, Stepper, StepRules, ow
 
 NAMES_SHOWN = 3
 _NOT_DONE = "-"
-_NOT_ITS_OWN = "which each rank has its own of, is another rank's since a repair or a resume"
-_NOT_SEEN = "which cannot be looked into, may have been used before a repair or a resume"
+_NOT_ITS_OWN = "which each rank has its own of, is another rank's since"
+_NOT_SEEN = "which cannot be looked into, may have been used before"
 
 
 class FirstStep:
@@ -252,7 +253,8 @@ class SideComparison:
             step=self._parts.state.committed_step,
         )
         if any(answer["was_received"] for answer in answers):
-            report_inexact(self._parts, f"{named(new)}, {_NOT_ITS_OWN}")
+            what = f"{named(new)}, {_NOT_ITS_OWN} {_what_came(self._parts)}"
+            report_inexact(self._parts, what)
 
 
 def report_lost(parts: RankParts) -> None:
@@ -261,15 +263,22 @@ def report_lost(parts: RankParts) -> None:
     if lost:
         report_lost_names(parts, lost)
     if side.took_over:
-        report_inexact(parts, f"{named(side.took_over)}, {_NOT_ITS_OWN}")
+        report_inexact(parts, f"{named(side.took_over)}, {_NOT_ITS_OWN} {_what_came(parts)}")
     if side.doubtful:
-        report_inexact(parts, f"{named(side.doubtful)}, {_NOT_SEEN}")
+        report_inexact(parts, f"{named(side.doubtful)}, {_NOT_SEEN} {_what_came(parts)}")
     side.took_over, side.doubtful = [], []
 
 
 def report_lost_names(parts: RankParts, lost: list[str]) -> None:
     """Say that these are not what they would be without a repair, or a resume."""
-    report_inexact(parts, f"{named(lost)}, which steps change, could not be kept over a repair")
+    came = _what_came(parts)
+    report_inexact(parts, f"{named(lost)}, which steps change, could not be kept over {came}")
+
+
+def _what_came(parts: RankParts) -> str:
+    """Why the state is another process's: the first generation of a launch has it from a file, and no repair before."""
+    number = parts.runtime.slot.get(Cell.GENERATION)
+    return "a resume" if is_first_generation(number, parts.settings.stage) else "a repair"
 
 
 def report_inexact(parts: RankParts, reason: str) -> None:

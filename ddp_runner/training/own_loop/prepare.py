@@ -94,7 +94,7 @@ def prepare(
         resume_key={"run.seed": settings.run.seed, "ranks": info.world_size},
         recipe=_recipe(runtime, length, arguments=arguments),
         settings_digest=config.digest(settings),
-        monitor=Monitor(),
+        monitor=Monitor(by_evaluations=False),
         parameters=sum(one.numel() for one in state.model.parameters()),
     )
     data_digest = digest_in_memory(batches)
