@@ -133,7 +133,7 @@ def test_a_coordinator_that_comes_again_takes_the_ranks_of_others_over(nodes, on
     assert "rank 3 on" in first.console.rpartition("faults")[2], first.console
 
 
-def test_a_take_over_without_the_old_logs_knows_why_the_run_is_not_exact(nodes):
+def test_a_take_over_without_old_logs_knows_why_it_is_inexact(nodes):
     """A coordinator on another machine, with empty folders: the machine that waits has heard it."""
     settings = (SLOW, "recovery.coordinator_wait_s=60", "save_interval=0", "save_every_steps=1000")
     settings += ("--inject", "oom:rank=2,step=5,phase=backward")

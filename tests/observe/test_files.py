@@ -168,7 +168,7 @@ def test_metrics_are_a_line_per_logged_step(tmp_path):
     assert reported == (20, 0, 2.5, None)
 
 
-def test_a_point_that_is_done_once_more_after_a_take_over_stands_once(tmp_path):
+def test_a_point_done_again_after_a_take_over_stands_once(tmp_path):
     """A step or an evaluation with the values that are there already; another value is written."""
     path = tmp_path / "metrics.jsonl"
     loss, evaluation = {"loss": 2.5, "step_s": 0.1}, {"validation_loss": math.nan}
