@@ -17,6 +17,7 @@ from ddp_runner.core.recovery import Incident
 from ddp_runner.core.secrets import without_secrets
 
 _UNWRITTEN = {"unwritten": True}
+_IF_SET = {"if set": True}  # left out of the journal where it is empty
 # Fields with words of others: what an exception, a process that has died or a disk has said.
 _WORDS = frozenset(
     {"action", "detail", "failed", "finding", "inexact_reason"}
@@ -40,6 +41,7 @@ class Event:
             one.name: getattr(self, one.name)
             for one in fields(self)
             if "unwritten" not in one.metadata
+            and not ("if set" in one.metadata and not getattr(self, one.name))
         }
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -60,13 +62,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBegins(Event):
-    """Every rank has built what it trains. ``lines``, ``warnings``: what there is to say about it."""
+    """Every rank has built what it trains. ``lines``, ``warnings``: what there is to say about it.
+
+    ``took_over``: ranks that have kept their memory, from a coordinator that was lost.
+    """
 
     run_id: str
     command: tuple[str, ...]
     world_size: int
     resumed_step: int
     total_steps: int
+    took_over: bool = field(default=False, metadata=_IF_SET)
     lines: tuple[str, ...] = field(default=(), metadata=_UNWRITTEN)
     warnings: tuple[str, ...] = field(default=(), metadata=_UNWRITTEN)
 
@@ -225,7 +231,10 @@ class WorldFormed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfFault(Event):
-    """The traceback of a lost peer explains nothing, and is left out of ``detail``."""
+    """The traceback of a lost peer explains nothing, and is left out of ``detail``.
+
+    ``host``: of its rank, where there are several machines.
+    """
 
     kind: str
     rank: int
@@ -235,6 +244,7 @@ class _OfFault(Event):
     origin: str
     generation: int
     detail: str
+    host: str = field(default="", metadata=_IF_SET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +275,7 @@ def of_fault(fault: faults.Fault, *, generation: int) -> dict[str, Any]:
         "origin": fault.origin.value,
         "generation": generation,
         "detail": "" if fault.kind in VICTIM_KINDS else fault.detail,
+        "host": fault.host,
     }
 
 

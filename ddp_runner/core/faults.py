@@ -145,7 +145,7 @@ class Fault:
         False  # of a stuck collective: the ranks are known to do different things
     )
     origin: Origin = Origin.OWN
-    host: str = ""  # of its rank, where that is not the machine of the supervisor
+    host: str = ""  # of its rank, where there are several machines
 
     @property
     def scope(self) -> Scope:

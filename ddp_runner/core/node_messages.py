@@ -25,12 +25,14 @@ STACKS_BYTES_MAX = 128 * 1024
 class Parked:
     """Ranks that a node has kept with their memory while it was cut off.
 
-    ``node``: the number that it had; ``term`` and ``generation``: of their newest Form.
+    ``node``: the number that it had; ``term`` and ``generation``: of their newest Form. ``inexact_reasons``: of the
+    run, as the coordinator has said last.
     """
 
     node: int
     term: str
     generation: int
+    inexact_reasons: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +185,7 @@ class Beat:
     committed_step: int
     is_fault_free: bool
     short_of_memory: list[int] = field(default_factory=list)
+    inexact_reasons: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ class RunAccounting:
         self.began_s = began_s
         self.first_step_s: float | None = None
         self.faults: list[OpenFault] = []
+        self.before: tuple[FaultRecord, ...] = ()  # of launches whose ranks this one took over
         self.restarts = 0
         self._injections = Injections(began_s=began_s)
         self._minor = MinorFaults(self._injections, began_s=began_s)
@@ -71,7 +72,8 @@ class RunAccounting:
     @property
     def faults_total(self) -> int:
         """Incidents, and faults that ranks repaired themselves, also those that are not listed."""
-        return len(self.faults) + len(self._minor.repaired) + self._minor.left_out
+        listed = (*self.before, *self.faults, *self._minor.repaired)
+        return len(listed) + self._minor.left_out
 
     def newest_faults(self, count: int, *, now_s: float) -> tuple[FaultView, ...]:
         """The newest that were repaired, or are to be, oldest first."""
@@ -294,14 +296,15 @@ class RunAccounting:
             exact_proof=ExactProof.of(facts.proved),
             wall_s=round(now_s - self.began_s, 3),
             time_s=self.shares(reading, now_s=now_s),
-            faults=tuple(
-                sorted(
+            faults=(
+                *self.before,
+                *sorted(
                     [
                         *self._minor.repaired,
                         *(self._record(fault) for fault in self.faults),
                     ],
                     key=lambda record: record.detected_s,
-                )
+                ),
             ),
             tolerated=tuple(self._minor.tolerated),
             injected=tuple(self._injections.records),
@@ -385,6 +388,7 @@ class RunAccounting:
             phase=culprit.phase,
             action=fault.action,
             injected=fault.injected,
+            host=culprit.host,
         )
 
 

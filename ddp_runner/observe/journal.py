@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.observe.files import LineFile, Warn, encode_record, read_tail
 from ddp_runner.system.run_files import from_json
@@ -12,6 +13,8 @@ from ddp_runner.system.run_files import from_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+_POINTS_BYTES = 256 * 1024  # of the end of metrics.jsonl
 
 
 class Journal:
@@ -61,17 +64,44 @@ class MetricsFile:
     """metrics.jsonl: one line per logged step, ``{"step", "rank", "utc", ...values}``."""
 
     def __init__(self, path: Path, *, warn: Warn | None = None) -> None:
+        self._path = path
         self._file = LineFile(path, warn=warn)
+        self._kept: dict[tuple[int, int, str, bool], object] = {}
+
+    def keep_points(self) -> None:
+        """Leave out each point that stands there already, as it is written once more with the same values."""
+        self._kept = {}
+        for line in read_tail(self._path, _POINTS_BYTES).splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                record = from_json(line)
+                self._kept[_point(record)] = _values(record)
 
     def write(self, step: int, rank: int, values: Mapping[str, float], *, stage: str = "") -> None:
         """Append one logged step; a value that is not finite is written as ``null``."""
         of_stage = {"stage": stage} if stage else {}
         record = {"step": step, "rank": rank, "utc": utc_now(), **of_stage, **values}
-        self._file.append(encode_record(record))
+        encoded = encode_record(record)
+        if self._kept:
+            written = from_json(encoded)
+            if self._kept.pop(_point(written), None) == _values(written):
+                return
+        self._file.append(encoded)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _point(record: Mapping[str, Any]) -> tuple[int, int, str, bool]:
+    """A step or an evaluation after it, in its stage, of a rank."""
+    return int(record["step"]), int(record["rank"]), str(record.get("stage", "")), "loss" in record
+
+
+def _values(record: Mapping[str, Any]) -> object:
+    """What is the same whenever it is computed: of a step its loss, of an evaluation all figures."""
+    if "loss" in record:
+        return {"loss": record["loss"]}
+    return {name: value for name, value in record.items() if name != "utc"}
 
 
 def utc_now() -> str:

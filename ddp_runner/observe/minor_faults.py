@@ -94,6 +94,7 @@ class MinorFaults:
             phase=fault.phase,
             action=event.action,
             injected=self._injections.noticed(fault.kind, fault.rank),
+            host=fault.host,
         )
         if len(self._first) < REPAIRED_KEPT:
             self._first.append(record)
@@ -121,6 +122,7 @@ class MinorFaults:
             phase=event.phase,
             action=event.action,
             injected=self._injections.noticed(FaultKind(event.kind), event.rank),
+            host=event.host,
         )
         if fails:
             self._failing_saves = record

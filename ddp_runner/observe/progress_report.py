@@ -170,13 +170,16 @@ def fault_sentence(fault: FaultRecord) -> str:
     if len(cause) > CAUSE_CHARACTERS_MAX:
         cause = cause[: CAUSE_CHARACTERS_MAX - 1] + "…"
     what = cause if cause.startswith((f"{who} ", f"{who}'")) else f"{who}: {cause}"
+    if fault.host and fault.host not in what:
+        what = what.replace(who, f"{who} on {fault.host}", 1)
     repair = "not repaired"
     if fault.recovered_s is not None:
         repair = f"repaired in {fmt.duration(fault.recovered_s - fault.detected_s)}"
     again = ", all ranks were dead" if fault.all_ranks_dead else ""
     if fault.steps_lost:
         again += f", {fmt.count(fault.steps_lost)} step{'' if fault.steps_lost == 1 else 's'} again"
-    return f"step {fmt.count(fault.step)}: {what}, {repair}{again}"
+    before = ", before the coordinator was lost" if fault.launches_ago else ""
+    return f"step {fmt.count(fault.step)}: {what}, {repair}{again}{before}"
 
 
 def _weights(summary: RunSummary) -> str:

@@ -46,7 +46,9 @@ class FaultRecord:
     ``total`` (from the detection on). ``victims`` merely lost their peer. ``detail`` is the end of
     the culprit's traceback, or of what it said last; empty where there is none. ``all_ranks_dead``:
     no rank was left with the state, and the newest checkpoint was read; only that costs steps.
-    ``times``: so many saves have failed for it, one after the other.
+    ``times``: so many saves have failed for it, one after the other. ``host``: of the rank, with several machines.
+    ``launches_ago``: where the coordinator was lost since, and another one took the ranks over, how often; its times
+    count from the start of that launch.
     """
 
     kind: str
@@ -65,6 +67,8 @@ class FaultRecord:
     action: str = ""
     injected: tuple[InjectedRecord, ...] = ()
     times: int = 1
+    host: str = ""
+    launches_ago: int = 0
 
 
 # What people are shown of TimeShares, in the order of a run.

@@ -72,7 +72,7 @@ class RankHost(Protocol):
 
     @property
     def host(self) -> str:
-        """Its name; empty for the machine of the supervisor."""
+        """Its name; empty where there is only one machine."""
 
     @property
     def processes(self) -> Mapping[int, WhatIsKnown]:

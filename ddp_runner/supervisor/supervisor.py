@@ -105,6 +105,7 @@ class Supervisor:
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
         self._clock = clock
         self.recorder = recorder = Recorder(outputs, facts=facts, published=published, clock=clock)
+        recorder.host_of = world.host_of
         self._fault_injector = FaultInjector(plan, world, recorder)
         self._cutting = Cutting(world=world, recorder=recorder)
         self._repair = Repair(

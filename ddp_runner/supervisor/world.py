@@ -247,9 +247,9 @@ class World:
         """Whether the rank is on the machine of this process."""
         return self._node_of[handle.rank] is self._home
 
-    def host_of(self, handle: RankHandle) -> str:
-        """The name of the machine of this rank; empty for that of this process."""
-        return self._node_of[handle.rank].host
+    def host_of(self, rank: int) -> str:
+        """The name of the machine of this rank; empty where there is only one, or for -1."""
+        return self._node_of[rank].host if rank >= 0 else ""
 
     def machine_of(self, handle: RankHandle) -> str:
         """``node 1: ``, to stand before a path on the machine of this rank; empty for that of this process."""

@@ -18,7 +18,7 @@ from ddp_runner.start import PACKAGE_PARENT
 FILES_MAX = 1000  # of a task; what it imports beyond is not followed
 _DIGITS = 12  # of a SHA-256 that stands for a file
 _OWN = "ddp_runner"
-_INSTALLED = ("site-packages", "dist-packages")
+INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class _Search:
                 return
             origin = Path(spec.origin) if spec.has_location and spec.origin else None
             places = [str(place) for place in spec.submodule_search_locations or ()]
-            if any(one in _INSTALLED for one in Path(origin or (places or [""])[0]).parts):
+            if any(one in INSTALLED for one in Path(origin or (places or [""])[0]).parts):
                 self.installed.add(parts[0])
                 return
             if origin is not None and above not in self._known and len(self.files) < FILES_MAX:

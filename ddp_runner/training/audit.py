@@ -2,7 +2,8 @@
 
 A rank may die after it has given its gradient and before it has written its line, while the others
 commit that step. The source of the next generation then writes the line in its place, so that the
-audits of all ranks together name every sample of every committed step.
+audits of all ranks together name every sample of every committed step. A step that a rank does once more
+is marked, ``"again": true``: of its lines the last one counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.observe.files import LineFile, Warn
 from ddp_runner.system.run_files import from_json, open_to_change
 
-_LINE_BYTES = 1 << 20  # more than the longest line
+_TAIL_BYTES = 1 << 20  # more than the longest line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,33 +33,42 @@ class GenerationMembers:
     first_step: int
 
 
-def open_audit(settings: Settings, slot: int, *, warn: Warn) -> LineFile | None:
-    """The audit file of a slot, to append to; None where none was asked for.
+class Audit:
+    """The audit file of a slot, to append to. A disk that takes no line costs a warning, not the run."""
 
-    A disk that takes no line costs a warning, not the run.
-    """
-    if not settings.run.audit:
-        return None
-    return LineFile(audit_path(settings, slot), warn=warn)
+    def __init__(self, path: Path, *, warn: Warn) -> None:
+        self._file = LineFile(path, warn=warn)
+        self._newest_step = max(_steps(path), default=0)
+
+    def write(
+        self, *, generation: int, step: int, epoch: int, indices: Sequence[int], loss: float
+    ) -> None:
+        """Append a line; ``step`` counts from 1."""
+        record = {
+            "generation": generation,
+            "step": step,
+            "epoch": epoch,
+            "indices": list(indices),
+            "loss_hex": float(loss).hex(),
+        }
+        if step <= self._newest_step:
+            record["again"] = True
+        self._newest_step = max(step, self._newest_step)
+        self._file.append(json.dumps(record).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file; a later line opens it again."""
+        self._file.close()
+
+
+def open_audit(settings: Settings, slot: int, *, warn: Warn) -> Audit | None:
+    """The audit of a slot; None where none was asked for."""
+    return Audit(audit_path(settings, slot), warn=warn) if settings.run.audit else None
 
 
 def audit_path(settings: Settings, slot: int) -> Path:
     """Where the audit of a slot stands."""
     return Path(settings.run.log_dir) / f"audit_rank_{slot}.jsonl"
-
-
-def audit_line(
-    *, generation: int, step: int, epoch: int, indices: Sequence[int], loss: float
-) -> bytes:
-    """One line; ``step`` counts from 1."""
-    record = {
-        "generation": generation,
-        "step": step,
-        "epoch": epoch,
-        "indices": list(indices),
-        "loss_hex": float(loss).hex(),
-    }
-    return json.dumps(record).encode() + b"\n"
 
 
 def complete_audits(
@@ -86,36 +96,37 @@ def complete_audits(
         path = audit_path(settings, slot)
         if slot not in slots:
             continue
-        if _last_step(path) >= step:
+        if max(_steps(path)[-1:], default=0) >= step:
             continue
         mine = order.share_of(step - 1, rank=rank, world_size=len(members.slots))
-        line = audit_line(
+        file = Audit(path, warn=warn)
+        file.write(
             generation=members.generation,
             step=step,
             epoch=epoch,
             indices=[quarantine.stand_in(int(index)) for index in mine],
             loss=loss,
         )
-        file = LineFile(path, warn=warn)
-        file.append(line)
         file.close()
 
 
-def _last_step(path: Path) -> int:
-    """The step of the last line; a torn one, of a rank that died while writing, is cut off."""
+def _steps(path: Path) -> list[int]:
+    """The steps of the last lines; a torn one, of a rank that died while writing, is cut off.
+
+    None where the file cannot be read, and of no line of others: such a step is written, if need be twice.
+    """
     try:
         with os.fdopen(open_to_change(path), "rb+") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES)
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(start)
             tail = file.read()
             whole, _, torn = tail.rpartition(b"\n")
             if torn:
                 file.truncate(start + len(tail) - len(torn))
     except OSError:
-        return 0  # there is none, or it cannot be read: then the line is written, if need be twice
-    last = whole.rpartition(b"\n")[2]
-    with contextlib.suppress(
-        ValueError, KeyError, TypeError, OverflowError
-    ):  # of others: then it is written twice
-        return int(from_json(last)["step"]) if last else 0
-    return 0
+        return []
+    found = []
+    for line in whole.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            found.append(int(from_json(line)["step"]))
+    return found

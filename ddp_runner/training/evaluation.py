@@ -153,7 +153,7 @@ def _one_round(
             with precision.autocast():
                 output = read_loss(task.loss(model, batch))
                 if meter is not None:
-                    meter.take(model, batch)
+                    meter.take(model, batch, samples=len(micro_batch.indices))
         except BadWeightError as error:
             raise bad_weight(error, rank=group.rank, samples=micro_batch.indices) from error
         size = len(micro_batch.indices)

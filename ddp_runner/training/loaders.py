@@ -265,7 +265,7 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> SafeDat
         on_wait=parts.on_wait,
         log=runtime.logger.info,
         quarantine=parts.state.validation_quarantines[name],
-        collate_fn=workload.datasets.collate,
+        collate_fn=workload.datasets.validation_collate,
         kills=KernelKills(),
         phase=Phase.EVALUATE,
         on_sample=_stamping(runtime, sign=-1),

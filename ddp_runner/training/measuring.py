@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +32,10 @@ from ddp_runner.training.metric_state import (
 from ddp_runner.training.task import BuildsMetrics, Measures, Task
 
 FIGURES_MAX = 200  # of one evaluation of one data set
-EXPECTED = "{name: (sum, weight)}, or for what build_metrics() has what its update() is called with"
+EXPECTED = (
+    "{name: mean of the batch} or {name: (sum, weight)}, or for what build_metrics() has what its update()"
+    " is called with"
+)
 
 
 class OverRanks(Protocol):
@@ -114,8 +118,8 @@ class Meter:
         for state in self._states.values():
             state.begin()
 
-    def take(self, model: nn.Module, batch: Any) -> None:
-        """Measure a batch. Raises FaultError, which no retry repairs, for what no task may give."""
+    def take(self, model: nn.Module, batch: Any, *, samples: int) -> None:
+        """Measure a batch of so many samples. Raises FaultError, which no retry repairs, for what no task may give."""
         assert self._measure is not None, "asked only where it is"
         given: object = self._measure(model, batch)
         if not isinstance(given, Mapping):
@@ -127,9 +131,12 @@ class Meter:
                 continue
             if not isinstance(name, str) or not name or name == LOSS or "/" in name:
                 raise _user_error(f"metrics() gave a figure named {name!r}: give it another name")
-            if not isinstance(value, tuple) or len(value) != 2:
+            if isinstance(value, (int, float, np.generic, Tensor)):  # a mean over the batch
+                added, weight = _number(name, value) * samples, float(samples)
+            elif isinstance(value, tuple) and len(value) == 2:
+                added, weight = (_number(name, one) for one in value)
+            else:
                 raise _user_error(f"metrics() gave for {name!r} {_kind(value)}, not {EXPECTED}")
-            added, weight = (_number(name, one) for one in value)
             total, weights = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (total + added, weights + weight)
         if len(self._sums) > FIGURES_MAX:
@@ -235,13 +242,16 @@ def _refused(settings: Settings, what: str) -> BadInputError:
 
 
 def _user_error(cause: str) -> FaultError:
-    return FaultError(
-        Fault(
-            kind=FaultKind.RANK_RAISED,
-            rank=-1,
-            step=0,
-            cause=cause,
-            at_ns=time.monotonic_ns(),
-            may_retry=False,
-        )
+    return FaultError(user_fault(cause))
+
+
+def user_fault(cause: str) -> Fault:
+    """Of what a task may not give; no retry repairs it."""
+    return Fault(
+        kind=FaultKind.RANK_RAISED,
+        rank=-1,
+        step=0,
+        cause=cause,
+        at_ns=time.monotonic_ns(),
+        may_retry=False,
     )

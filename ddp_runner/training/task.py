@@ -30,8 +30,10 @@ class Datasets:
     share of it. It needs a length or ``--max-steps``, and resumes exactly if it, or its iterator,
     has ``state_dict`` and ``load_state_dict``.
 
-    ``collate`` makes a batch of a list of samples, as a DataLoader's ``collate_fn`` (that is the
-    default); it must be importable or a function of the task's, and draw no random numbers.
+    ``collate`` makes a batch of a list of training samples, as a DataLoader's ``collate_fn`` (torch's
+    is the default); it must be importable or a function of the task's. What it draws is repeatable with
+    map-style data only. ``validation_collate`` does so for validation data: torch's own unless given, as
+    training's may mix samples.
 
     ``weights`` has a number for each training sample: an epoch's samples are drawn in proportion to them,
     with ``replacement`` or each once, heavy ones earlier. ``lengths`` has one too: a step's samples are of
@@ -46,9 +48,16 @@ class Datasets:
     fingerprint: str = ""
     notes: Sequence[str] = ()
     collate: Callable[[list[Any]], Batch] | None = None
+    validation_collate: Callable[[list[Any]], Batch] | None = None
     weights: Sequence[float] | Tensor | None = None
     replacement: bool = True
     lengths: Sequence[int] | Tensor | None = None
+
+    @property
+    def validates_by_default_collate(self) -> bool:
+        """Whether training has a collate function, and evaluations take torch's."""
+        is_alone = self.collate is not None and self.validation_collate is None
+        return is_alone and bool(self.validation_sets)
 
     @property
     def validation_sets(self) -> dict[str, Dataset[Any]]:
@@ -124,11 +133,11 @@ class CountsTokens(Protocol):
 class Measures(Protocol):
     """A task may also measure more than its loss, in evaluations: accuracy, say."""
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Any, ...]]:
-        """Name -> ``(sum, weight)`` over the samples of ``batch``; of one in ``build_metrics()`` what it is updated with.
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+        """Name -> the mean over the samples of ``batch``, or ``(sum, weight)``; of one in ``build_metrics()`` what it is updated with.
 
         Called in eval mode, without gradients. A figure is the sum of all sums over that of all weights, of all
-        ranks.
+        ranks; a mean weighs as much as its batch has samples.
         """
         ...
 

@@ -24,6 +24,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.secrets import masked, secret_texts, without_secrets
 from ddp_runner.system.code_files import task_code
 from ddp_runner.training.task_arguments import parameters_of, unfit
+from ddp_runner.training.task_methods import refuse_uncalled, slips
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,12 +66,15 @@ def load_task(settings: Settings) -> Task:
         if settings.task:
             key, value = next(iter(settings.task.items()))
             raise BadInputError(f"task.{key}", value, f"{spec.text} is a ready task: no arguments")
+        refuse_uncalled(target, spec.text)
         return cast("Task", target)
     if not callable(target):
         raise BadInputError("--task", spec.text, f"{spec.name} is neither a task nor callable")
     made = _make(target, settings, spec)
     if missing := _missing_methods(made):
-        raise BadInputError("--task", spec.text, f"what it makes has no {', '.join(missing)}")
+        what = f"what it makes has no {', '.join(missing)}{_slip(type(made))}"
+        raise BadInputError("--task", spec.text, what)
+    refuse_uncalled(made, spec.text)
     return cast("Task", made)
 
 
@@ -234,20 +238,32 @@ def _only_task_class(module: ModuleType, spec: _TaskSpec) -> type:
     if len(found) == 1:
         return found[0]
     if not found:
-        needs = ", ".join(TASK_METHODS)
-        raise BadInputError("--task", spec.text, f"no class in this file has all of {needs}")
+        what = f"no class in this file has all of {', '.join(TASK_METHODS)}"
+        slip = next(filter(None, map(_slip, _own_classes(module))), "")
+        raise BadInputError("--task", spec.text, what + slip)
     names = ", ".join(kind.__name__ for kind in found)
     raise BadInputError("--task", spec.text, f"several tasks in this file, add :NAME of {names}")
 
 
 def _task_classes(module: ModuleType) -> list[type]:
     """The classes defined in ``module``, not imported into it, that have a task's methods."""
+    own = _own_classes(module)
+    return [kind for kind in own if not inspect.isabstract(kind) and not _missing_methods(kind)]
+
+
+def _own_classes(module: ModuleType) -> list[type]:
     own = {
         kind: None  # a dict keeps order and drops second names of one class
         for kind in vars(module).values()
         if inspect.isclass(kind) and kind.__module__ == module.__name__
     }
-    return [kind for kind in own if not inspect.isabstract(kind) and not _missing_methods(kind)]
+    return list(own)
+
+
+def _slip(kind: type) -> str:
+    """``; T.build_dataset: did you mean build_datasets?`` for what a task must have, else nothing."""
+    found = [(name, hook) for name, hook in slips(kind) if hook in TASK_METHODS]
+    return "".join(f"; {kind.__name__}.{name}: did you mean {hook}?" for name, hook in found[:1])
 
 
 def _named(module: ModuleType, spec: _TaskSpec) -> object:

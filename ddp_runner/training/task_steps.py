@@ -23,7 +23,7 @@ from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch, SafeDataLoader
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader
-from ddp_runner.training.audit import audit_line, open_audit
+from ddp_runner.training.audit import open_audit
 from ddp_runner.training.batch_copy import copy_ahead
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tuning import AdaptRules, adapt
@@ -424,14 +424,13 @@ class TaskSteps:
     def _write_audit(self, result: StepResult, epoch: int, micro_batches: list[MicroBatch]) -> None:
         if self._audit is None:
             return
-        line = audit_line(
+        self._audit.write(
             generation=self._group.membership.generation,
             step=result.step,
             epoch=epoch,
             indices=[index for micro_batch in micro_batches for index in micro_batch.indices],
             loss=result.loss,
         )
-        self._audit.append(line)
 
 
 def _flips() -> FaultError:

@@ -33,10 +33,14 @@ from ddp_runner.data.by_number import gives_by_number, sample_at
 from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.helpers import Helpers
-from ddp_runner.training.measuring import Alone, Meter
+from ddp_runner.training.measuring import Alone, Meter, user_fault
 from ddp_runner.training.task import Datasets, Task
 
 OPTION = "checkpoint.monitor"
+DEFAULT_COLLATE = (
+    "evaluations make batches by torch's default collate, Datasets(collate=...) is for training alone:"
+    " give Datasets(validation_collate=...) for another"
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TRIED_SAMPLES = 4
 _READ_MAX = 64  # of which some may be broken
@@ -81,7 +85,8 @@ def monitor_for(
 ) -> Monitor:
     """What ``checkpoint.monitor`` means here. Raises BadInputError where nothing gives such a figure, or it is a loss that is to rise.
 
-    The losses are known by name. For any other one batch is evaluated, which leaves nothing behind.
+    The losses are known by name. For any other one batch is evaluated, which leaves nothing behind; so it is where
+    the batches of training and of evaluations are made by other functions, so that what does not fit is refused now.
     """
     wanted, mode = settings.checkpoint.monitor, settings.checkpoint.mode
     sets = {name: one for name, one in datasets.validation_sets.items() if len(one)}  # type: ignore[arg-type] # map-style
@@ -90,16 +95,15 @@ def monitor_for(
     if monitor.name in known:  # which no metric may be called
         if mode == "max":
             raise highest_refused(monitor.name)
-        return monitor
+        if not datasets.validates_by_default_collate:
+            return monitor
     if sets:
         meter = Meter(task, objects, device=device)
         precision = Precision.of(settings.optim, device)
         with _left_as_it_was(model), precision.autocast():
             for name, dataset in sets.items():
-                collated = (datasets.collate or default_collate)(_first_readable(dataset))
-                batch = to_device(collated, device)
                 try:
-                    figures = _figures(task, model, batch, meter)
+                    figures = _figures(task, model, dataset, datasets, meter, device=device)
                 except FaultError as error:  # of what a task may not give
                     raise BadInputError("--task", settings.run.task, error.fault.cause) from error
                 known += [figure_name(name, one) for one in figures]
@@ -136,14 +140,32 @@ def _first_readable(dataset: Any) -> list[Any]:
     return found
 
 
-def _figures(task: Task, model: nn.Module, batch: Any, meter: Meter) -> list[str]:
-    """The names of what a batch gives beside its loss."""
-    output = read_loss(task.loss(model, batch))
-    found = [*Helpers(task, warn=lambda _: None).figures(float(output.value)), *output.parts]
-    if meter.is_on:
-        meter.begin()
-        meter.take(model, batch)
-        found += meter.figures(Alone())
+def _figures(
+    task: Task,
+    model: nn.Module,
+    dataset: Any,
+    datasets: Datasets,
+    meter: Meter,
+    *,
+    device: torch.device,
+) -> list[str]:
+    """The names of what a batch of ``dataset`` gives beside its loss."""
+    samples = _first_readable(dataset)
+    try:
+        collated = (datasets.validation_collate or default_collate)(samples)
+        batch = to_device(collated, device)
+        output = read_loss(task.loss(model, batch))
+        found = [*Helpers(task, warn=lambda _: None).figures(float(output.value)), *output.parts]
+        if meter.is_on:
+            meter.begin()
+            meter.take(model, batch, samples=len(samples))
+            found += meter.figures(Alone())
+    except Exception as error:  # users' code, which may raise anything
+        if not datasets.validates_by_default_collate or isinstance(error, FaultError):
+            raise
+        text = str(error).partition("\n")[0]
+        what = f"evaluating a batch raised {type(error).__name__}: {text}; {DEFAULT_COLLATE}"
+        raise FaultError(user_fault(what)) from error
     return found
 
 

@@ -70,7 +70,12 @@ from ddp_runner.training.task import (
     checked_model,
 )
 from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_modules, task_sha256
-from ddp_runner.training.validation_data import monitor_for, refuse_unfit_validation
+from ddp_runner.training.task_methods import unused_methods
+from ddp_runner.training.validation_data import (
+    DEFAULT_COLLATE,
+    monitor_for,
+    refuse_unfit_validation,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +241,11 @@ def build_workload(
         parameters=sum(p.numel() for p in model.parameters()),
         device_free_bytes=device_free_bytes,
         other_devices=tuple(map(torch.device, rank_info.other_devices)),
-        notes=(*_notes_of(datasets), *_notes_on_files(settings, model, layers)),
+        notes=(
+            *_notes_of(datasets),
+            *unused_methods(task),
+            *_notes_on_files(settings, model, layers),
+        ),
     )
     state = _empty_state(settings, model, device, workload=workload)
     try:
@@ -247,7 +256,8 @@ def build_workload(
 
 
 def _notes_of(datasets: Datasets) -> tuple[str, ...]:
-    return (datasets.notes,) if isinstance(datasets.notes, str) else tuple(datasets.notes)
+    given = (datasets.notes,) if isinstance(datasets.notes, str) else tuple(datasets.notes)
+    return (*given, DEFAULT_COLLATE) if datasets.validates_by_default_collate else given
 
 
 def _notes_on_files(settings: Settings, model: nn.Module, layers: LayerPlan) -> tuple[str, ...]:

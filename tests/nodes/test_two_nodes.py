@@ -41,8 +41,10 @@ def test_a_rank_lost_on_either_node_costs_no_step_and_no_bit(nodes, one_machine)
     faults = [(fault["kind"], fault["rank"], fault["steps_lost"]) for fault in summary["faults"]]
     killed = [("rank_killed", 3, 0), ("rank_killed", 1, 0)]
     assert faults == [*killed, ("rank_raised", 2, 0), ("rank_exited", 1, 0)], first.console
-    assert f"rank 3 on {socket.gethostname()}" in first.console
-    assert "rank 1 on" not in first.console
+    here = socket.gethostname()
+    assert f"rank 3 on {here}" in first.console
+    assert {fault["host"] for fault in summary["faults"]} == {here}
+    assert {event["host"] for event in first.events("fault")} == {here}
     assert first.digest == one_machine(4)
     # What rank 3 said is in the log of its own machine, and nothing of the run's there.
     assert (second.logs / "rank_3.log").exists()
@@ -110,6 +112,8 @@ def test_a_coordinator_that_comes_again_takes_the_ranks_of_others_over(nodes, on
     settings = (SLOW, "recovery.coordinator_wait_s=60", "save_interval=0")
     first, second = nodes.start(0, *settings), nodes.start(1, *settings)
     first.wait_for_step(30)
+    os.kill(second.rank_pid(3), signal.SIGKILL)
+    first.wait_for_step(34)
     pids = second.rank_pid(2), second.rank_pid(3)
     first.signal(signal.SIGKILL)
     first.assert_gone()
@@ -120,8 +124,33 @@ def test_a_coordinator_that_comes_again_takes_the_ranks_of_others_over(nodes, on
     assert "its ranks have kept their memory" in first.console
     assert re.search(r"continues at step (3|4)\d, the newest state of all machines", first.console)
     again = first.events("rank_formed")[-4:]
-    assert {(one["source"], one["committed_step"] >= 30) for one in again} == {(2, True)}
+    assert {(one["source"], one["committed_step"] >= 34) for one in again} == {(2, True)}
     assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
+    (fault,) = first.summary()["faults"]  # of the launch before
+    known = (fault["kind"], fault["rank"], fault["steps_lost"], fault["launches_ago"])
+    assert known == ("rank_killed", 3, 0, 1)
+    assert fault["recovered_s"] > fault["detected_s"] > 0
+    assert "rank 3 on" in first.console.rpartition("faults")[2], first.console
+
+
+def test_a_take_over_without_old_logs_knows_why_it_is_inexact(nodes):
+    """A coordinator on another machine, with empty folders: the machine that waits has heard it."""
+    settings = (SLOW, "recovery.coordinator_wait_s=60", "save_interval=0", "save_every_steps=1000")
+    settings += ("--inject", "oom:rank=2,step=5,phase=backward")
+    first, second = nodes.start(0, *settings), nodes.start(1, *settings)
+    poll(lambda: "micro-batches of" in str(first.status()), what="the reason")
+    first.wait_for_step(first.committed() + 15)
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    for folder in (first.logs, first.checkpoints):
+        folder.rename(folder.with_name(f"old_{folder.name}"))
+    first = nodes.start(0, *settings)
+    # The old journal alone knows that the fault has come: 1.
+    assert (first.wait(), second.wait()) == (1, 1), first.console + second.console
+    summary = first.summary()
+    assert summary["steps"] == STEPS
+    assert not summary["exact"]
+    assert any("micro-batches of" in reason for reason in summary["inexact_reasons"])
 
 
 def test_a_zygote_that_crashes_while_ranks_wait_loses_no_step(nodes, one_machine):

@@ -168,6 +168,28 @@ def test_metrics_are_a_line_per_logged_step(tmp_path):
     assert reported == (20, 0, 2.5, None)
 
 
+def test_a_point_done_again_after_a_take_over_stands_once(tmp_path):
+    """A step or an evaluation with the values that are there already; another value is written."""
+    path = tmp_path / "metrics.jsonl"
+    loss, evaluation = {"loss": 2.5, "step_s": 0.1}, {"validation_loss": math.nan}
+    before = MetricsFile(path)
+    for step in (20, 30):
+        before.write(step, 0, loss)
+        before.write(step, 0, evaluation)
+    before.close()
+    after = MetricsFile(path)
+    after.keep_points()
+    after.write(30, 0, {**loss, "step_s": 0.3})
+    after.write(30, 0, evaluation)
+    after.write(20, 0, {"loss": 2.25})
+    after.write(40, 0, loss)
+    for _ in range(2):  # of one launch: a roll-back, which is shown
+        after.write(50, 0, loss)
+    after.close()
+    steps = [line["step"] for line in read_lines(path)]
+    assert steps == [20, 20, 30, 30, 20, 40, 50, 50]
+
+
 def test_status_is_whole_at_every_moment(tmp_path):
     """A reader that never stops reading sees only complete records, and no file is left over."""
     path = tmp_path / "status.json"

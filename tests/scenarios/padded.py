@@ -52,7 +52,12 @@ class Padded:
         return Tagger()
 
     def build_datasets(self):
-        return Datasets(train=Sentences(160, 1), validation=Sentences(30, 2), collate=pad)
+        return Datasets(
+            train=Sentences(160, 1),
+            validation=Sentences(30, 2),
+            collate=pad,
+            validation_collate=pad,
+        )
 
     def loss(self, model, batch):
         words, tags = batch
@@ -138,6 +143,7 @@ class United(Drawn):
             train=train.train,
             validation=Sentences(30, 2),
             collate=pad,
+            validation_collate=pad,
             weights=train.weights,
             lengths=train.lengths,
         )

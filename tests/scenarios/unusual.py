@@ -71,7 +71,12 @@ class UnusualTask(PacedTask):
         return WithTarget()
 
     def build_datasets(self):
-        return Datasets(train=Lengths(192), validation=Lengths(24), collate=padded)
+        return Datasets(
+            train=Lengths(192),
+            validation=Lengths(24),
+            collate=padded,
+            validation_collate=padded,
+        )
 
     def loss(self, model, batch):
         inputs, lengths = batch

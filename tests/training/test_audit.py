@@ -11,7 +11,6 @@ from ddp_runner.data.order import SampleOrder, share
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.training.audit import (
     GenerationMembers,
-    audit_line,
     audit_path,
     complete_audits,
     open_audit,
@@ -29,9 +28,10 @@ def settings(tmp_path):
 def write(settings, slot, *steps, torn=""):
     file = open_audit(settings, slot, warn=pytest.fail)
     for step in steps:
-        file.append(audit_line(generation=4, step=step, epoch=0, indices=[step], loss=1.0))
-    file.append(torn.encode())
+        file.write(generation=4, step=step, epoch=0, indices=[step], loss=1.0)
     file.close()
+    with audit_path(settings, slot).open("a") as raw:
+        raw.write(torn)
 
 
 def records(settings, slot):
@@ -113,3 +113,13 @@ def test_a_line_that_is_none_of_ours_ends_no_repair(settings, line):
     write(settings, 2, torn=f"{line}\n")
     complete(settings, step=7)
     assert json.loads(audit_path(settings, 2).read_text().splitlines()[1])["step"] == 7
+
+
+def test_a_step_that_is_done_once_more_is_marked(settings):
+    """By the same process after a roll-back, and by one of another launch, also a second time."""
+    write(settings, 0, 6, 7, 8, 7)
+    write(settings, 0, 7)
+    write(settings, 0, 8, 9)
+    marks = [(one["step"], one.get("again", False)) for one in records(settings, 0)]
+    once, again = [6, 7, 8], [7, 7, 8]
+    assert marks == [(n, False) for n in once] + [(n, True) for n in again] + [(9, False)]

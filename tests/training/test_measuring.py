@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -200,7 +201,7 @@ def measured(task, shards):
         for _ in range(2):
             meters[rank].begin()
             for batch in shards[rank]:
-                meters[rank].take(None, batch)
+                meters[rank].take(None, batch, samples=0 if batch is None else len(batch[0]))
             figures = meters[rank].figures(over)
         return figures
 
@@ -256,7 +257,7 @@ def test_what_cannot_be_summed_ends_the_run_on_all_ranks():
         ([1, 2], "gave a list, not"),
         ({"loss": (1, 1)}, "a figure named 'loss'"),
         ({"a/b": (1, 1)}, "a figure named 'a/b'"),
-        ({"hits": 3}, "for 'hits' an int, not"),
+        ({"hits": "3"}, "for 'hits' a str, not"),
         ({"hits": (torch.ones(2), 1)}, r"tensor of shape \(2,\), no number"),
         ({"hits": ("many", 1)}, "'hits' is a str, no number"),
     ],
@@ -271,8 +272,27 @@ def test_what_a_task_may_not_give_is_named(given, words):
     meter = Meter(Wrong(), {}, device=CPU)
     meter.begin()
     with pytest.raises(FaultError, match=words) as error:
-        meter.take(None, None)
+        meter.take(None, None, samples=1)
     assert not error.value.fault.may_retry
+
+
+@pytest.mark.parametrize("kind", [float, torch.Tensor, np.float32])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_plain_number_counts_as_the_mean_of_its_batch(kind, world):
+    """Batches of 4 and 1 samples: the figure is that of all 5, not the mean of two means."""
+
+    class Means:
+        def metrics(self, model, batch):
+            scores, labels = batch
+            mean = (scores.argmax(1) == labels).float().mean()
+            return {"mean": mean if kind is torch.Tensor else kind(mean), "sum": (mean * 4, 4)}
+
+    batches = [
+        (torch.eye(CLASSES), torch.arange(CLASSES)),
+        (torch.eye(CLASSES)[:1], torch.tensor([1])),
+    ]
+    for figures in measured(Means(), [batches[rank::world] for rank in range(world)]):
+        assert figures == {"mean": 4 / 5, "sum": 4 / 8}
 
 
 def test_nothing_that_counts_is_no_number():

@@ -179,8 +179,8 @@ def test_a_broken_sample_is_no_matter_of_the_name_of_a_figure(monkeypatch):
 
 def test_metrics_that_give_none_are_refused_at_the_start(monkeypatch):
     """Where a figure of them is to count."""
-    monkeypatch.setattr(OneTask, "metrics", lambda self, model, batch: {"size": 3}, raising=False)
-    with pytest.raises(BadInputError, match=r"OneTask: metrics\(\) gave for 'size' an int, not"):
+    monkeypatch.setattr(OneTask, "metrics", lambda self, model, batch: {"size": "3"}, raising=False)
+    with pytest.raises(BadInputError, match=r"OneTask: metrics\(\) gave for 'size' a str, not"):
         build("OneTask", monitor="validation_size")
 
 
@@ -275,3 +275,85 @@ def test_evaluations_and_metrics_change_no_bit_of_training(tmp_path):
 
 def trainer_best(folder):
     return int((folder / "checkpoints" / "best").read_text()[5:13])
+
+
+def soft(samples):
+    """As MixUp: labels become shares of two samples."""
+    inputs, labels = torch.utils.data.default_collate(samples)
+    shares = nn.functional.one_hot(labels, 2).float()
+    return (inputs + inputs.flip(0)) / 2, (shares + shares.flip(0)) / 2
+
+
+def padded(samples):
+    rows = [inputs for inputs, _ in samples]
+    labels = torch.tensor([int(label) for _, label in samples])
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)[:, :3], labels
+
+
+class Rows(list):
+    """Samples of 3 to 6 numbers, which torch's default collate cannot stack."""
+
+    def __init__(self, count):
+        super().__init__((torch.ones(3 + index % 4), index % 2) for index in range(count))
+
+
+class Mixing(Task):
+    """Its metric needs hard labels; ``validation_collate`` as it is set."""
+
+    collates = MappingProxyType({"collate": soft})
+    data = TensorDataset(torch.linspace(0, 1, 48).reshape(16, 3), torch.arange(16) % 2)
+
+    def build_model(self):
+        return nn.Linear(3, 2)
+
+    def build_datasets(self):
+        return Datasets(train=self.data, validation=self.data, **self.collates)
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def metrics(self, model, batch):
+        inputs, labels = batch
+        assert labels.dtype == torch.int64, "mixed labels"
+        return {"accuracy": (model(inputs).argmax(1) == labels).float().mean()}
+
+
+class Padding(Mixing):
+    """Evaluations would need its collate function, too."""
+
+    collates = MappingProxyType({"collate": padded})
+    data = Rows(16)
+
+
+class PaddingBoth(Padding):
+    collates = MappingProxyType({"collate": padded, "validation_collate": padded})
+
+
+class PaddingLast(Padding):
+    """Without validation data nothing is to be said."""
+
+    def build_datasets(self):
+        return Datasets(train=self.data, collate=padded)
+
+
+def test_evaluations_take_no_collate_of_training_and_say_so(tmp_path):
+    """Labels that MixUp has mixed would fail a metric, or give the loss of other samples."""
+    folders = {"log_dir": str(tmp_path / "l"), "checkpoint_dir": str(tmp_path / "c")}
+    report = DDPTrainer(config=settings_of("Mixing", **folders)).train()
+    assert 0 <= report.figures["validation_accuracy"] <= 1
+    workload, _ = build("Mixing")
+    assert any("give Datasets(validation_collate=...)" in note for note in workload.notes)
+
+
+@pytest.mark.parametrize("name", ["PaddingBoth", "PaddingLast", "OneTask"])
+def test_nothing_is_said_where_nothing_is_left_to_the_default(name):
+    """Control: both are given, or there is nothing to evaluate, or no collate at all."""
+    workload, _ = build(name)
+    assert not any("collate" in note for note in workload.notes)
+
+
+def test_validation_data_that_the_default_cannot_stack_is_refused_at_once():
+    """Not at the first evaluation, an epoch later; the line names what to give."""
+    with pytest.raises(BadInputError, match=r"equal size.*validation_collate") as caught:
+        build("Padding")
+    assert "\n" not in str(caught.value)

@@ -16,6 +16,7 @@ from ddp_runner.data.host_generators import generators_kept, seed_host
 from ddp_runner.data.permutation import mix64
 from ddp_runner.data.sample_hash import sample_hash
 from ddp_runner.data.unshared import Unshared
+from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.system.user_errors import traceback_text, user_place
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ def seed_generators(base: int, *, index: int) -> None:
 class SampleSource:
     """Loads and collates the samples of a :class:`BatchKey`.
 
-    A dataset with ``deterministic = True`` is not seeded, and is asked for a whole micro-batch
-    by ``__getitems__`` if it has that method. One with nothing else is asked so for each sample.
+    A dataset with ``deterministic = True`` is not seeded, though a task's own collate function is. It is
+    asked for a whole micro-batch by ``__getitems__`` if it has that method. One with nothing else is asked
+    so for each sample.
     """
 
     def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any]) -> None:
@@ -82,6 +84,8 @@ class SampleSource:
         self._seed = seed
         self._collate = collate
         self._deterministic = bool(getattr(dataset, "deterministic", False))
+        # A task's own may draw, as MixUp does; after samples that are seeded it is seeded, too.
+        self._seeds_collate = self._deterministic and collate not in (collate_batch, list)
         self._many = getattr(dataset, "__getitems__", None) if self._deterministic else None
         self._several_only = gives_several_only(dataset)
         self._here: SampleSource | None = None
@@ -113,6 +117,8 @@ class SampleSource:
             samples = self._all_at_once(key, on_sample)
         if isinstance(samples, SampleFailed):
             return samples
+        if self._seeds_collate:
+            seed_generators(seeding_base(seed=self._seed, epoch=key.epoch), index=key.indices[-1])
         try:
             return list(map(sample_hash, samples)) if key.hashed else self._collate(samples)
         except Exception as error:  # noqa: BLE001 - the loader-fetch boundary
@@ -157,7 +163,7 @@ class SampleSource:
         if self._here is None:
             self._here = copy.copy(self)
             self._here._collate = Unshared(self._collate)  # noqa: SLF001 - of its own class
-        if self._deterministic:
+        if self._deterministic and not self._seeds_collate:
             return self._here.load(key, on_sample=on_sample)
         with generators_kept():
             return self._here.load(key, on_sample=on_sample)

@@ -40,6 +40,10 @@ class FaultRow:
     text: str
     origin: str
     detail: str
+    generation: int = 0
+    host: str = ""
+    is_tolerated: bool = False
+    all_ranks_dead: bool = False
     outcome: str = "being repaired"
     plan: str = ""
     repair_s: float | None = None
@@ -133,6 +137,9 @@ class FaultRows:
             text=str(event.get("text", "")),
             origin=str(event.get("origin", "")),
             detail=str(event.get("detail", "")),
+            generation=whole(event.get("generation"), 0),
+            host=str(event.get("host", "")),
+            is_tolerated=is_tolerated,
         )
         if is_tolerated:
             found.outcome = f"no repair needed: {event.get('action', '')}".rstrip(": ")
@@ -147,7 +154,7 @@ class FaultRows:
         was = row.text
         row.kind, row.rank = str(event.get("kind", "")), whole(event.get("rank"))
         row.step = whole(event.get("step"), row.step)
-        for name in ("phase", "text", "origin", "detail"):
+        for name in ("phase", "text", "origin", "detail", "host"):
             setattr(row, name, str(event.get(name, "")))
         for place in range(len(self.marks) - 1, -1, -1):
             mark = self.marks[place]
@@ -163,6 +170,7 @@ class FaultRows:
         if culprit is not None and _who(culprit) != (row.rank, row.kind):
             self._blame(row, culprit)
         name = str(event.get("plan", ""))
+        row.all_ranks_dead = event.get("all_ranks_dead") is True
         row.victims = _ranks(event, "victims")
         replaced, dropped = _ranks(event, "replaced"), _ranks(event, "dropped")
         parts = [

@@ -156,6 +156,7 @@ def _faults(run: RunHistory) -> Iterator[str]:
 
 def _fault(row: FaultRow) -> str:
     who = f"rank {row.rank}" if row.rank >= 0 else "all ranks"
+    who += f" on {row.host}" if row.host else ""
     phase = f" in {row.phase}" if row.phase else ""
     caption = f"{row.plan}; {row.outcome}" if row.plan else row.outcome
     victims = f"; lost their peer: ranks {', '.join(map(str, row.victims))}" if row.victims else ""

@@ -111,6 +111,7 @@ class CoordinatorSupervisor(Supervisor):
             committed_step=self.facts.committed_step,
             is_fault_free=self._is_fault_free,
             short_of_memory=sorted(self.facts.short_of_memory),
+            inexact_reasons=list(self.facts.inexact_reasons),
         )
 
     def keeps(self, parked: Parked, node: RemoteNode) -> bool:
@@ -306,7 +307,8 @@ class CoordinatorSupervisor(Supervisor):
                 self.recorder.say(f"{node.name} is lost: {why}")
             case NodeJoined(node=node, keeps_parked=keeps_parked, was_spare=was_spare) as joined:
                 self._spares -= was_spare
-                self._has_parked |= keeps_parked
+                if keeps_parked:
+                    self._take_over(joined.inexact_reasons)
                 self._note_other_code(joined.other_code)
                 if not keeps_parked:
                     self._look_at_checkpoints_of(node)
@@ -317,6 +319,13 @@ class CoordinatorSupervisor(Supervisor):
                 self._lose(node, why)
             case NodeSaid(node=node, message=message) if node.ranks:
                 self._on_node_message(node, message)
+
+    def _take_over(self, inexact_reasons: Sequence[str]) -> None:
+        """Ranks come with their memory: the run goes on, and is what it was."""
+        self._has_parked = True
+        self.recorder.took_over = True
+        reasons = self.facts.inexact_reasons
+        reasons[:] = dict.fromkeys([*inexact_reasons, *reasons])
 
     def _note_other_code(self, line: str) -> None:
         """Have the run not be exact, by --allow-different-code."""

@@ -163,6 +163,7 @@ class Follower:
                 self._facts.generation = message.generation
                 self._facts.committed_step = message.committed_step
                 self._facts.short_of_memory |= set(message.short_of_memory)
+                self._facts.inexact_reasons[:] = message.inexact_reasons
                 self._is_fault_free = message.is_fault_free
             case StartRank(rank=rank, process=process, start=start):
                 self._start(self._world.ranks[rank], RankStart(**start), process, now_s)
@@ -419,7 +420,12 @@ class Follower:
         if not self._parked:
             return None
         number = ranks[0] // len(ranks)
-        return Parked(node=number, term=self._term, generation=self._generation)
+        return Parked(
+            node=number,
+            term=self._term,
+            generation=self._generation,
+            inexact_reasons=list(self._facts.inexact_reasons),
+        )
 
     def cut_off(self) -> None:
         """The coordinator is not there: ranks leave their generation, keep their memory and wait."""

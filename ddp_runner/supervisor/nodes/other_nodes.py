@@ -95,12 +95,13 @@ class NodeSaid:
 class NodeJoined:
     """Another node is there. ``keeps_parked``: as in its Welcome. ``was_spare``: it has waited for this place.
 
-    ``other_code``: what it runs that is not as here, in words; empty for the same code. ``waits_for``: of a
+    ``inexact_reasons``: of the run that its ranks were in. ``other_code``: what it runs that is not as here, in words; empty for the same code. ``waits_for``: of a
     spare, as in its Welcome.
     """
 
     node: RemoteNode
     keeps_parked: bool
+    inexact_reasons: tuple[str, ...] = ()
     was_spare: bool = False
     other_code: str = ""
     waits_for: str = ""
@@ -411,7 +412,10 @@ class OtherNodes:
         node.keeps_parked = keeps_parked
         self._welcome(node, keeps_parked=keeps_parked)
         return NodeJoined(
-            node=node, keeps_parked=keeps_parked, other_code=other_code(hello, self._meeting)
+            node=node,
+            keeps_parked=keeps_parked,
+            inexact_reasons=() if hello.parked is None else tuple(hello.parked.inexact_reasons),
+            other_code=other_code(hello, self._meeting),
         )
 
     def _welcome(

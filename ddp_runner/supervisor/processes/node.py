@@ -9,6 +9,7 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -99,8 +100,8 @@ class Node:
 
     @property
     def host(self) -> str:
-        """Empty: it is the machine of the supervisor."""
-        return ""
+        """Its name; empty where there is only one machine."""
+        return "" if self._plan.nodes is None else socket.gethostname()
 
     @property
     def can_fork(self) -> bool:

@@ -125,7 +125,7 @@ class Repair:
 
     def report(self, fault: Fault) -> None:
         """Add a fault to the open incident, or open one and abort the generation."""
-        fault = replace(self._recorder.shown(fault), host=self._host_of(fault))
+        fault = replace(self._recorder.shown(fault), host=self._world.host_of(fault.rank))
         event_id = self._recorder.record(
             events.Fault(**events.of_fault(fault, generation=self._facts.generation)),
             cause=self._incident.event_id if self._incident else None,
@@ -138,11 +138,6 @@ class Repair:
         self._incident.faults.append(fault)
         self._incident.forked_ahead.discard(fault.rank)  # or what was forked has a fault itself
         self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
-
-    def _host_of(self, fault: Fault) -> str:
-        if fault.rank < 0 or fault.kind is FaultKind.NODE_LOST:  # whose cause has it
-            return ""
-        return self._world.host_of(self._world.ranks[fault.rank])
 
     def note_action(self, message: TuningChanged) -> None:
         """What a rank changes for its own fault, which it reports next, or for its predecessor's."""

@@ -187,6 +187,11 @@ class Outputs:
         if self._files is not None:
             self._files.metrics.write(step, rank, values, stage=stage)
 
+    def keep_points(self) -> None:
+        """The run goes on where it was: a point that stands in metrics.jsonl already is not written twice."""
+        if self._files is not None:
+            self._files.metrics.keep_points()
+
     def show(self, view: RunView) -> None:
         """Bring the display and the console lines up to date."""
         if self._files is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ddp_runner import config
 from ddp_runner.checkpoint.unreported import Published
@@ -13,6 +14,7 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.reports import Reported, events_of
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.console import ConsoleLine
+from ddp_runner.observe.history.launches_before import faults_before
 from ddp_runner.observe.loss_history import LossHistory
 from ddp_runner.supervisor.reporting.completed_run import lines_of_kept
 from ddp_runner.supervisor.reporting.event_log import EventLog, lines_of_begin
@@ -52,6 +54,8 @@ class Recorder:
         self.on_saved: Callable[[str], None] = (
             _nobody_asks  # with the path of each checkpoint, once
         )
+        self.took_over = False  # ranks with their memory, from a coordinator that was lost
+        self.host_of: Callable[[int], str] = _no_host  # of a rank
         # What a logged step of a rank has beside what the rank has reported.
         self.figures_of: Callable[[int], Mapping[str, float]] = _nothing_more
 
@@ -62,7 +66,7 @@ class Recorder:
 
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
         """Something has happened, because of event ``cause``; returns its id."""
-        event = event.without(self.outputs.hidden)
+        event = self._with_host(event.without(self.outputs.hidden))
         self.facts.take(event)
         self.accounting.take(event, now_s=self._clock.monotonic(), cause=cause)
         if isinstance(event, events.CheckpointSaved):
@@ -70,6 +74,16 @@ class Recorder:
         elif isinstance(event, events.StageBegins):
             self.evaluated = None  # its data is another
         return self._event_log.take(event, cause=cause)
+
+    def _with_host(self, event: events.Event) -> events.Event:
+        """Name the machine of a fault that a rank has reported itself."""
+        match event:
+            case events.Fault(host="", rank=rank) | events.FaultTolerated(host="", rank=rank):
+                return replace(event, host=self.host_of(rank))
+            case events.RepairedInPlace(fault=fault):
+                return replace(event, fault=replace(fault, host=self.host_of(fault.rank)))
+            case _:
+                return event
 
     def shown(self, fault: Fault) -> Fault:
         """``fault`` as it may be known: what the supervisor makes of a process's words may hold secrets."""
@@ -101,6 +115,12 @@ class Recorder:
         """The run begins, with what its ranks have built."""
         first = ready[0]
         self._published.begin()
+        if self.took_over:
+            self.outputs.keep_points()
+            log_dir = Path(plan.settings.run.log_dir)
+            self.accounting.before = faults_before(
+                log_dir / "events.jsonl", run_id=self.facts.run_id
+            )
         self.record(
             events.RunBegins(
                 run_id=self.facts.run_id,
@@ -108,6 +128,7 @@ class Recorder:
                 world_size=plan.world_size,
                 resumed_step=max(one.committed_step for one in ready),
                 total_steps=first.total_steps,
+                took_over=self.took_over,
                 lines=lines_of_begin(plan, ready),
                 warnings=config.unread_warning(
                     plan.settings, plan.origins, is_given_all=first.is_given_all
@@ -182,6 +203,12 @@ def _nothing_more(rank: int) -> Mapping[str, float]:
     """What ``figures_of`` is while nobody looks."""
     del rank
     return {}
+
+
+def _no_host(rank: int) -> str:
+    """What ``host_of`` is with one machine."""
+    del rank
+    return ""
 
 
 def _nobody_asks(path: str) -> None:

@@ -104,7 +104,7 @@ def fault_line(fault: Fault) -> str:
     who, rank = fault.cause, f"rank {fault.rank}"
     if fault.rank >= 0 and not who.startswith((f"{rank} ", f"{rank}'")):
         who = f"{rank}: {who}"
-    if fault.host:
+    if fault.host and fault.host not in who:  # of a lost machine it stands there
         who = who.replace(rank, f"{rank} on {fault.host}", 1)
     where = f" in {fault.phase}" if fault.phase else ""
     return f"{who} at step {fault.step}{where}"

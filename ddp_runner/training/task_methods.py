@@ -1,0 +1,154 @@
+"""Methods of a task that nothing calls: named in a line, or refused where another trainer would call them."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from torch import nn
+
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.start import PACKAGE_PARENT
+from ddp_runner.system.code_files import INSTALLED
+from ddp_runner.training.measuring import measures
+from ddp_runner.training.task import Task
+
+# What is called here, with this many arguments.
+HOOKS = {
+    "build_model": 0,
+    "build_datasets": 0,
+    "loss": 2,
+    "metrics": 2,
+    "build_metrics": 0,
+    "figures": 1,
+    "sample": 1,
+    "layer_groups": 0,
+    "describe": 0,
+}
+_LOSS, _DATA = "write loss(model, batch)", "write build_datasets()"
+_METRICS = "write metrics(model, batch)"
+# Other trainers call these, and a task that has them counts on it.
+_REFUSED = {
+    "forward": "build_model() gives the module that has it",
+    "training_step": _LOSS,
+    "validation_step": f"evaluations call loss(model, batch) too; for more {_METRICS}",
+    "configure_optimizers": "set optim.optimizer, optim.learning_rate and optim.schedule",
+    "train_dataloader": _DATA,
+    "val_dataloader": _DATA,
+}
+_COLLATE = "give Datasets(collate=...)"
+_UNUSED = {
+    "collate": _COLLATE,
+    "collate_fn": _COLLATE,
+    "validation_collate": "give Datasets(validation_collate=...)",
+    "train_step": _LOSS,
+    "compute_loss": _LOSS,
+    "eval_step": _METRICS,
+    "compute_metrics": _METRICS,
+    "test_step": _METRICS,
+}
+_ALIKE = 0.85  # of letters, for a slip of the finger
+
+
+def unused_methods(task: object) -> tuple[str, ...]:
+    """A line for each method that its writer may believe to be called."""
+    kind = type(task)
+    lines = [
+        f"{kind.__name__}.{name} is not used: {instead}"
+        for name, instead in _uncalled(kind, _UNUSED)
+    ]
+    if callable(getattr(task, "metrics", None)) and not measures(cast("Task", task)):
+        lines.append(f"{kind.__name__}.metrics is not used: it must take (model, batch)")
+    return tuple(lines)
+
+
+def refuse_uncalled(task: object, spec: str) -> None:
+    """Raise BadInputError for a method that another trainer would call, or whose name is a slip of a hook's."""
+    kind = type(task)
+    found = [] if isinstance(task, nn.Module) else list(_uncalled(kind, _REFUSED))
+    found += _uncalled(kind, {name: f"did you mean {hook}?" for name, hook in slips(kind)})
+    for name, instead in found:
+        raise BadInputError("--task", spec, f"{kind.__name__}.{name} is not used: {instead}")
+
+
+def slips(kind: type) -> list[tuple[str, str]]:
+    """Methods that are spelled almost like a hook that ``kind`` does not have, each with that hook."""
+    missing = [hook for hook in HOOKS if not callable(getattr(kind, hook, None))]
+    own = [name for one in _users_classes(kind) for name in vars(one)]
+    near = {
+        name: difflib.get_close_matches(name, missing, n=1, cutoff=_ALIKE)
+        for name in own
+        if name not in HOOKS and not name.startswith("_")
+    }
+    return [
+        (name, hooks[0]) for name, hooks in near.items() if hooks and _fits(kind, name, hooks[0])
+    ]
+
+
+def _fits(kind: type, name: str, hook: str) -> bool:
+    """Whether it could be called as the hook is."""
+    method = inspect.getattr_static(kind, name)
+    is_bound = inspect.isfunction(method)
+    if not is_bound and not isinstance(method, (staticmethod, classmethod)):
+        return False
+    arguments = [None] * (HOOKS[hook] + is_bound)
+    try:
+        inspect.signature(getattr(kind, name)).bind(*arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _uncalled(kind: type, names: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Those of ``names`` that are methods of the user's, and that no file of the user's names."""
+    own = {name for one in _users_classes(kind) for name in vars(one)}
+    wanted = [name for name in names if name in own and callable(getattr(kind, name))]
+    if not wanted:
+        return
+    named = _names_in_files(kind)
+    for name in wanted:
+        if named is not None and name not in named:
+            yield name, names[name]
+
+
+def _users_classes(kind: type) -> list[type]:
+    return [one for one in kind.__mro__ if (path := _file_of(one)) and _is_users(path)]
+
+
+def _names_in_files(kind: type) -> set[str] | None:
+    """What the task's file, and the user's modules in its folder, call or mention; None where that cannot be read."""
+    paths = {path for one in _users_classes(kind) if (path := _file_of(one))}
+    folders = {path.parent for path in paths}
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.suffix == ".py" and _is_users(path) and folders & {*path.parents}:
+            paths.add(path)
+    found: set[str] = set()
+    for path in paths:
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            return None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def _file_of(kind: type) -> Path | None:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return Path(file) if file and file.endswith(".py") else None
+
+
+def _is_users(path: Path) -> bool:
+    is_ours = path.is_relative_to(Path(PACKAGE_PARENT) / "ddp_runner")
+    return not is_ours and not any(one in INSTALLED for one in path.parts)
