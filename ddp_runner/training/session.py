@@ -218,7 +218,7 @@ class Session:
         if outcome is Outcome.WENT_BACK or result.stop is not None or self._maker.at_end:
             return result.stop  # the end of the run compares, evaluates and saves by itself
         save_now = self._may_save(wanted=due.save or result.save)
-        if result.news or save_now:
+        if result.news or save_now or due.compare:
             self._compare_side()
         copy_now = not save_now and result.copy and self._state.monitor.is_calm
         return self._run_due(

@@ -65,6 +65,18 @@ def test_a_table_too_long_to_keep_is_named_after_a_kill(tmp_path):
     assert "task.table" in " ".join(summary["inexact_reasons"])
 
 
+def test_what_ranks_come_to_hold_differently_is_named_after_a_kill(tmp_path):
+    """Compared now and then, not only when it is first followed: of two ranks one is left to ask."""
+    words = ("recovery.replica_check_steps=10", "save_every_steps=0")
+    with Run(tmp_path, *SETTINGS, *words, task=f"{TASKS}:Parting") as run:
+        run.wait_for_step(32)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is False
+    assert "task.count" in " ".join(summary["inexact_reasons"])
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_that_counts_its_reads_is_named_after_a_kill(tmp_path, workers):
     """Its copies, in ranks or loader workers, have counted other reads than without the kill."""
