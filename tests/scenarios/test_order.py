@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 from pathlib import Path
 
 import torch
@@ -82,14 +83,15 @@ def test_a_huge_dataset_starts_resumes_and_ends_like_a_small_one(tmp_path):
 def test_a_run_that_began_with_the_first_order_keeps_it(tmp_path):
     """Its checkpoint names none: so it goes on, also in who takes a dead rank's place, and from the next file."""
     first = SampleOrder(seed=SEED, dataset_size=192, global_batch_size=BATCH, version=1)
-    began = (*SETTINGS, "num_workers=0")
-    with Run(tmp_path / "a", *began, "--max-steps", 8) as run:
+    paced = (*SETTINGS, "task.pace_s=0.1")
+    with Run(tmp_path / "a", *paced, "num_workers=0", "--max-steps", 8) as run:
         assert run.wait() == 0, run.console
     rewritten(run, tmp_path / "b" / "checkpoints", is_old=True)
     faults = ("--inject", "kill:rank=1,step=14,phase=forward")
-    all_die = [f"--inject=kill:rank={rank},step=23,phase=backward" for rank in (0, 1)]
-    steps = ("num_workers=1", "save_every_steps=10", "--max-steps", 30)
-    with Run(tmp_path / "b", *SETTINGS, *faults, *all_die, *steps) as run:
+    steps = ("num_workers=1", "save_every_steps=10", "--max-steps", 30, "memory_every=0")
+    with Run(tmp_path / "b", *paced, *faults, *steps) as run:
+        run.wait_for_step(23)
+        run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 1)))
         assert run.wait() == 0, run.console
     summary = run.summary()
     assert (summary["steps"], summary["exact"]) == (30, True)
