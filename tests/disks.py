@@ -14,7 +14,20 @@ import pytest
 def small_disk(directory: Path, *, size_kb: int) -> Iterator[None]:
     """``directory`` is a tmpfs of that size for the length of the block; skips where none can be."""
     directory.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "tmpfs", str(directory)]
+    with _mounted(directory, f"size={size_kb}k"):
+        yield
+
+
+@contextlib.contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """Nothing can be written in ``directory`` for the length of the block; skips as :func:`small_disk`."""
+    with _mounted(directory, "ro"):
+        yield
+
+
+@contextlib.contextmanager
+def _mounted(directory: Path, options: str) -> Iterator[None]:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
     try:
         mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

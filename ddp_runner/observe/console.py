@@ -63,7 +63,7 @@ class _Alarm:
 
 
 class LogTail:
-    """Tails ``rank_<r>.log`` of a directory, or one path (or memory file) per rank in rank order.
+    """Tails ``rank_<r>.log`` of a directory, from ``first_rank`` on, or one path (or memory file) per rank in rank order.
 
     Only lines with ``seal`` are records; whatever else looks like one is a task's output. What
     stands behind a record ``HELD_BACK`` is for the log alone: a traceback, where somebody else
@@ -78,6 +78,7 @@ class LogTail:
         where: Path | Sequence[Path | int],
         *,
         ranks: int,
+        first_rank: int = 0,
         debug: bool,
         seal: str = "",
         from_end: bool = True,
@@ -88,7 +89,9 @@ class LogTail:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         paths = (
-            [where / f"rank_{r}.log" for r in range(ranks)] if isinstance(where, Path) else where
+            [where / f"rank_{first_rank + r}.log" for r in range(ranks)]
+            if isinstance(where, Path)
+            else where
         )
         if len(paths) != ranks:
             raise ValueError(f"{len(paths)} log paths for {ranks} ranks")
@@ -99,6 +102,7 @@ class LogTail:
             for rank, path in enumerate(paths)
         ]
         self._open: list[_Record | None] = [None] * ranks
+        self._first_rank = first_rank
         self._shown = frozenset(shown)
         self._held_back: set[int] = set()  # ranks of which nothing more is shown
         self._marks_lines = marks_lines
@@ -138,7 +142,7 @@ class LogTail:
             for record in self._records(rank, texts):
                 if record.level in _ALARMS:
                     key = (record.level, "\n".join(record.lines))
-                    alarms.setdefault(key, (record, []))[1].append(rank)
+                    alarms.setdefault(key, (record, []))[1].append(self._first_rank + rank)
                 elif self._is_last_shown(record):
                     self._held_back.add(rank)
                 elif rank in self._shown and rank not in self._held_back:

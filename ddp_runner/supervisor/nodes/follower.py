@@ -52,7 +52,8 @@ from ddp_runner.core.node_messages import (
     TryNodes,
     shortened_stack,
 )
-from ddp_runner.core.secrets import hidden_texts
+from ddp_runner.core.secrets import hidden_texts, without_secrets
+from ddp_runner.observe.console import LogTail
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
 from ddp_runner.supervisor.nodes.remote_node import ANY_DEVICE
@@ -137,6 +138,8 @@ class Follower:
         self.lease_from_ns = clock.monotonic_ns()
         self._looked_at_s = self._round_trip_s = 0.0
         self.followed: FollowedRun | None = None  # to be noted where it is not on this machine
+        self._tail: LogTail | None = None
+        self._debug = plan.settings.run.debug
         self._no_zygote = ""  # why none is here that could start a rank; tried again
         self._again_at_s = 0.0  # when
 
@@ -250,6 +253,7 @@ class Follower:
         if isinstance(message, Form):
             with contextlib.suppress(OSError):  # what a rank says then stays in memory
                 self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._follow_logs()
             if self.followed is not None and not self._node.shares_logs:
                 self.followed.note_in(self._log_dir)
             handle.has_log = True
@@ -265,6 +269,27 @@ class Follower:
         elif isinstance(message, Abort):
             handle.machine.advance(RankEvent.ABORT_SENT)
         self._node.send(handle.rank, message)
+
+    def _follow_logs(self) -> None:
+        if self._tail is None:
+            self._tail = LogTail(
+                self._log_dir,
+                ranks=len(self._node.ranks),
+                first_rank=self._node.ranks[0],
+                debug=self._debug,
+                seal=self._node.log_seal,
+                shown=(),
+            )
+
+    def show_warnings(self, *, is_last: bool = False) -> None:
+        """Say what ranks here warn of, on both consoles: the coordinator does not know the seal of their logs."""
+        if self._tail is None:
+            return
+        for line in self._tail.drain() if is_last else self._tail.poll():
+            self._herald.say(without_secrets(line.text, self._hidden), level=line.level)
+        if is_last:
+            self._tail.close()
+            self._tail = None
 
     def _with_store(self, form: Form) -> Form:
         store = self._node.store_at
@@ -359,6 +384,7 @@ class Follower:
     def advance(self) -> None:
         """Whatever time asks for. Called after every event and every tick."""
         now_s = self._clock.monotonic()
+        self.show_warnings()
         self._node.kernel_kills.look_sometimes(now_s)
         self._look_at_zygote(now_s)
         if self._node.ranks:  # else this is a spare machine, which touches no device

@@ -507,5 +507,7 @@ class _FollowerLoop:
             self._look_at_processes()
 
     def _end_as_asked(self, ends: RunEnds) -> int:
+        if self._follower is not None:
+            self._follower.show_warnings(is_last=True)
         self._say(ends.line or "the run has ended")
         return ends.exit_code
