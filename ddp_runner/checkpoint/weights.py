@@ -7,7 +7,7 @@ import pickle
 import pickletools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from ddp_runner.checkpoint.catalog import (
     Catalog,
+    Entry,
     NoCheckpointError,
     checkpoints_at,
     reason_of,
@@ -45,10 +46,14 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
-    """The state dict of a file. ``start``: of what it leaves out (``left_out.start_record``); empty where it is whole."""
+    """The state dict of a file. ``start``: of what it leaves out (``left_out.start_record``); empty where it is whole.
+
+    ``checkpoint``: of ours, that it is; None where it is another file.
+    """
 
     weights: Mapping[str, Any]
     start: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Entry | None = None
 
 
 class Content(Enum):
@@ -155,7 +160,8 @@ def read_weights(
             damage = Catalog(entry.path.parent).verify(entry)
             if damage is None:
                 opened = open_to_read(entry.path)
-                return _weights_in(opened, average=average, map_location=map_location)
+                found = _weights_in(opened, average=average, map_location=map_location)
+                return replace(found, checkpoint=entry)
         except (UnreadableError, OSError) as error:
             damage = reason_of(error)
         wrong.append(f"{entry.path.name} {damage}" if entry.path != path else damage)

@@ -183,7 +183,8 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
     for key in _AS_WRITTEN:
         section, _, name = key.partition(".")
         written[key] = sections[section][name]  # type: ignore[index]
-    if settings.optim.plateau_patience:  # rates then follow from what is evaluated, and when
+    is_best_used = settings.stage is not None and settings.stage.best_is_used
+    if settings.optim.plateau_patience or is_best_used:  # weights then follow from evaluations
         log = settings.log
         written["checkpoint.monitor"] = settings.checkpoint.monitor
         written["log.evaluate_interval"] = log.evaluate_interval

@@ -63,6 +63,11 @@ class StagePlace:
         return f"{self.name} ({self.number + 1} of {len(self.names)})"
 
 
+def uses_best(place: StagePlace | None, *, load_best_at_end: bool) -> bool:
+    """Whether something follows from which state of a run, or of its stage, is the best."""
+    return load_best_at_end or (place is not None and place.best_is_used)
+
+
 def steps_before(place: StagePlace | None) -> int:
     """How many steps the stages before have made; 0 without stages."""
     return 0 if place is None else place.first_step

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from ddp_runner import config
+from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_under
 from ddp_runner.checkpoint.hub import fetched
+from ddp_runner.checkpoint.manifest import stage_name
 from ddp_runner.checkpoint.weights import read_weights
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.hub import is_of_hub
+from ddp_runner.core.run_stages import BEST
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.components.start_weights import filled
 from ddp_runner.training.fitting import check_values, check_weights
@@ -81,7 +84,13 @@ def begin_with(settings: Settings, state: TrainState) -> None:
     check_values(fitted.taken, state, option=_OPTION, value=value)
     load_bare_state(state.model, {**own, **fitted.taken})
     state.buffers.keep()
-    state.begun_with = (*table(value, fitted), *([renamed] if renamed else []))
+    taken = found.checkpoint
+    has_other_name = taken is not None and taken.path.name != path.name
+    shown = f"{value} ({taken.path.name})" if taken is not None and has_other_name else value
+    state.begun_with = (*table(shown, fitted), *([renamed] if renamed else []))
+    if taken is not None and path.name == BEST:
+        gone = Catalog(taken.path.parent).best_is_gone(taken, stage_name(taken.manifest))
+        state.changes = (f"{_OPTION} {value}: {gone}",) if gone else ()
 
 
 def fit(found: Mapping[str, Any], own: Mapping[str, Any], *, narrows: bool) -> Fitted:

@@ -281,7 +281,7 @@ def _note_best(
         raise BadInputError("--resume", "best", expected)
     gone = store.catalog.best_is_gone(taken)
     if not workload.monitor.by_evaluations:
-        gone = f"step {taken.step:,} is the best of the checkpoints that there were"
+        gone = f"step {taken.step:,} is the best of the checkpoints that there were, by train_loss when they were saved"
     if gone:
         state.changes = (*state.changes, f"--resume best: {gone}")
 

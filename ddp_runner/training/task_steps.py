@@ -18,7 +18,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics, TuningChanged
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.run_stages import is_first_generation
+from ddp_runner.core.run_stages import is_first_generation, uses_best
 from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch, SafeDataLoader
 from ddp_runner.data.shard_loader import ShardLoader
@@ -269,9 +269,8 @@ class TaskSteps:
         """
         state = self._state
         is_best = state.best.step == state.committed_step and state.own_step > 0
-        stage = self._settings.stage
-        is_used = self._settings.run.load_best_at_end or (stage is not None and stage.best_is_used)
-        return is_used and is_best
+        settings = self._settings
+        return is_best and uses_best(settings.stage, load_best_at_end=settings.run.load_best_at_end)
 
     def _watch_improvement(self) -> StopReason | None:
         """After an evaluation: COMPLETED where the figure has not improved for too long, on all ranks alike."""
@@ -280,7 +279,7 @@ class TaskSteps:
         if value is None:
             return None
         news = state.improvement.observe(step=state.committed_step, value=value)
-        if state.own_step > 0:
+        if monitor.by_evaluations and state.own_step > 0:
             state.judge(value, monitor=monitor)
         if news and self._group.rank == 0:
             self._runtime.logger.info(news, step=state.committed_step)

@@ -28,6 +28,7 @@ from ddp_runner.core.monitor import (
     figure_name,
     highest_refused,
 )
+from ddp_runner.core.run_stages import uses_best
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.by_number import gives_by_number, sample_at
 from ddp_runner.training.batch_copy import to_device
@@ -90,7 +91,10 @@ def monitor_for(
     """
     wanted, mode = settings.checkpoint.monitor, settings.checkpoint.mode
     sets = {name: one for name, one in datasets.validation_sets.items() if len(one)}  # type: ignore[arg-type] # map-style
-    monitor = Monitor(name=chosen(wanted, tuple(sets)), mode=mode)
+    name = chosen(wanted, tuple(sets))
+    # Of its training loss a run without validation data asks nobody: where it counts, it is kept where it is judged.
+    is_used = uses_best(settings.stage, load_best_at_end=settings.run.load_best_at_end)
+    monitor = Monitor(name=name, mode=mode, by_evaluations=name != TRAIN_LOSS or is_used)
     known = [TRAIN_LOSS, *(figure_name(name, LOSS) for name in sets)]
     if monitor.name in known:  # which no metric may be called
         if mode == "max":

@@ -126,6 +126,23 @@ def test_safetensors_begin_a_run_with_the_same_bits(tmp_path):
     assert state.begun_with[2:] == ("missing 0", "unexpected 0", "mismatched 0")
 
 
+@pytest.mark.parametrize(("known", "is_gone"), [(4, False), (3, True)])
+def test_a_folder_names_its_checkpoint_and_a_best_one_that_is_gone(tmp_path, known, is_gone):
+    """The newest of a folder is in the start block; that the best was another one is why the run is not exact."""
+    _, source = build(**PACED)
+    store = CheckpointStore(tmp_path / "source", keep_last=9)
+    for step, value in ((4, 0.5), (8, 0.7)):
+        source.committed_step = step
+        about = {"best": {"step": known, "value": 0.4}}
+        store.save(source.capture(), **{**facts_of(step, monitored=value), "about": about})
+    _, state = begin(tmp_path, tmp_path / "source")
+    assert state.begun_with[0] == f"{tmp_path / 'source'} (step_00000008.pt)"
+    assert state.changes == ()
+    _, state = begin(tmp_path, tmp_path / "source" / "best")
+    assert state.begun_with[0] == f"{tmp_path / 'source' / 'best'} (step_00000004.pt)"
+    assert [f"after step {known}, of which" in one for one in state.changes] == [True] * is_gone
+
+
 def test_a_resume_needs_the_file_no_more(tmp_path):
     """Its weights are in the checkpoint, and a roll-back to one needs it neither."""
     torch.save(other_weights(), path := tmp_path / "w.pt")

@@ -91,16 +91,17 @@ def test_the_evaluation_at_the_old_end_counts_only_where_it_is_due(tmp_path, eve
 
 @pytest.mark.parametrize("validation", [8, 0])
 def test_only_what_was_evaluated_is_judged(tmp_path, validation):
-    """A file of a step between two evaluations knows the best so far, and is not judged by the one before."""
+    """A file of a step between two evaluations knows the best so far, and is not judged by the one before.
+
+    Without validation data the training loss is judged where an evaluation would be, where the best is to be the end.
+    """
     how = {**DIVERGING, "keep_last": 9, "task.validation": validation, "save_every_steps": 6}
-    train(settings(tmp_path, **how), save_at=[3])
+    train(settings(tmp_path, **how, load_best_at_end=not validation), save_at=[3])
     found = manifests(tmp_path)
-    assert {step: one["monitored"] is not None for step, one in found.items()} == {
-        4: False,
-        6: True,
-        8: True,
-    }
-    assert [one["about"]["best"]["step"] for one in found.values()] == [3, 3, 3]
+    kept = {} if validation else {3: True}
+    judged = {step: one["monitored"] is not None for step, one in found.items()}
+    assert judged == {**kept, 4: False, 6: True, 8: True}
+    assert {one["about"]["best"]["step"] for one in found.values()} == {3}
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -95,7 +95,7 @@ def _hand_over(me, port):
     return weights, average, state.precision.state_dict(), state.capture()["counters"]
 
 
-def test_a_state_that_is_taken_over_has_the_rate_of_its_newest_step():
+def test_a_received_state_has_the_rate_of_its_newest_step():
     """What is saved before the next step says that rate, not the highest one."""
     source, other = build_state(), build_state()
     for group in source.optimizer.param_groups:

@@ -98,7 +98,8 @@ def build(name, **more):
 def test_a_figure_that_evaluations_give_can_be_what_counts(name, wanted, found, mode):
     """A loss, a number beside it, what the task makes of it, or one of its metrics, which may be called a loss."""
     workload, _ = build(name, monitor=wanted, **{"checkpoint.mode": mode})
-    assert workload.monitor == Monitor(name=found, mode=mode)
+    judges = found != "train_loss"  # which is known at each step, evaluated or not
+    assert workload.monitor == Monitor(name=found, mode=mode, by_evaluations=judges)
 
 
 @pytest.mark.parametrize(
