@@ -178,7 +178,7 @@ class SideState:
 
     def follow_changed_since(self, held: Mapping[str, Kept]) -> list[str]:
         """Put back all that is not as it was held, and follow it from now on; its names."""
-        now = self._all(with_contents=False)
+        now = [f"{one.path}.{key}" for one in self._owners.values() for key, _ in one.entries()]
         changed = []
         giving = self._giving_back(held)
         for name in [*held, *(name for name in now if name not in held)]:
@@ -232,9 +232,10 @@ class SideState:
         # it is reported. Broken if: something changes that is neither put back nor in take_lost().
         # Guarded by: test_a_step_given_up_twice_and_done_is_as_once_done.
         self._owners = self._walk()
-        self._note_used()
+        self._note_used(whole=True)
         giving = self._giving_back(self._followed)
-        for name in [name for name, _ in self._changed()]:
+        unfollowed = dict.fromkeys(name for name, _ in self._changed(whole=True))
+        for name in unfollowed:
             kept = self._picture.get(name)
             # A picture of a step before this one is no way back.
             is_fresh = self._pictured_step == self._step
@@ -242,8 +243,8 @@ class SideState:
                 self._lost.append(name)
             self._follow(name, None)
             self._followed[name] = self._now(name)
-        for name, kept in self._followed.items():
-            if not self._give_back(name, kept, giving):
+        for name in [one for one in self._followed if one not in unfollowed]:
+            if not self._give_back(name, self._followed[name], giving):
                 self._lost.append(name)
         self.doubtful = list(self.opaque)
         self._take_picture()
