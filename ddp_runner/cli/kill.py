@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.arguments import LOG_DIR, parse_small
-from ddp_runner.cli.runs import NAME, log_dir_of
+from ddp_runner.cli.runs import NAME, elsewhere, log_dir_of
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.observe.history.json_lines import whole
@@ -39,7 +39,8 @@ def run(words: Sequence[str]) -> int:
     history.read_status()
     state = history.state
     if state.pid <= 1 or holder_of(folder) != state.pid:
-        raise BadInputError("kill", asked, f"the run in {folder} is not training on this machine")
+        what = f"the run in {folder} is not training on this machine{elsewhere(folder)}"
+        raise BadInputError("kill", asked, what)
     pids = {str(rank.get("rank")): whole(rank.get("pid"), 0) for rank in state.ranks}
     if asked not in pids:
         known = f"the run in {folder} has the ranks {', '.join(pids)}" if pids else "there is none"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -123,12 +125,17 @@ def _report_unfinished(text: str, directory: Path) -> int:
         )
         name = f"{status['name']} " if status.get("name") else ""
         run = f"run {name}{status['run_id']}"
+        host = str(status.get("host") or socket.gethostname())
     except FileNotFoundError:
         where = elsewhere(directory)
         raise BadInputError("--log-dir", text, f"holds no run: no summary.json{where}") from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise BadInputError("--log-dir", text, "its status.json cannot be read") from error
-    if _is_alive(pid):
+    if host != socket.gethostname() and state not in _ENDED:  # in a folder that machines share
+        old_s = max(0.0, time.time() - (directory / "status.json").stat().st_mtime)
+        show(f"{run}: {state} {place}")
+        show(f"no summary yet: the run is on {host}, and wrote its status {duration(old_s)} ago")
+    elif _is_alive(pid):
         show(f"{run}: {state} {place}")
         show(f"no summary yet: the run goes on (process {pid})")
     elif state in _ENDED:

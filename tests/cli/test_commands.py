@@ -455,6 +455,21 @@ def test_a_status_that_somebody_else_has_written_is_one_line(tmp_path, capsys):
         assert "no longer alive" in capsys.readouterr().out
 
 
+def test_a_run_of_another_machine_is_not_called_dead(tmp_path, capsys):
+    """In a folder that machines share its process is not to be found here; one that ended is said so."""
+    known = {"run_id": "r", "pid": 0, "step": 3, "max_steps": 9, "world_size": 2, "faults_total": 0}
+    for state, words in (
+        ("running", "the run is on node0, and wrote its status"),
+        ("done", "the run has ended"),
+    ):
+        status = {**known, "state": state, "host": "node0"}
+        (tmp_path / "status.json").write_text(json.dumps(status))
+        assert main(["report", "-l", str(tmp_path)]) == 0
+        shown = capsys.readouterr().out
+        assert words in shown
+        assert "no longer alive" not in shown
+
+
 def test_a_journal_and_a_manifest_of_somebody_else_end_no_command(tmp_path, capsys):
     """An event or a manifest that cannot be read is said, and the rest is shown."""
     write_summary(tmp_path / "summary.json", SUMMARY)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from ddp_runner.cli import checkpoints, report
+from ddp_runner.cli import checkpoints, kill, report
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.system.folder_owner import FolderOwner, new_term
 from tests.nodes.conftest import STEPS, TOKEN, free_port
@@ -271,6 +271,7 @@ def test_commands_on_a_follower_name_the_machine_with_the_files(nodes, monkeypat
     for command, words, folder in (
         (report, ["--name", "mine"], first.logs),
         (report, [], first.logs),
+        (kill, ["1", "--name", "mine"], first.logs),
         (checkpoints, ["list", "--name", "mine"], first.checkpoints),
         (checkpoints, ["list"], first.checkpoints),
     ):
