@@ -301,9 +301,9 @@ class TrainState:
         self.boundary_done_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.buffers.follow(state.get("followed", ()))
-        self.buffers.keep()
         committed_step = int(state["counters"]["committed_step"])
         self.side.restore(state.get("side", {}), is_begin=committed_step == self.first_step)
+        self.buffers.keep()  # after it: buffers that are not saved come from there, and a skipped step puts them back
         self.start = self.start or dict(start_record(state))
         self.is_rehearsed = bool(state.get("rehearsed", False))
         self.committed_step = int(state["counters"]["committed_step"])

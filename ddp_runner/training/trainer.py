@@ -42,7 +42,7 @@ from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.resume import is_complete, take_up
 from ddp_runner.training.runtime import LocalRuntime, Runtime, local_runtime
 from ddp_runner.training.saving import Saving
-from ddp_runner.training.stage_begin import OtherStageError, leave_for
+from ddp_runner.training.stage_begin import OtherStageError, begin_of, leave_for
 from ddp_runner.training.stages import StageClock
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task_client import TaskClient
@@ -232,6 +232,9 @@ class DDPTrainer:
         if loaded is not None:
             parts.saving.resumed(loaded)
             report_changes(self._runtime, state, known=loaded.manifest.changes)
+        elif state.changes:  # of what the run, or the stage, begins with
+            begin = begin_of(settings)
+            report_changes(self._runtime, state, known=() if begin is None else begin.changes)
         return parts, start.run_id
 
     def _is_leaving(self) -> bool:

@@ -117,3 +117,14 @@ def test_a_best_whose_file_is_gone_is_said_and_not_exact(tmp_path, asked):
         " step 3, of which there is none: load_best_at_end=true keeps it"
     )
     assert reasons == ([] if asked else [line])
+
+
+def test_a_run_begun_with_a_best_that_is_another_is_not_exact(tmp_path):
+    """The pointer of a run whose best was not kept; control: its newest."""
+    how = {**DIVERGING, "keep_last": 9, "save_every_steps": 6}
+    train(settings(tmp_path / "source", **how))
+    for name, count in (("best", 1), ("last", 0)):
+        source = str(tmp_path / "source/checkpoints" / name)
+        _, messages, _ = train(settings(tmp_path / name, **how, init_from=source))
+        found = [m.inexact_reason for m in messages_of(messages, TuningChanged)]
+        assert sum("after step 3, of which there is none" in one for one in found) == count

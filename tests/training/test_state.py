@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from ddp_runner.checkpoint.entry_names import live_name
 from ddp_runner.collective.transfer import receive_state, send_state
@@ -104,6 +105,35 @@ def test_a_received_state_has_the_rate_of_its_newest_step():
     other.restore(copy.deepcopy(source.capture()))
     rates = [group["lr"] for group in other.capture()["optimizer"]["param_groups"]]
     assert rates == [0.00123] * len(rates)
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a buffer that is not saved with the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, inputs):
+        self.count += 1
+        return self.layer(inputs)
+
+
+def test_a_step_skipped_after_a_resume_keeps_unsaved_buffers():
+    """It puts them back to what was restored, not to what they were when the model was built."""
+    source, other = (build_state(model=Counting()) for _ in range(2))
+    for step in (1, 2, 3):
+        source.model(torch.zeros(1, FEATURES))
+        source.committed_step = step
+        source.buffers.notice()
+        source.buffers.keep()
+        source.side.keep(step)
+    other.restore(copy.deepcopy(source.capture()))
+    other.model(torch.zeros(1, FEATURES))
+    other.buffers.drop()  # as the commit of a step that is not applied does
+    other.side.keep(4)
+    assert int(other.model.count) == 3
 
 
 def test_a_replacement_gets_batch_statistics_scaler_average_and_counters():
