@@ -55,6 +55,18 @@ def test_another_process_has_the_state_whatever_holds_it(kind):
     assert (repr(read(other)), received.take_lost(), received.doubtful) == (expected, [], [])
 
 
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_a_rehearsed_step_leaves_nothing_whatever_holds_its_state(kind):
+    """The first step is computed twice, from the same state."""
+    make, step, read = FOLLOWED[kind]
+    task = make()
+    side = _side(task)
+    held, before = side.hold(), repr(read(task))
+    step(task)
+    assert side.follow_changed_since(held)
+    assert repr(read(task)) == before
+
+
 @pytest.mark.parametrize("kind", NAMED)
 def test_state_that_is_too_much_or_unreadable_is_named(kind):
     """By whoever takes it over; by the process itself when a step is given up, or it is put back."""
