@@ -130,7 +130,7 @@ class Closing:
         self.state_dict()
 
 
-def test_a_state_that_can_no_longer_be_read_is_named_and_ends_nothing():
+def test_a_state_that_can_no_longer_be_read_is_named():
     """By the step that is given up, and by whoever takes it over."""
     task = Task()
     task.held = Closing()
