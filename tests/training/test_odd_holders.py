@@ -55,6 +55,18 @@ def test_another_process_has_the_state_whatever_holds_it(kind):
     assert (repr(read(other)), received.take_lost(), received.doubtful) == (expected, [], [])
 
 
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_a_rehearsed_step_leaves_nothing_whatever_holds_its_state(kind):
+    """The first step is computed twice, from the same state."""
+    make, step, read = FOLLOWED[kind]
+    task = make()
+    side = _side(task)
+    held, before = side.hold(), repr(read(task))
+    step(task)
+    assert side.follow_changed_since(held)
+    assert repr(read(task)) == before
+
+
 @pytest.mark.parametrize("kind", NAMED)
 def test_state_that_is_too_much_or_unreadable_is_named(kind):
     """By whoever takes it over; by the process itself when a step is given up, or it is put back."""
@@ -118,7 +130,7 @@ class Closing:
         self.state_dict()
 
 
-def test_a_state_that_cannot_be_read_any_more_is_named():
+def test_a_state_that_can_no_longer_be_read_is_named():
     """By the step that is given up, and by whoever takes it over."""
     task = Task()
     task.held = Closing()

@@ -178,7 +178,9 @@ class SideState:
 
     def follow_changed_since(self, held: Mapping[str, Kept]) -> list[str]:
         """Put back all that is not as it was held, and follow it from now on; its names."""
-        now = [f"{one.path}.{key}" for one in self._owners.values() for key, _ in one.entries()]
+        bare = [_Owner(path, at, is_models=False) for path, at in self._functions.items()]
+        every = (*self._owners.values(), *bare)  # functions that kept nothing may do so now
+        now = [f"{one.path}.{key}" for one in every for key, _ in one.entries()]
         changed = []
         giving = self._giving_back(held)
         for name in [*held, *(name for name in now if name not in held)]:
