@@ -324,7 +324,7 @@ def _keeps(me, folder, fails):
     due(saving)
     saving.settle()
     state.committed_step = 2
-    saving.keep()
+    saving.keep(is_calm=True)
     return tried, runtime.saved_steps, [entry.step for entry in store.catalog.entries()]
 
 

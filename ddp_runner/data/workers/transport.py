@@ -165,7 +165,8 @@ class PackedSource:
         if self._watches_files and self._files is None:
             self._files = InheritedFiles()
         if self._reads is None:
-            self._reads = CountedReads(self._source.dataset)
+            # A stream has none: what it counts is its position, which is kept.
+            self._reads = CountedReads(getattr(self._source, "dataset", None))
         batch = self._source.load(key, on_sample=partial(self._stamps.sample, info.id))
         self._reads.note_load()
         if self._files is not None and (path := self._files.moved()):
