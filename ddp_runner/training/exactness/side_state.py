@@ -30,6 +30,7 @@ from ddp_runner.training.exactness.holders import (
 from ddp_runner.training.exactness.kept_kinds import GivingBack, Kept, NotPlainError, TensorCopy
 from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import (
+    Stateful,
     from_wire,
     idents,
     kept_of,
@@ -313,7 +314,11 @@ class SideState:
             kept = None if packed is None else Kept(None)
             if isinstance(packed, (list, tuple)):
                 kept = from_wire(packed[0])
-            if isinstance(packed, str) or not self._give_back(name, kept, giving):
+            # An object that does not load such a state: it is of another program, or damaged.
+            is_unfit_fatal = isinstance(kept, Stateful)
+            if isinstance(packed, str) or not self._give_back(
+                name, kept, giving, raises=is_unfit_fatal
+            ):
                 self._lost.append(name)
         self.took_over = [name for name in values if name in self.differing]
         self._owners = self._walk()
@@ -397,8 +402,10 @@ class SideState:
     def _giving_back(self, kept: Mapping[str, Kept]) -> GivingBack:
         return GivingBack(idents(kept.values()))
 
-    def _give_back(self, name: str, kept: Kept | None, giving: GivingBack) -> bool:
-        """Whether ``name`` is now what was kept."""
+    def _give_back(
+        self, name: str, kept: Kept | None, giving: GivingBack, *, raises: bool = False
+    ) -> bool:
+        """Whether ``name`` is now what was kept. ``raises``: what the user's own class raises goes on."""
         owner, key = self._place(name)
         if owner is None:
             return kept is None or kept is _ABSENT
@@ -410,7 +417,7 @@ class SideState:
         except (
             Exception
         ) as error:  # a class of the user's may refuse to be written, or to load its state
-            if lacks_memory(error):
+            if lacks_memory(error) or (raises and not isinstance(error, NotPlainError)):
                 raise
             return False
         return True

@@ -223,16 +223,18 @@ class _Shell(Kept):
         return self._name, self.inner.digest()
 
 
-class _Stateful(Kept):
+class Stateful(Kept):
     """An object with ``state_dict`` and ``load_state_dict``, as an optimizer of the task's own."""
 
     def __init__(self, state: Kept) -> None:
         self.state = state
 
     def is_in(self, value: Any) -> bool:
+        """As :class:`Kept`."""
         return is_stateful(value) and self.state.is_in(value.state_dict())
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - it is copied
+        """As :class:`Kept`."""
         if not is_stateful(live):
             raise NotPlainError("an object that is not there yet")
         # Not put back in what it gives: one that empties itself before it loads would find nothing there.
@@ -240,9 +242,11 @@ class _Stateful(Kept):
         return live
 
     def plain(self) -> Any:
+        """As :class:`Kept`."""
         return {_STATEFUL: self.state.plain()}
 
     def digest(self) -> Any:
+        """As :class:`Kept`."""
         return self.state.digest()
 
 
@@ -358,8 +362,8 @@ class _Keeping:
             kept.ident = id(value)
             return kept
         if is_stateful(value):
-            old = before.state if isinstance(before, _Stateful) else None
-            return _Stateful(self.keep(value.state_dict(), old))
+            old = before.state if isinstance(before, Stateful) else None
+            return Stateful(self.keep(value.state_dict(), old))
         self._has_objects = True
         return Kept(value)
 
@@ -470,7 +474,7 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
     _SET: lambda packed: _Sequence(
         frozenset if packed[0] == "frozenset" else set, [from_wire(one) for one in packed[1]]
     ),
-    _STATEFUL: lambda packed: _Stateful(from_wire(packed)),
+    _STATEFUL: lambda packed: Stateful(from_wire(packed)),
     _BYTEARRAY: lambda packed: Buffer(bytearray, "", bytes(packed)),
     BUFFER: Buffer.from_plain,
     _OBJECTS: lambda packed: _Objects(tuple(packed[0]), [from_wire(one) for one in packed[1]]),
