@@ -57,9 +57,9 @@ def checkout(tmp_path):
     (root / "ddp_runner").mkdir(parents=True)
     (root / "tests").mkdir()
     shutil.copy(ROOT / "launch_training.sh", root)
-    for folder in ("cli", "on_path"):
-        (root / "ddp_runner" / folder).mkdir()
-    for name in ("cli/python_environment.py", "on_path/ddp_runner.py", "start.py"):
+    for folder in ("cli", "on_path/ddp_runner"):
+        (root / "ddp_runner" / folder).mkdir(parents=True)
+    for name in ("cli/python_environment.py", "on_path/ddp_runner/__init__.py", "start.py"):
         shutil.copy(ROOT / "ddp_runner" / name, root / "ddp_runner" / name)
     for package in ("", "cli"):
         (root / "ddp_runner" / package / "__init__.py").write_text("")
@@ -291,7 +291,8 @@ def test_an_interrupted_venv_is_made_again(checkout, tmp_path):
     assert (again.stdout, again.stderr) == (made, "")
     where = [made.strip(), "-c", "import sys; print(sys.path[-1])"]
     last = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert last.strip() == str(checkout.root), "`python train.py` there finds the package"
+    expected = str(checkout.root / "ddp_runner" / "on_path")
+    assert last.strip() == expected, "`python train.py` there finds the package"
 
 
 def test_an_empty_environment_finds_a_python_that_can_be_started(checkout):

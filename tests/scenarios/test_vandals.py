@@ -86,7 +86,15 @@ def test_whoever_talks_to_a_run_s_ports_and_store_ends_nothing(fault_free, tmp_p
     assert run.digest == fault_free(2).digest
     faults = {fault["kind"] for fault in run.summary()["faults"]}
     assert "store_tampered" in faults
-    assert faults <= {"store_tampered", "store_died", "collective_failed", "rank_killed"}, faults
+    # Who waits for what was deleted is stuck, where nobody reads the store before its time is up.
+    allowed = {
+        "store_tampered",
+        "store_died",
+        "collective_failed",
+        "collective_stuck",
+        "rank_killed",
+    }
+    assert faults <= allowed, faults
     assert "another program meddled: the value of " in run.console
     assert "Traceback" not in run.console
 
