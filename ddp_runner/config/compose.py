@@ -168,7 +168,7 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
 
 
 def origins_of(config: Mapping[str, object]) -> Mapping[str, Origin]:
-    """By dotted key which settings such a dict, one that :func:`from_flat` takes, has chosen."""
+    """Return the origin of each setting, by dotted key, for a dict that :func:`from_flat` takes."""
     given = from_mapping(config, prefix="", origin="command line")
     return _merge(one for one in given if one.name != STAGES)[1]
 

@@ -97,7 +97,7 @@ class Injection:
     last_step: int | None = None
 
     def is_at(self, step: int) -> bool:
-        """Whether it may happen to ``step``."""
+        """Return whether it may happen at ``step``."""
         return self.step <= step and (self.last_step is None or step <= self.last_step)
 
 

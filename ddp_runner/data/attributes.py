@@ -153,7 +153,7 @@ class CountedReads:
         self.names: tuple[str, ...] = ()
 
     def note_load(self) -> None:
-        """To be called after each load."""
+        """Look at the dataset again; call this after each load."""
         if len(self._looks) > COUNTED_LOADS:
             return
         self._looks.append(self._numbers())

@@ -92,6 +92,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_of(item)
-    elif is_dataclass(value):
+    elif is_dataclass(value) and not isinstance(value, type):
         for one in fields(value):
             yield from tensors_of(getattr(value, one.name))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 LOADS_WATCHED = 3  # of each worker: a dataset that reads by a position does so at once
 _STANDARD_STREAMS = range(3)
+_MEMORY = "/memfd:"
 
 
 class _OpenFile(NamedTuple):
@@ -62,6 +63,8 @@ def _opened_again(number: int, mode: int) -> _OpenFile | None:
     with suppress(OSError):  # it may not be opened by whom this process runs as now
         path = Path("/proc/self/fd", str(number))
         name, offset = str(path.readlink()), os.lseek(number, 0, os.SEEK_CUR)
+        if name.startswith(_MEMORY):  # of the rank's own: the board, the stacks of hung workers
+            return None
         watched = os.open(path, mode)
         os.lseek(watched, offset, os.SEEK_SET)
         os.dup2(watched, number, inheritable=os.get_inheritable(number))

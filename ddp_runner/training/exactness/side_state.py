@@ -315,10 +315,8 @@ class SideState:
             if isinstance(packed, (list, tuple)):
                 kept = from_wire(packed[0])
             # An object that does not load such a state: it is of another program, or damaged.
-            is_unfit_fatal = isinstance(kept, Stateful)
-            if isinstance(packed, str) or not self._give_back(
-                name, kept, giving, raises=is_unfit_fatal
-            ):
+            raises = isinstance(kept, Stateful)
+            if isinstance(packed, str) or not self._give_back(name, kept, giving, raises=raises):
                 self._lost.append(name)
         self.took_over = [name for name in values if name in self.differing]
         self._owners = self._walk()
@@ -405,7 +403,7 @@ class SideState:
     def _give_back(
         self, name: str, kept: Kept | None, giving: GivingBack, *, raises: bool = False
     ) -> bool:
-        """Whether ``name`` is now what was kept. ``raises``: what the user's own class raises goes on."""
+        """Whether ``name`` is now what was kept. ``raises``: an error of the user's class is raised again."""
         owner, key = self._place(name)
         if owner is None:
             return kept is None or kept is _ABSENT
