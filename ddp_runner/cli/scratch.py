@@ -33,33 +33,36 @@ def in_temporary_folder(
     Ctrl-C, SIGTERM and SIGHUP end it: 130, and the folder goes unless it is to be kept.
     """
     say = say or say_now
-    folder = Path(tempfile.mkdtemp(prefix=f"ddp_runner_{command}_"))
-    kept = keep
-    try:
-        with _ended_by_signals():
-            exit_code = work(folder)
-        kept = keep or exit_code is ExitCode.FAILED
-    except KeyboardInterrupt:
-        exit_code = ExitCode.INTERRUPTED
-    finally:
-        if not kept:
-            _remove(folder)
-    if exit_code is ExitCode.INTERRUPTED:
-        say(f"\n{command}: interrupted; everything it started has ended")
-    if kept:
-        say(f"logs and checkpoints of the runs: {folder}")
+    with _signals_reach_work_alone() as came:
+        folder = Path(tempfile.mkdtemp(prefix=f"ddp_runner_{command}_"))
+        kept = keep
+        try:
+            exit_code = _perform(work, folder, came)
+            kept = keep or exit_code is ExitCode.FAILED
+        except KeyboardInterrupt:
+            exit_code = ExitCode.INTERRUPTED
+        finally:
+            if not kept:
+                _remove(folder)
+        if exit_code is ExitCode.INTERRUPTED:
+            say(f"\n{command}: interrupted; everything it started has ended")
+        if kept:
+            say(f"logs and checkpoints of the runs: {folder}")
     return exit_code
 
 
+def _perform(work: Callable[[Path], ExitCode], folder: Path, came: list[int]) -> ExitCode:
+    """Do the work: signals interrupt what runs below here, and nothing else of this module."""
+    if came:
+        raise KeyboardInterrupt
+    return work(folder)
+
+
 def _remove(folder: Path) -> None:
-    """Remove it whole: neither another Ctrl-C nor a process that still writes there as it ends leaves a rest."""
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    try:
-        deadline_s = time.monotonic() + _REMOVED_WITHIN_S
-        while folder.exists() and time.monotonic() < deadline_s:
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    """Remove it whole, with what a process still writes there as it ends."""
+    deadline_s = time.monotonic() + _REMOVED_WITHIN_S
+    while folder.exists() and time.monotonic() < deadline_s:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def say_now(text: str) -> None:
@@ -69,20 +72,27 @@ def say_now(text: str) -> None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the block as Ctrl-C does; an ignored SIGHUP stays ignored."""
-    numbers = [signal.SIGTERM, signal.SIGHUP]
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, _interrupt)
+def _signals_reach_work_alone() -> Iterator[list[int]]:
+    """Give the list of the signals that came; each raises KeyboardInterrupt where it meets `_perform` at work.
+
+    Elsewhere, as while the folder is made or removed, it is only noted: any number of Ctrl-C leaves no rest.
+    A signal that was ignored stays ignored.
+    """
+    came: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        while frame is not None:
+            if frame.f_code is _perform.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
     try:
-        yield
+        yield came
     finally:
-        for number in numbers:
-            signal.signal(number, before[number])
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise KeyboardInterrupt
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -40,11 +40,15 @@ def test_a_copy_that_does_not_fit_is_passed_over_for_a_file(tmp_path):
     loop, options = LOOPS / "sharpness.py", ("save_every_steps=6", "memory_every=2")
     with run_loop(tmp_path / "calm", loop=loop, options=options) as calm:
         assert calm.wait() == 0, calm.console
-    places = [(0, 9), (1, 9), (1, 13), (0, 17), (1, 17)]
-    harm = [word for r, s in places for word in ("--inject", f"kill:rank={r},step={s}")]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "refuses").touch()
-    with run_loop(tmp_path / "run", loop=loop, options=(*options, *harm)) as run:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("refuses", "wait_9", "wait_17"):
+        (folder / name).touch()
+    options = (*options, "hang_min_s=30", "--inject", "kill:rank=1,step=13")
+    with run_loop(folder, loop=loop, options=options) as run:
+        for step in (9, 17):
+            poll((folder / f"waits_{step}").exists, what=f"step {step}: {run.console}")
+            run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 1)))
         assert run.wait() == 0, run.console
     assert "does not fit this run: steps cannot be loaded: the newest checkpoint" in run.console
     (copy,) = run.events("copy_taken")
@@ -52,7 +56,7 @@ def test_a_copy_that_does_not_fit_is_passed_over_for_a_file(tmp_path):
         "the second time; on busy cores the newest may not be whole yet"
     )
     assert run.summary()["exact"] is True
-    assert final(tmp_path / "run") == final(tmp_path / "calm")
+    assert final(folder) == final(tmp_path / "calm")
 
 
 def test_without_copies_the_newest_file_is_taken(tmp_path, made_once):

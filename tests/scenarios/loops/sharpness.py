@@ -1,6 +1,7 @@
 """A loop with SAM: two backwards a step, and two optimizers that have the same parameters and groups."""
 
 import os
+import time
 
 import torch
 from torch import nn
@@ -52,6 +53,14 @@ class Count:
         self.steps = state["steps"]
 
 
+def wait(run):
+    """Once where a file ``wait_STEP`` says so, for what the test does then."""
+    path = f"wait_{run.step_number}"
+    if run.is_first and os.path.exists(path):
+        os.rename(path, f"waits_{path[5:]}")
+        time.sleep(60)
+
+
 run = ddp_runner.attach()
 torch.manual_seed(0)
 x = torch.randn(512, 8)
@@ -64,6 +73,7 @@ count = Count()
 run.keep(model=model, sam=sam, base=sam.base, schedule=schedule, count=count)
 for xb, yb in run.steps(run.loader(data, batch_size=8), max_steps=24):
     with run.step():
+        wait(run)
         mse_loss(net(xb), yb).backward()
         sam.climb()
         sam.zero_grad()
