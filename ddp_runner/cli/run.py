@@ -13,11 +13,13 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
+from ddp_runner.cli.accelerate_config import ON_CPU, accelerate_variables
 from ddp_runner.cli.options import OPTIONS, Option
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.run_loop import attaches, may_be_run, with_loop
+from ddp_runner.cli.run_loop import attaches, may_be_run, source_of, with_loop
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
+    ALSO_CALLED,
     EXAMPLES,
     LONG_OF_SHORT_HERE,
     OF_ATTACHED,
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
 
 _WIDTH, _INDENT = 79, 28
+_OF_DEVICE = ("--cpu", "--gpus", "device=", "run.device=", "gpus=", "run.gpus=")
+_CPU_WORDS = ("--cpu", "device=cpu", "run.device=cpu")
 _DEVICE_OF = {"cpu": "cpu", "gpu": "cuda"}  # torchrun's words for as many ranks as there are
 
 
@@ -79,11 +83,12 @@ def run(words: Sequence[str]) -> int:
         )
     _take_of_environment(sorted_words, os.environ)
     script = _script(sorted_words)
+    said = _take_of_accelerate(sorted_words, script)
     arguments = parse_train(_settings(sorted_words, script))
     keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words, has_modes=False)
     refuse_stages(plan.settings, "are for a task")
-    plan = replace(plan, notes=(*keys, *plan.notes))
+    plan = replace(plan, notes=(*keys, *said, *plan.notes))
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     if attaches(script):
@@ -181,6 +186,22 @@ def _take_of_environment(found: _Words, environment: Mapping[str, str]) -> None:
     found.own.update(of_environment.own)
 
 
+def _take_of_accelerate(words: _Words, script: ScriptPlan) -> tuple[str, ...]:
+    """Put what accelerate's launcher would hand over into the environment of the ranks; lines about it."""
+    given = [word for word in words.shared if word.startswith(_OF_DEVICE)]
+    is_on_cpu = given[-1].lower() in _CPU_WORDS if given else None
+    found, said = accelerate_variables(
+        b"" if script.is_program else source_of(script),
+        asked=words.own.get("--mixed-precision", "").lower(),
+        is_on_cpu=is_on_cpu,
+        environment=os.environ,
+    )
+    os.environ.update(found)
+    if found.get(ON_CPU) and is_on_cpu is None:
+        words.shared.append("run.device=cpu")
+    return said
+
+
 def _variable_of(option: str) -> str:
     """The variable that torchrun reads in place of an option."""
     return f"PET_{option[2:].replace('-', '_').upper()}"
@@ -192,6 +213,7 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if not word.startswith("--"):
         name, attached = word[:2], word[2:].removeprefix("=")
     long = LONG_OF_SHORT_HERE.get(name, name.replace("_", "-").lower())
+    long = ALSO_CALLED.get(long, long)
     if long in ("--help", "-h", "--version"):
         found.own["--help" if long == "-h" else long] = ""
         return True

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def attaches(script: ScriptPlan) -> bool:
     """Whether the program's own file calls ``ddp_runner.attach()``, as far as its text says."""
-    return not script.is_program and calls_attach(_source(script))
+    return not script.is_program and calls_attach(source_of(script))
 
 
 def calls_attach(source: bytes) -> bool:
@@ -71,13 +71,14 @@ def with_loop(plan: LaunchPlan, script: ScriptPlan) -> LaunchPlan:
             path=script.path,
             module=script.module,
             arguments=script.arguments,
-            source=b"" if script.module else _source(script),
+            source=b"" if script.module else source_of(script),
             preload=script.preload,
         ),
     )
 
 
-def _source(script: ScriptPlan) -> bytes:
+def source_of(script: ScriptPlan) -> bytes:
+    """The text of the program's own file; empty where a module has none that is known."""
     if not script.module:
         return Path(script.path).read_bytes()
     found = _found(script.module)

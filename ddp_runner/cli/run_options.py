@@ -78,6 +78,11 @@ OWN = {
             says="show these ranks only on the console [0]",
         ),
         Option(
+            long="--mixed-precision",
+            metavar="NAME",
+            says="of a script with accelerate: no, fp16, bf16 or fp8 [as accelerate config has stored]",
+        ),
+        Option(
             long="--monitor-interval",
             metavar="SECONDS",
             says="accepted: the end of a rank is noticed at once",
@@ -92,6 +97,15 @@ LONG_OF_SHORT_HERE = {
     **{option.short: long for long, option in OWN.items() if option.short},
     **{short: long for short, long in LONG_OF_SHORT.items() if long in SHARED},
     "-r": "--redirects",
+}
+# As accelerate and others call them.
+ALSO_CALLED = {
+    **dict.fromkeys(("--num-processes", "--nproc", "--num-gpus"), "--nproc-per-node"),
+    **dict.fromkeys(("--gpu-ids", "--device-ids"), "--gpus"),
+    "--main-process-port": "--master-port",
+    "--num-machines": "--nnodes",
+    "--machine-rank": "--node-rank",
+    "--main-process-ip": "--master-addr",
 }
 # What is for a script only: what an attached loop has instead.
 OF_SCRIPTS = {
@@ -110,7 +124,10 @@ OF_TASKS = {
     "--dry-run": "is for a task: what a program with a loop of its own builds is its own",
 }
 # What means nothing of a program that is no Python of ours to run.
-PYTHON_ONLY = ("--module", "--hang-timeout", "--preload", "--from-scratch", "--plain-saves")
+PYTHON_ONLY = (
+    *("--module", "--hang-timeout", "--preload", "--from-scratch", "--plain-saves"),
+    "--mixed-precision",
+)
 # Of torchrun, with no meaning here, or none that could be kept. Values that say what is so in any case are taken.
 _ONE_MACHINE_ONLY = "is for several machines, which are not in this version"
 REFUSED = {
