@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_runner.core.board import Board, Cell, Slot
@@ -52,7 +53,6 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.observe.files import ends_torn, lossy_text
 from ddp_runner.observe.logger import HELD_BACK, format_record
 from ddp_runner.rank.runtime import StartupOutput, write_stacks
-from ddp_runner.rank.script_groups import collectives_by_groups, hold_groups
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.start import IMPORTED_BY_PYTHON
 from ddp_runner.system import parent_death
@@ -457,3 +457,46 @@ def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | 
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
+
+
+# The process groups of a script: how many collectives it has begun in them, and that none is
+# destroyed too early.
+
+_held: dict[int, dist.ProcessGroup] = {}  # by id; also those that the script has destroyed
+
+
+def hold_groups() -> None:
+    """Keep the groups that there are now until this process ends. Called at each optimizer step.
+
+    INVARIANT groups-held: no group is destroyed while a script still runs. A replica whose script has called
+    ``destroy_process_group()`` is its last owner, and torch 2.13 joins gloo's threads in the replica's end with the
+    interpreter's lock held, while one of them may be waiting for that lock, for ever.
+    Broken if: a group that a replica holds is held by nobody else.
+    Guarded by: test_a_script_that_destroys_its_group_under_a_replica_ends.
+    """
+    groups = dist.distributed_c10d._world.pg_map if dist.is_available() else {}  # noqa: SLF001 - there is no public list
+    for group in groups:
+        _held.setdefault(id(group), group)
+
+
+def collectives_by_groups() -> tuple[int, int]:
+    """How many collectives this process has begun: in groups of all ranks, and in all others. For any thread.
+
+    (-1, 0) outside of any group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return -1, 0
+    in_all = in_others = 0
+    with contextlib.suppress(ValueError, RuntimeError):  # the main thread has just left them
+        world_size = dist.get_world_size()
+        for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - as above
+            try:
+                count: Callable[[], int] = group._get_sequence_number_for_group  # type: ignore[attr-defined] # noqa: SLF001 - nor count, and no stub
+                begun = count()
+            except RuntimeError:  # of a backend that does not count
+                continue
+            if group.size() == world_size:
+                in_all += begun
+            else:
+                in_others += begun
+    return in_all, in_others

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
@@ -17,6 +18,7 @@ from ddp_runner import config
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
+from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.core.spare import SparePlan
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
@@ -37,7 +39,6 @@ from ddp_runner.supervisor.processes.resources import (
     SharedByRanks,
     StorePlace,
 )
-from ddp_runner.supervisor.processes.zygote_imports import what_to_import
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.proc_state import StoppedWatch
@@ -501,3 +502,20 @@ class Node:
         """Stop reading a channel whose other end is closed; its process is reaped by itself."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
+
+
+# What the zygote of a run imports beside torch, so that none of its forks has to. Pure.
+
+_NAME_IN_TASK = re.compile(r":\w+$")  # behind the file or module
+
+
+def what_to_import(plan: LaunchPlan) -> str:
+    """What the zygote is sent: the task, or that its forks run programs, and modules to import for them."""
+    if plan.script is not None:
+        return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
+    if plan.loop is not None:
+        return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
+    # What a stage's task imports, all forks would have: also a later stage's, whose folder may have another
+    # module of that name.
+    tasks = {_NAME_IN_TASK.sub("", one.run.task) for one in plan.stages}
+    return "" if len(tasks) > 1 else plan.settings.run.task
