@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-
 __all__ = ["MicroBatch", "SafeDataLoader"]
 
 SEVERAL = -1  # samples at once, of which nobody knows at which the dataset is

@@ -101,7 +101,7 @@ def speed_report(parts: TaskParts) -> dict[str, float]:
 # FLOP per second: - A100 datasheet nvidia-a100-datasheet-us-nvidia-1758950; A10: a10-datasheet
 # - H100 and H200: https://www.nvidia.com/en-us/data-center/h100/ and /h200/ - B200: the DGX
 # B200 datasheet, by its eight GPUs - L40S: https://www.nvidia.com/en-us/data-center/l40s/ -
-# V100: volta-v100-datasheet-update-us-1165301; T4: t4-tensor-core-datasheet-951643
+# V100: volta-v100-datasheet-update-us-1165301 - T4: t4-tensor-core-datasheet-951643
 
 FP32, TF32, BF16, FP16 = "fp32", "tf32", "bf16", "fp16"
 _TERA = 1e12
