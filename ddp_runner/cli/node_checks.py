@@ -181,7 +181,9 @@ def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
     try:
         link.send(encode_for_node(Question()))
         while (left_s := give_up_s - time.monotonic()) > 0:
-            select.select([link], [link] if link.wants_to_write else [], [], left_s)
+            ready = select.poll()  # which takes descriptors above 1,023 too
+            ready.register(link, select.POLLIN | select.POLLOUT * link.wants_to_write)
+            ready.poll(left_s * 1000)
             link.flush()
             for content in link.receive():
                 answer = decode_from_node(content, allowed=FROM_COORDINATOR)
