@@ -23,23 +23,20 @@ _PARTS_MAX = 100_000  # containers and objects that are looked into, of one samp
 
 
 def largest_only(settings: Settings, datasets: Datasets, *, count: int) -> Datasets:
-    """The same with ``count`` training samples, the largest there are, by their lengths where those are given.
+    """The same with ``count`` training samples, the largest there are.
 
-    Else ``SAMPLES_MEASURED`` of them are loaded, evenly spread, and of these those are taken that are as
+    ``SAMPLES_MEASURED`` of them are loaded, evenly spread, and of these those are taken that are as
     large as the largest ``count`` of all would be; they come several times then. The same on every rank.
     """
     size = len(datasets.train)  # type: ignore[arg-type] # map-style
-    if datasets.lengths is not None:
-        sizes = {place: int(length) for place, length in enumerate(datasets.lengths)}
-    else:
-        sizes = _measured(settings, datasets.train, size)
+    sizes = _measured(settings, datasets.train, size)
     if not sizes:  # none can be loaded: the run says so itself
         return datasets
     taken = max(1, min(len(sizes), count * len(sizes) // size))
     largest = heapq.nsmallest(taken, sizes, key=lambda place: (-sizes[place], place))
     places = [largest[number % taken] for number in range(count)]
     train: Any = Subset(datasets.train, places)
-    return replace(datasets, train=train, weights=None, lengths=None)
+    return replace(datasets, train=train, weights=None)
 
 
 def _measured(settings: Settings, dataset: Any, size: int) -> dict[int, int]:

@@ -222,6 +222,7 @@ def build_workload(
     key["data fingerprint"] = datasets.fingerprint or named_data(order, datasets.train)
     key |= described(task, settings)
     if order.draws is not None:
+        # Called as versions wrote it whose samples could have lengths, too.
         key["weights and lengths of samples"] = order.draws.digest()
     workload = TaskWorkload(
         task=task,
@@ -344,10 +345,8 @@ def _sample_order(
     settings: Settings, datasets: Datasets, global_batch: int, world_size: int
 ) -> SampleOrder:
     if is_stream(datasets.train):
-        if datasets.weights is not None or datasets.lengths is not None:
-            expected = (
-                "weights and lengths need map-style data: of a stream nobody knows what comes"
-            )
+        if datasets.weights is not None:
+            expected = "weights need map-style data: of a stream nobody knows what comes"
             raise BadInputError("--task", settings.run.task, expected)
         return stream_order(settings, datasets.train, global_batch, world_size)
     try:
@@ -363,12 +362,7 @@ def _sample_order(
     if size < global_batch:
         raise too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
     try:
-        draws = Draws.of(
-            size=size,
-            weights=datasets.weights,
-            replacement=datasets.replacement,
-            lengths=datasets.lengths,
-        )
+        draws = Draws.of(size=size, weights=datasets.weights, replacement=datasets.replacement)
     except ValueError as error:
         raise BadInputError("--task", settings.run.task, str(error)) from error
     return SampleOrder(

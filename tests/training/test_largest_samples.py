@@ -57,17 +57,6 @@ def test_of_many_samples_some_are_measured_and_the_largest_come_again():
     assert labels(again) == labels(found), "the same on every rank"
 
 
-def test_lengths_that_the_task_gives_are_taken_without_loading():
-    """And weights and lengths are left out: the samples are chosen already."""
-    data = Texts([4] * 6)
-    lengths = torch.tensor([3, 9, 9, 1, 5, 2])
-    given = Datasets(train=data, lengths=lengths, weights=[1.0] * 6, fingerprint="mine")
-    found = largest_only(SETTINGS, given, count=3)
-    assert data.loaded == []
-    assert labels(found) == [1, 2, 4]
-    assert (found.weights, found.lengths, found.fingerprint) == (None, None, "mine")
-
-
 def test_random_numbers_of_the_task_are_not_used_up():
     """What it draws after that is what it would have drawn."""
     random.seed(3)
