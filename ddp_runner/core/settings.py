@@ -197,9 +197,6 @@ class DataSettings:
     compare_samples: Literal["stop", "tell", "off"] = "stop"
     """What to do where ranks, or a resumed run and its checkpoint, have different training data.
     stop: end the run, saved. tell: go on, not exact. off: do not compare."""
-    largest_samples: bool = False
-    """Train on the largest samples alone, again and again, as --find-batch-size does: by the lengths that
-    the task gives, or by the size of 256 samples."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the text that the task bytes keeps for validation."""
 

@@ -49,7 +49,6 @@ from ddp_runner.training.described import described
 from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fit_for_preload import refuse_unfit
-from ddp_runner.training.largest_samples import largest_only
 from ddp_runner.training.measuring import build_objects
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.stage_begin import go_on_counting, of_its_stage
@@ -196,7 +195,9 @@ def build_workload(
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
         raise BadInputError("data.global_batch_size", global_batch, expected)
     refuse_unfit_validation(settings, datasets, is_stream=is_stream)
-    datasets, order = _ordered(settings, datasets, global_batch, rank_info.world_size)
+    batch_sizes.refuse_wrong_shares(settings.data, world_size=rank_info.world_size)
+    order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
+    refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
         epochs=settings.run.epochs,
@@ -326,19 +327,6 @@ def _refuse_sparse_gradients(model: nn.Module, settings: Settings) -> None:
                 settings.run.task,
                 str(SparseGradientError(name or "its model")),
             )
-
-
-def _ordered(
-    settings: Settings, datasets: Datasets, global_batch: int, world_size: int
-) -> tuple[Datasets, SampleOrder]:
-    """The data as it is trained on, and its order."""
-    batch_sizes.refuse_wrong_shares(settings.data, world_size=world_size)
-    order = _sample_order(settings, datasets, global_batch, world_size)
-    refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
-    if not settings.data.largest_samples or isinstance(order, StreamOrder):
-        return datasets, order
-    datasets = largest_only(settings, datasets, count=global_batch)
-    return datasets, _sample_order(settings, datasets, global_batch, world_size)
 
 
 def _sample_order(
