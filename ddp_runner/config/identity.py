@@ -88,7 +88,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.early_stopping_min_delta run.load_best_at_end run.resume run.stage run.init_from run.init_strict run.log_dir
             run.checkpoint_dir
             run.gpus run.allow_different_code run.audit run.test run.debug run.detect_anomaly run.inject
-            optim.amp_init_scale data.reserved_cores run.compile_fullgraph
+            optim.amp_init_scale run.compile_fullgraph
             data.evaluation_batch_size data.preload data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.find_unused_parameters ddp.relax_after_steps ddp.static_graph
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port

@@ -178,8 +178,6 @@ class DataSettings:
     preload: bool = False
     """Read every sample once, at the start, into memory that all ranks share: for map-style data that says
     deterministic = True. Validation data too."""
-    reserved_cores: PerMachine[NonNegative] = 0
-    """Cores, the first of those that the run may use, that loader workers never run on."""
     prefetch_factor: PerMachine[Positive] = 2
     """Micro-batches that each loader worker prepares ahead."""
     pin_memory: PerMachine[bool] = True

@@ -76,7 +76,6 @@ class PoolSettings:
     prefetch_factor: int
     pin_memory: bool
     by_value: bool = False
-    reserved_cores: int = 0
 
 
 class _Receiver:
@@ -249,7 +248,6 @@ class WorkerPool:
                         rank=settings.rank,
                         rank_pid=os.getpid(),
                         stacks=self._stacks,
-                        reserved_cores=settings.reserved_cores,
                     ),
                     multiprocessing_context="fork",
                     generator=torch.Generator(),  # or the rank's own generator would move

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.data.workers.count import leave_cores
 from ddp_runner.system import parent_death
 
 if TYPE_CHECKING:
@@ -33,9 +32,8 @@ def run_signals_held() -> Iterator[None]:
 class WorkerStart:
     """The ``worker_init_fn`` of a rank's loader workers, which are forked from that rank."""
 
-    def __init__(self, *, rank: int, rank_pid: int, stacks: int, reserved_cores: int = 0) -> None:
+    def __init__(self, *, rank: int, rank_pid: int, stacks: int) -> None:
         self._rank = rank
-        self._reserved_cores = reserved_cores
         self._rank_pid = rank_pid
         self._stacks = stacks  # the file that its stack goes to, where it is asked for
 
@@ -55,7 +53,6 @@ class WorkerStart:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         let_go_of_devices()
-        leave_cores(self._reserved_cores)
 
 
 def let_go_of_devices(prefix: str = "/dev/nvidia") -> None:
