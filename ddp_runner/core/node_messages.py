@@ -149,15 +149,14 @@ class RankLook:
 class Look:
     """Follower -> coordinator, each :data:`LOOK_EVERY_S` and at once when something has happened.
 
-    ``now_ns``: the follower's clock. ``can_fork`` and ``spare_for``: what waits there; the device
-    that a spare can serve, "*" for any, and empty where there is none. ``round_trip_s``: from its newest
+    ``now_ns``: the follower's clock. ``can_fork`` and ``has_spare``: what waits there. ``round_trip_s``: from its newest
     look that was answered to the answer.
     """
 
     number: int
     now_ns: int
     can_fork: bool
-    spare_for: str
+    has_spare: bool
     round_trip_s: float
     ranks: dict[str, RankLook]
 
@@ -184,7 +183,6 @@ class Beat:
     generation: int
     committed_step: int
     is_fault_free: bool
-    short_of_memory: list[int] = field(default_factory=list)
     inexact_reasons: list[str] = field(default_factory=list)
 
 

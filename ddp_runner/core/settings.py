@@ -441,11 +441,11 @@ class RecoverySettings:
     """How long a machine that was lost is waited for before the run goes on with fewer, in seconds."""
     coordinator_wait_s: PerMachine[Annotated[float, Field(ge=0)]] = 120.0
     """How long a machine looks for a coordinator that was lost before it ends with exit code 75, in seconds."""
-    warm_spare: PerMachine[bool | Literal["process", "model", "libraries", "device"]] = True
+    warm_spare: PerMachine[bool | Literal["process", "model"]] = True
     """Keep a process ready that becomes the next lost rank, and, once the process that forks was lost, one for
     that. On the CPU: process has torch and the task imported; model has also built data and model, in a rank's
-    memory; true is model if building took 0.1 s and that is a quarter of what is free. On GPUs, true means libraries:
-    CUDA's are loaded, no memory of a GPU is held. device: also a context on one GPU, about 0.5 GB."""
+    memory; true is model if building took 0.1 s and that is a quarter of what is free. On GPUs: CUDA's libraries
+    are loaded, and no memory of a GPU is held."""
     hang_min_s: Seconds = 10.0
     """The shortest time without progress, in seconds, after which a rank may be called hung. One that the system
     holds stopped is found within two seconds; one that loads samples itself has data.loader_timeout_s."""

@@ -71,7 +71,7 @@ class World:
     def can_start(self, handle: RankHandle) -> bool:
         """Whether a process for this rank is to be had at once: a fork, or a spare that waits."""
         node = self._node_of[handle.rank]
-        return node.can_fork or node.has_spare_for(handle.device.device)
+        return node.can_fork or node.has_spare
 
     @property
     def has_store(self) -> bool:

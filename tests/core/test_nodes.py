@@ -183,7 +183,7 @@ def test_messages_between_nodes_come_back_as_they_were():
         written_bytes=8,
     )
     look = Look(
-        number=3, now_ns=5, can_fork=True, spare_for="*", round_trip_s=0.01, ranks={"2": rank}
+        number=3, now_ns=5, can_fork=True, has_spare=True, round_trip_s=0.01, ranks={"2": rank}
     )
     assert decode_from_node(encode_for_node(look), allowed=FROM_FOLLOWER) == look
     beat = Beat(number=3, generation=2, committed_step=9, is_fault_free=True)
@@ -249,7 +249,7 @@ def test_the_stacks_of_many_ranks_fit_into_a_frame(ranks, letter):
     )
     ranks_looks = {str(1000 + rank): look for rank in range(ranks)}
     whole = Look(
-        number=1, now_ns=2**62, can_fork=True, spare_for="*", round_trip_s=0.01, ranks=ranks_looks
+        number=1, now_ns=2**62, can_fork=True, has_spare=True, round_trip_s=0.01, ranks=ranks_looks
     )
     assert len(encode_for_node(whole)) < FRAME_BYTES_MAX
     assert set(stack) == {letter}

@@ -238,9 +238,9 @@ class Simulation:
         # Forks for which there is no room.
         self.spares_refused = self.drills_refused = self.savers_refused = 0
         self.spares_asked = []  # what the ranks were doing when one was asked for
-        self.spare_fails_on = set()  # devices that no spare can open, and kinds that none can be
+        self.spare_fails_on = set()  # kinds that none can be
         self.free_bytes = 2**40
-        self.spare_kinds = []  # what each of them was to be, and where
+        self.spare_kinds = []  # what each of them was to be
         self.drills_asked = []  # step and rank of each
         self.import_s = import_s
         self._heap = []
@@ -426,7 +426,7 @@ class Simulation:
         """The zygote's answer to a request."""
         if request.rank == SPARE_RANK:
             self.spares_asked.append([handle.state.name for handle in self.world.ranks])
-            self.spare_kinds.append((request.spec["kind"], request.spec["device"]))
+            self.spare_kinds.append(request.spec["kind"])
         channel = Channel.from_descriptor(os.dup(descriptors[0]))
         self._unborn.append(channel)
         zygote = machine.zygote
@@ -456,7 +456,7 @@ class Simulation:
             if request.rank in (STANDBY_RANK, DRILL_RANK, SAVER_RANK):
                 return
             if request.rank == SPARE_RANK:
-                self.later(WARM_S, lambda: self._warm(process, str(request.spec["device"])))
+                self.later(WARM_S, lambda: self._warm(process))
                 return
             if request.rank < 0:
                 message = StoreReady(port=1)
@@ -482,11 +482,11 @@ class Simulation:
         takes_s = self.preload_s + STARTUP_S * self.random.uniform(1, 3)
         self.later(takes_s, lambda: self._built(process, loads))
 
-    def _warm(self, process, device):
-        if self.spare_fails_on & {device, self.spare_kinds[-1][0]}:
+    def _warm(self, process):
+        if self.spare_kinds[-1] in self.spare_fails_on:
             self._end(process, exit_code=1)
         else:
-            self.send(process, SpareReady(device_bytes=5 * 10**8 if device else 0))
+            self.send(process, SpareReady())
 
     def _become(self, process, request, descriptors):
         """A spare is made a rank."""

@@ -110,7 +110,6 @@ class CoordinatorSupervisor(Supervisor):
             generation=self.facts.generation,
             committed_step=self.facts.committed_step,
             is_fault_free=self._is_fault_free,
-            short_of_memory=sorted(self.facts.short_of_memory),
             inexact_reasons=list(self.facts.inexact_reasons),
         )
 

@@ -56,7 +56,6 @@ from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.observe.console import LogTail
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
-from ddp_runner.supervisor.nodes.remote_node import ANY_DEVICE
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.departures import RankEnded
 from ddp_runner.supervisor.processes.node import Node
@@ -165,7 +164,6 @@ class Follower:
                 self._renew_lease(message.number)
                 self._facts.generation = message.generation
                 self._facts.committed_step = message.committed_step
-                self._facts.short_of_memory |= set(message.short_of_memory)
                 self._facts.inexact_reasons[:] = message.inexact_reasons
                 self._is_fault_free = message.is_fault_free
             case StartRank(rank=rank, process=process, start=start):
@@ -410,16 +408,13 @@ class Follower:
         self._looked_at_s = now_s
         self._looks += 1
         self._looked_ns[self._looks] = self._clock.monotonic_ns()
-        spare = self._node.spare
-        waits = spare is not None and self._node.has_spare_for(spare.plan.device)
-        device = (spare.plan.device or ANY_DEVICE) if spare is not None and waits else ""
         self._report(
             Look(
                 number=self._looks,
                 now_ns=self._clock.monotonic_ns(),
                 can_fork=self._node.can_fork,
                 round_trip_s=self._round_trip_s,
-                spare_for=device,
+                has_spare=self._node.has_spare,
                 ranks={str(handle.rank): self._look_at(handle, now_s) for handle in self.handles},
             )
         )

@@ -14,7 +14,7 @@ from ddp_runner.core.messages import (
     Fork,
     SpareReady,
 )
-from ddp_runner.core.spare import SpareKind, SparePlan
+from ddp_runner.core.spare import SpareKind
 from ddp_runner.supervisor.processes.children import make_output_file, read_output
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
@@ -77,28 +77,26 @@ class Spare(Helper):
 
     name, rank = "spare", SPARE_RANK
 
-    def __init__(self, plan: SparePlan, *, token: int, now_s: float, settings: object) -> None:
+    def __init__(self, kind: SpareKind, *, token: int, now_s: float, settings: object) -> None:
         """``settings``: of the ranks, as a record."""
         super().__init__(token=token, now_s=now_s)
         self.channel.set_blocking(blocking=False)
         # What it may have built is of these, and of no others.
         self._settings = settings
-        # What it prepares, and for which GPU; another plan is another spare.
-        self.plan = plan
+        self.kind = kind
         # What it said when it was ready, of the memory that it holds.
         self.ready = SpareReady()
 
-    def fits(self, device: str, settings: object) -> bool:
-        """Whether it may become a rank there, in a run with these settings."""
-        is_of_them = self.plan.kind is not SpareKind.MODEL or settings is self._settings
-        return is_of_them and self.plan.serves(device)
+    def fits(self, settings: object) -> bool:
+        """Whether it may become a rank in a run with these settings."""
+        return self.kind is not SpareKind.MODEL or settings is self._settings
 
     def becomes(self, request: Fork, descriptors: Sequence[int]) -> bool:
         """Have it become a rank.
 
-        False where that needs an ordinary fork: it is gone, serves another GPU, or has built something else.
+        False where that needs an ordinary fork: it is gone, or has built something else.
         """
-        if not self.fits(str(request.spec["device"]), request.spec["settings"]):
+        if not self.fits(request.spec["settings"]):
             return False
         try:
             self.channel.send(request, descriptors=descriptors)
