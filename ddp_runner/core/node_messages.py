@@ -52,7 +52,6 @@ class Hello:
     run_id: str
     meaning: dict[str, Any]
     versions: dict[str, str]
-    bell: tuple[str, int] | None = None  # host and port where others may try whether they reach it
     # Of the newest checkpoint in its folder that looks sound; EMPTY_STEP and nothing for none.
     newest_step: int = EMPTY_STEP
     newest_run_id: str = ""
@@ -290,20 +289,6 @@ class ForgetAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TryNodes:
-    """Coordinator -> follower: which of these do you reach? ``where``: host and port, by number."""
-
-    where: dict[str, list[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
-    """Follower -> coordinator, answering TryNodes: the numbers of those."""
-
-    nodes: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
     """Follower -> coordinator: a line for people."""
 
@@ -357,8 +342,6 @@ NodeMessage = (
     | SignalRank
     | AskRank
     | ForgetAsked
-    | TryNodes
-    | Reached
     | Said
     | StopWanted
     | SaveWanted
@@ -374,7 +357,6 @@ FROM_FOLLOWER = (
     RankStarted,
     RankGone,
     FromRank,
-    Reached,
     Said,
     StopWanted,
     SaveWanted,
@@ -392,7 +374,6 @@ FROM_COORDINATOR = (
     SignalRank,
     AskRank,
     ForgetAsked,
-    TryNodes,
     RunEnds,
 )
 _TYPES: dict[str, type[NodeMessage]] = {kind.__name__: kind for kind in get_args(NodeMessage)}

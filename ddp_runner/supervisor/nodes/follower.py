@@ -45,11 +45,9 @@ from ddp_runner.core.node_messages import (
     RankGone,
     RankLook,
     RankStarted,
-    Reached,
     SignalRank,
     StartRank,
     ToRank,
-    TryNodes,
     shortened_stack,
 )
 from ddp_runner.core.secrets import hidden_texts, without_secrets
@@ -68,7 +66,6 @@ from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.followed_run import FollowedRun
-from ddp_runner.system.reach import Bell, Trial
 
 NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")
 LOOK_SOON_S = 0.1  # from one look to the next, while the run is not free of faults
@@ -90,14 +87,11 @@ class Follower:
         node: Node,
         *,
         lease_s: float,
-        bell: Bell | None = None,
         report: Report,
         show: Callable[[str, str], None],
         clock: Clock,
     ) -> None:
         self.lease_s = lease_s
-        self._bell = bell
-        self._trial: Trial | None = None
         self._node = node
         self._report = report
         self._clock = clock
@@ -156,7 +150,7 @@ class Follower:
         """The ranks of this machine."""
         return self._world.present
 
-    def on_node_message(self, message: NodeMessage) -> None:  # noqa: C901, PLR0912 - one row a message
+    def on_node_message(self, message: NodeMessage) -> None:  # noqa: C901 - one row a message
         """The coordinator wants something done."""
         now_s = self._clock.monotonic()
         match message:
@@ -184,11 +178,6 @@ class Follower:
                     self._node.force_stacks(rank)
             case ForgetAsked(rank=rank):
                 self._node.processes[rank].forget_asked()
-            case TryNodes(where=where):
-                if self._bell is not None:
-                    self._bell.forget()
-                places = {int(n): (str(host), int(port)) for n, (host, port) in where.items()}
-                self._trial = Trial(places)
             case _:
                 raise WireError(f"unexpected {type(message).__name__}")
 
@@ -390,9 +379,6 @@ class Follower:
         for handle in self._reporter.never_came:
             self._gone(handle.rank)
         self._reporter.never_came.clear()
-        if self._trial is not None and (reached := self._trial.reached) is not None:
-            self._trial = None
-            self._report(Reached(nodes=sorted(reached)))
         wait_s = LOOK_EVERY_S if self._is_fault_free else LOOK_SOON_S
         if now_s >= self._looked_at_s + wait_s:
             self.look(now_s)

@@ -103,7 +103,6 @@ class RemoteNode:
         self.host = self.supervisor = ""
         self.hello: Hello | None = None  # its newest
         self.shares_logs = True  # with the coordinator, until it says that it does not
-        self.unwanted = ""  # why the others are to do without it
         self.keeps_parked = False  # its ranks came with a memory that this run may take up
         self.is_leaving = False  # it was asked to leave, so its end is no loss
         self.left_out_until_s = 0.0  # it is lost all the time, and is not waited for until then
@@ -148,7 +147,7 @@ class RemoteNode:
 
     def joined(self, link: NodeLink, hello: Hello) -> None:
         """Its supervisor is there, with none of its ranks."""
-        self.link, self.hello, self.broken, self.unwanted = link, hello, "", ""
+        self.link, self.hello, self.broken = link, hello, ""
         self.is_leaving, self.keeps_parked, self.left_out_until_s = False, False, 0.0
         self.host, self.supervisor = hello.host, hello.supervisor
         newest = NewestCheckpoint(step=hello.newest_step, run_id=hello.newest_run_id)
