@@ -422,9 +422,8 @@ class StoreReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareReady:
-    """Spare -> supervisor: it waits, and holds so much of its GPU (0: or nobody knows) and of what it built."""
+    """Spare -> supervisor: it waits, and holds so much of what it built."""
 
-    device_bytes: int = 0
     built_bytes: int = 0
     build_s: float = 0.0
 

@@ -93,7 +93,6 @@ class SafeDataLoader:
         seed: int,
         num_workers: WorkersAsked,
         local_world_size: int = 1,
-        reserved_cores: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
         timeout_s: float = 60.0,
@@ -136,8 +135,7 @@ class SafeDataLoader:
             on_wait=on_wait,
             kills=self._kills,
         )
-        self._reserved_cores = reserved_cores
-        cores = cores_here(reserved=reserved_cores)
+        cores = cores_here()
         self.workers = worker_count(num_workers, local_world_size=local_world_size, cores=cores)
         self._workers_asked = self.workers
         self._pool: WorkerPool | None = None
@@ -485,7 +483,6 @@ class SafeDataLoader:
             prefetch_factor=self.prefetch_factor,
             pin_memory=self._pin_memory,
             by_value=self._repair.by_value,
-            reserved_cores=self._reserved_cores,
         )
 
     def _end_pool(self, *, grace_s: float) -> None:

@@ -240,9 +240,9 @@ class Simulation:
         # Forks for which there is no room.
         self.spares_refused = self.drills_refused = self.savers_refused = 0
         self.spares_asked = []  # what the ranks were doing when one was asked for
-        self.spare_fails_on = set()  # devices that no spare can open, and kinds that none can be
+        self.spare_fails_on = set()  # kinds that none can be
         self.free_bytes = 2**40
-        self.spare_kinds = []  # what each of them was to be, and where
+        self.spare_kinds = []  # what each of them was to be
         self.drills_asked = []  # step and rank of each
         self.import_s = import_s
         self._heap = []
@@ -428,7 +428,7 @@ class Simulation:
         """The zygote's answer to a request."""
         if request.kind is ForkKind.SPARE:
             self.spares_asked.append([handle.state.name for handle in self.world.ranks])
-            self.spare_kinds.append((request.spec.kind.value, request.spec.device))
+            self.spare_kinds.append(request.spec.kind.value)
         channel = Channel.from_descriptor(os.dup(descriptors[0]))
         self._unborn.append(channel)
         zygote = machine.zygote
@@ -458,7 +458,7 @@ class Simulation:
             if request.kind in (ForkKind.STANDBY, ForkKind.DRILL, ForkKind.SAVER):
                 return
             if request.kind is ForkKind.SPARE:
-                self.later(WARM_S, lambda: self._warm(process, request.spec.device))
+                self.later(WARM_S, lambda: self._warm(process))
                 return
             if request.kind is ForkKind.STORE:
                 message = StoreReady(port=1)
@@ -484,11 +484,11 @@ class Simulation:
         takes_s = self.preload_s + STARTUP_S * self.random.uniform(1, 3)
         self.later(takes_s, lambda: self._built(process, loads))
 
-    def _warm(self, process, device):
-        if self.spare_fails_on & {device, self.spare_kinds[-1][0]}:
+    def _warm(self, process):
+        if self.spare_kinds[-1] in self.spare_fails_on:
             self._end(process, exit_code=1)
         else:
-            self.send(process, SpareReady(device_bytes=5 * 10**8 if device else 0))
+            self.send(process, SpareReady())
 
     def _become(self, process, request, descriptors):
         """A spare is made a rank."""

@@ -34,7 +34,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddp_runner.data.workers import system_limits
-from ddp_runner.data.workers.count import leave_cores
 from ddp_runner.data.workers.stamps import LoadStamps
 from ddp_runner.data.workers.system_limits import SHARED_MEMORY
 from ddp_runner.data.workers.timeouts import (
@@ -83,7 +82,6 @@ class PoolSettings:
     prefetch_factor: int
     pin_memory: bool
     by_value: bool = False
-    reserved_cores: int = 0
 
 
 class _Receiver:
@@ -256,7 +254,6 @@ class WorkerPool:
                         rank=settings.rank,
                         rank_pid=os.getpid(),
                         stacks=self._stacks,
-                        reserved_cores=settings.reserved_cores,
                     ),
                     multiprocessing_context="fork",
                     generator=torch.Generator(),  # or the rank's own generator would move
@@ -461,9 +458,8 @@ def run_signals_held() -> Iterator[None]:
 class WorkerStart:
     """The ``worker_init_fn`` of a rank's loader workers, which are forked from that rank."""
 
-    def __init__(self, *, rank: int, rank_pid: int, stacks: int, reserved_cores: int = 0) -> None:
+    def __init__(self, *, rank: int, rank_pid: int, stacks: int) -> None:
         self._rank = rank
-        self._reserved_cores = reserved_cores
         self._rank_pid = rank_pid
         self._stacks = stacks  # the file that its stack goes to, where it is asked for
 
@@ -483,7 +479,6 @@ class WorkerStart:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         let_go_of_devices()
-        leave_cores(self._reserved_cores)
 
 
 def let_go_of_devices(prefix: str = "/dev/nvidia") -> None:

@@ -29,7 +29,7 @@ from ddp_runner.core.fork_specs import (
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
 from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
-from ddp_runner.core.spare import SparePlan
+from ddp_runner.core.spare import SpareKind
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
 from ddp_runner.supervisor.processes.departures import (
@@ -203,12 +203,11 @@ class Node:
         self.saver = lines.make_saver(token=self._take_token(), now_s=self._clock.monotonic())
         self._start(self.saver, lines.spec(self._plan), lines.bell)
 
-    def start_spare(self, plan: SparePlan) -> None:
+    def start_spare(self, kind: SpareKind) -> None:
         """Fork a process ahead of need; ``SpareReady`` follows."""
         token, now_s, record = self._take_token(), self._clock.monotonic(), self.settings_record
-        self.spare = Spare(plan, token=token, now_s=now_s, settings=record)
-        surroundings = {**self._surroundings(self.ranks[0]), "device": plan.device}
-        self._start(self.spare, SpareSpec(**surroundings, kind=plan.kind))
+        self.spare = Spare(kind, token=token, now_s=now_s, settings=record)
+        self._start(self.spare, SpareSpec(**self._surroundings(self.ranks[0]), kind=kind))
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none: the spare, or else a fork, which is owed then."""
@@ -235,10 +234,11 @@ class Node:
         os.close(theirs)
         return started
 
-    def has_spare_for(self, device: str) -> bool:
-        """Whether a process waits that may become a rank on this device."""
+    @property
+    def has_spare(self) -> bool:
+        """Whether a process waits that may become a rank."""
         spare, record = self.spare, self.settings_record
-        return bool(spare and self._is_warm(spare) and spare.fits(device, record))
+        return bool(spare and self._is_warm(spare) and spare.fits(record))
 
     def claim(self, forked: Forked) -> tuple[int | None, Ended | None]:
         """Learn a fork's pid. Returns which rank it is, if any, and its end if it was reaped already."""
