@@ -1,6 +1,6 @@
 """ShardLoader against torchdata's StatefulDataLoader over the same JSONL shards: samples per second.
 
-Run by ``python benchmarks/loader.py --streams``; needs the extra torchdata. Both make the same tensors of the same lines, in batches of the
+Run by ``python benchmarks/loader.py --streams``; needs torchdata. Both make the same tensors of the same lines, in batches of the
 same size, with as many workers; both know after each batch where they stand. Each loads in a process of its own, since workers are
 forks and would inherit the other's; rounds alternate. Prints medians.
 """
@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ddp_runner.data.shard_files import JsonLines
 from ddp_runner.data.shard_loader import ShardLoader
-from ddp_runner.data.shard_wraps import Mapped
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.stream import StreamOrder
 
@@ -51,6 +50,18 @@ class Tokens:
         for _ in range(self._rounds):
             tokens = torch.sort((tokens * 31 + 7) % 50_257).values
         return tokens
+
+
+class Made:
+    """What ``made_of`` makes of the lines of ``files``, a shard each. ``deterministic``: it draws nothing."""
+
+    def __init__(self, files: list[str], made_of: Tokens, *, deterministic: bool) -> None:
+        self._lines, self._made_of, self.deterministic = JsonLines(files), made_of, deterministic
+        self.shards = self._lines.shards
+
+    def read(self, shard: int, position: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield each, and the position behind it."""
+        return ((self._made_of(item), to) for item, to in self._lines.read(shard, position))
 
 
 class Plain(IterableDataset[torch.Tensor]):
@@ -106,7 +117,7 @@ def ours(
 ) -> Iterator[Any]:
     """What a Task's stream is read by. Not ``deterministic``: generators are seeded for each item."""
     loader = ShardLoader(
-        Mapped(JsonLines(files), made_of, deterministic=deterministic),
+        Made(files, made_of, deterministic=deterministic),
         order=StreamOrder(
             seed=1,
             dataset_size=BATCH * 1000,

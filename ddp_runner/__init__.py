@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from ddp_runner.core.faults import BadInputError
     from ddp_runner.core.settings import Settings
     from ddp_runner.data.epoch_loader import SafeDataLoader
-    from ddp_runner.data.shard_adapters import HuggingFaceShards, StatefulShards
     from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
-    from ddp_runner.data.shard_wraps import Mapped, Shuffled
     from ddp_runner.data.shards import ShardedStream
     from ddp_runner.memory.manager import MemoryManager
     from ddp_runner.observe.gpu_watch import GpuWatch
@@ -46,15 +44,11 @@ __all__ = [
     "DDPTrainer",
     "Datasets",
     "GpuWatch",
-    "HuggingFaceShards",
     "JsonLines",
-    "Mapped",
     "MemoryManager",
     "SafeDataLoader",
     "Settings",
     "ShardedStream",
-    "Shuffled",
-    "StatefulShards",
     "TarSamples",
     "Task",
     "TextLines",
@@ -72,15 +66,11 @@ _HOME_OF_NAME = {
     "DDPTrainer": "ddp_runner.training.trainer",
     "Datasets": "ddp_runner.training.task",
     "GpuWatch": "ddp_runner.observe.gpu_watch",
-    "HuggingFaceShards": "ddp_runner.data.shard_adapters",
     "JsonLines": "ddp_runner.data.shard_files",
-    "Mapped": "ddp_runner.data.shard_wraps",
     "MemoryManager": "ddp_runner.memory.manager",
     "SafeDataLoader": "ddp_runner.data.epoch_loader",
     "Settings": "ddp_runner.core.settings",
     "ShardedStream": "ddp_runner.data.shards",
-    "Shuffled": "ddp_runner.data.shard_wraps",
-    "StatefulShards": "ddp_runner.data.shard_adapters",
     "TarSamples": "ddp_runner.data.shard_files",
     "Task": "ddp_runner.training.task",
     "TextLines": "ddp_runner.data.shard_files",

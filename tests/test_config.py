@@ -269,7 +269,7 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
         (
             "warm_spare",
             "devices",
-            "warm_spare=devices: must be true or false, or process, or model, or libraries, or device",
+            "warm_spare=devices: must be true or false, or process, or model",
         ),
         ("ema_decay", "1", "ema_decay=1: must be a number, above 0 and below 1, or none"),
         (

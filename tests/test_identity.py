@@ -106,6 +106,15 @@ def test_a_choice_that_there_was_not_yet_is_none():
     assert difference(now, aligned(now, other)) == ["optim.optimizer: adamw -> sgd"]
 
 
+def test_what_an_earlier_version_could_choose_is_no_difference_unless_chosen():
+    """Its checkpoints go on; what it chose is refused."""
+    now = resume_key(resolve(command_line=[("run.task", "bytes")]).settings, world_size=2)
+    old = {**now, "data.largest_samples": False}
+    assert difference(old, aligned(old, now)) == []
+    old["data.largest_samples"] = True
+    assert difference(old, aligned(old, now)) == ["data.largest_samples: true -> false"]
+
+
 def test_a_task_that_is_given_all_settings_may_read_the_model():
     """Then a change of it is reported; a task that is not given them cannot notice."""
     words = [("task", "m:T")]

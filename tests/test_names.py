@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.config import from_flat, resolve
+from ddp_runner.config import from_flat, from_record, resolve, to_record
 from ddp_runner.config.fields import ForeignNameError, find_key, known_fields, sections
-from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, SWITCHES, WORDS
+from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, REMOVED, SWITCHES, WORDS
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError
 
@@ -32,7 +32,7 @@ def test_every_name_of_others_leads_to_a_setting_or_to_an_answer():
 
 def test_answers_are_one_short_line_and_name_what_exists():
     """What they say to write is a setting or an option."""
-    for answer in ANSWERS.values():
+    for answer in [*ANSWERS.values(), *(answer for _, answer in REMOVED.values())]:
         assert "\n" not in answer
         assert len(answer) < 100
         named = [word.partition("=")[0] for word in answer.split() if "=" in word]
@@ -50,6 +50,24 @@ def test_a_file_of_settings_is_answered_as_well(name, tmp_path):
     expected = "is a section" if name in sections() else ANSWERS[name]
     assert str(caught.value).startswith(f"{file}: {name}")
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_setting_that_is_gone_is_passed_over_or_answered(key, tmp_path):
+    """Its usual value stands in each config.yaml of an earlier version; any other one is one line."""
+    section, _, name = key.partition(".")
+    assert key not in KNOWN
+    usual, answer = REMOVED[key]
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{section}:\n  {name}: {usual}\n")
+    resolve(files=[file], command_line=[(name, usual)])
+    file.write_text(f"{section}:\n  {name}: other\n")
+    with pytest.raises(BadInputError) as caught:
+        resolve(files=[file])
+    assert str(caught.value) == f"{file}: {key}: is no setting any more; {answer}"
+    record = to_record(from_flat({"task": "synthetic"}))
+    record[section][name] = "other"
+    assert from_record(record) == from_flat({"task": "synthetic"})
 
 
 TYPED = [

@@ -53,8 +53,7 @@ class Manifest:
     ``step`` is the number of committed steps, ``samples`` the samples they took, ``sha256`` the digest of
     the whole file, ``hashed`` how that was made (``file_hash``). ``monitored`` is the value that ``best`` is judged by, None where there was none:
     of the figure ``monitor`` (older files name none); the lower the better, with ``mode`` ``max`` the
-    higher. ``meaning`` is the resume key of the run (model, data, global batch, seed): resuming under another one is refused by the caller. ``created_utc`` is for people; ``pace``
-    is what the run has learnt about the cost of saves, for whoever goes on with them; ``order`` the
+    higher. ``meaning`` is the resume key of the run (model, data, global batch, seed): resuming under another one is refused by the caller. ``created_utc`` is for people; ``order`` is the
     version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
     that wrote it were computed, ``changes`` where that was otherwise before; ``data`` what its ranks
     have seen of their data. ``start_sha256`` is that of the weights which the file leaves out, because
@@ -76,7 +75,6 @@ class Manifest:
     versions: Mapping[str, str]
     created_utc: str
     reason: str
-    pace: Mapping[str, float] = field(default_factory=dict)
     order: int = 1
     recipe: Mapping[str, JsonValue] = field(default_factory=dict)
     changes: Sequence[str] = ()
@@ -134,7 +132,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "versions": (dict,),
     "created_utc": (str,),
     "reason": (str,),
-    "pace": (dict,),
     "order": (int,),
     "recipe": (dict,),
     "changes": (list,),
@@ -147,7 +144,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 # Fields that older files of this format lack.
 _SINCE: dict[str, object] = {
-    "pace": {},
     "order": 1,
     "recipe": {},
     "changes": [],

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["MANIFEST_KEY", "CheckpointStore", "Loaded", "Saved", "load_weights"]
 
 MANIFEST_KEY = "manifest"
-NO_PACE: Mapping[str, float] = MappingProxyType({})
 NO_RECIPE: Mapping[str, JsonValue] = MappingProxyType({})
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -112,7 +111,6 @@ class CheckpointStore:
         settings_digest: str,
         monitored: float | None,
         reason: str,
-        pace: Mapping[str, float] = NO_PACE,
         order: int = 1,
         recipe: Mapping[str, JsonValue] = NO_RECIPE,
         changes: Sequence[str] = (),
@@ -151,7 +149,6 @@ class CheckpointStore:
             settings_digest=settings_digest,
             **made_here(),
             reason=reason,
-            pace=dict(pace),
             order=order,
             recipe=dict(recipe),
             changes=tuple(changes),

@@ -1,4 +1,4 @@
-"""``--find-batch-size``: runs of a few steps, the largest samples first, until the largest batch that fits is known."""
+"""``--find-batch-size``: runs of a few steps until the largest batch that fits is known."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ class _Search:
         trial = train(
             self._words,
             f"data.batch_size={size}",
-            "data.largest_samples=true",
             "data.compare_samples=off",
             f"run.max_steps={STEPS}",
             "run.resume=none",
@@ -178,10 +177,7 @@ class _Search:
     def _show_begin(self) -> None:
         ranks, limit = self._plan.world_size, self._limit
         of = f" ({fmt.byte_size(limit.bytes)})" if limit.of.startswith("a rank's") else ""
-        say_now(
-            f"find-batch-size: {STEPS} steps of the largest samples on {ranks}"
-            f" rank{'s' * (ranks > 1)} at each size;"
-        )
+        say_now(f"find-batch-size: {STEPS} steps on {ranks} rank{'s' * (ranks > 1)} at each size;")
         say_now(f"a rank may take {fmt.percent(limit.share)} of {limit.of}{of}")
         say_now("")
         say_now(f"{'batch':>9}  {'peak of a rank':>14}  {'share':>5}  {'samples/s':>9}")

@@ -259,7 +259,7 @@ GROUPS = (
             Option(
                 long="--find-batch-size",
                 metavar="[SHARE]",
-                says="try sizes by steps of the largest samples, and show the largest batch that takes "
+                says="try sizes by a few steps each, and show the largest batch that takes "
                 "no more than SHARE of the memory [0.8]",
             ),
             Option(

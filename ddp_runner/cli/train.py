@@ -347,11 +347,9 @@ def nccl_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, 
 def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, ...]:
     """What of ``recovery.warm_spare`` is not as its word says."""
     wanted = settings.recovery.warm_spare
-    is_on_gpu = devices[0].visible_index is not None
-    if isinstance(wanted, bool) or is_on_gpu == (wanted in ("libraries", "device")):
+    if isinstance(wanted, bool) or devices[0].visible_index is None:
         return ()
-    meant = "for the CPU; on GPUs" if is_on_gpu else "for GPUs; on the CPU"
-    return (f"recovery.warm_spare={wanted} is {meant} it means true",)
+    return (f"recovery.warm_spare={wanted} is for the CPU; on GPUs it means true",)
 
 
 def page_notes(settings: Settings) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union, get_args, get_origi
 
 from pydantic.fields import FieldInfo
 
-from ddp_runner.config.foreign import ALIASES, ANSWERS
+from ddp_runner.config.foreign import ALIASES, ANSWERS, REMOVED
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import PER_MACHINE, Settings
@@ -327,6 +327,11 @@ def normal_name(name: str) -> str:
     return name if name.startswith(f"{TASK_SECTION}.") else name.lower().replace("-", "_")
 
 
+def removed(name: str) -> tuple[str, str] | None:
+    """The entry of ``REMOVED`` for a setting by its dotted or its last name."""
+    return next((REMOVED[key] for key in REMOVED if name in (key, key.partition(".")[2])), None)
+
+
 def find_key(written: str, name: str, known: Sequence[str]) -> str:
     """The dotted key among ``known`` that ``name`` means.
 
@@ -347,6 +352,8 @@ def find_key(written: str, name: str, known: Sequence[str]) -> str:
         return ALIASES[name]
     if name in ANSWERS:
         raise ForeignNameError(written, "", f"unknown setting; {ANSWERS[name]}")
+    if (gone := removed(name)) is not None:
+        raise ForeignNameError(written, "", f"is no setting any more; {gone[1]}")
     raise BadInputError(written, "", f"unknown setting{_did_you_mean(name, known)}")
 
 

@@ -182,3 +182,12 @@ ANSWERS: Mapping[str, str] = {
         "there is no such switch: leave it out",
     ),
 }
+# Setting that earlier versions had -> its usual value, which a config.yaml of theirs has and which is passed
+# over, and what to say of any other.
+REMOVED: Mapping[str, tuple[str, str]] = {
+    "data.reserved_cores": ("0", "taskset and num_workers say where loading runs: leave it out"),
+    "data.largest_samples": (
+        "false",
+        "--find-batch-size takes samples as they come: leave it out",
+    ),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ddp_runner.config.fields import normal_name, parse_switch
+from ddp_runner.config.fields import normal_name, parse_switch, removed
 from ddp_runner.config.foreign import ALWAYS, SAID, SWITCHES, WORDS
 from ddp_runner.core.faults import BadInputError
 
@@ -24,6 +24,9 @@ def in_our_values(given: Assignment) -> Assignment | None:
     Raises BadInputError where it asks to turn off what is always done.
     """
     name = normal_name(given.name)
+    gone = removed(name)
+    if gone is not None and str(given.value).strip().lower() == gone[0]:
+        return None
     if name in ALWAYS:
         if not _is_on(given):
             raise BadInputError(given.written, "false", f"cannot be turned off: {ALWAYS[name]}")

@@ -21,6 +21,7 @@ import yaml
 
 from ddp_runner.config.compose import validate_record
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
+from ddp_runner.config.foreign import REMOVED
 from ddp_runner.config.stage_list import OF_A_STAGE
 from ddp_runner.core.batch_sizes import global_batch, micro_batch
 from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
@@ -33,8 +34,9 @@ _NOTHING: Mapping[str, object] = {}
 _BEFORE_CHOICE: Mapping[str, object] = {
     "optim.train_layers": "full",
     "optim.optimizer": "adamw",
-    "data.largest_samples": False,
 }
+# What runs of earlier versions had in a resume key, where they did not choose something else.
+_NO_LONGER: Mapping[str, JsonValue] = {"data.largest_samples": False}
 _DESCRIBED = "describe() "
 _SEALED = re.compile(r"\*\*\* scrypt [0-9a-f]{32} [0-9a-f]{64}")
 GLOBAL_BATCH = "data.batch_size x ranks"
@@ -66,7 +68,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         OnResume.REFUSED: """
             run.task run.seed optim.optimizer optim.train_layers model.vocab_size model.dataset_size model.seq_len model.hidden_size
             model.num_layers model.num_heads model.dropout data.path data.batch_size
-            data.accumulation data.global_batch_size data.largest_samples data.validation_fraction
+            data.accumulation data.global_batch_size data.validation_fraction
         """,
         OnResume.REPORTED: """
             run.epochs run.max_steps run.device run.nproc_per_node run.mode run.threads_per_rank
@@ -86,7 +88,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.early_stopping_min_delta run.load_best_at_end run.resume run.stage run.init_from run.init_strict run.log_dir
             run.checkpoint_dir
             run.gpus run.allow_different_code run.audit run.test run.debug run.detect_anomaly run.inject
-            optim.amp_init_scale data.reserved_cores run.compile_fullgraph
+            optim.amp_init_scale run.compile_fullgraph
             data.evaluation_batch_size data.preload data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.find_unused_parameters ddp.relax_after_steps ddp.static_graph
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
@@ -243,7 +245,6 @@ def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
         "run.seed": settings.run.seed,
         "optim.optimizer": settings.optim.optimizer,
         "optim.train_layers": settings.optim.train_layers,
-        "data.largest_samples": settings.data.largest_samples,
     }
     for name in MODEL_OF_TASK.get(task, ()):
         found[f"model.{name}"] = getattr(settings.model, name)
@@ -313,9 +314,10 @@ def aligned(old: Mapping[str, object], new: Mapping[str, JsonValue]) -> dict[str
     """``new`` as the version that wrote ``old`` would have it, where both mean the same.
 
     That is with the old word for a task's file or for data where both words name one place, and without
-    what it had no choice of, or its task did not describe yet.
+    what it had no choice of, or its task did not describe yet, and with what there is no choice of now.
     """
     found = {key: v for key, v in new.items() if key in old or v != _BEFORE_CHOICE.get(key)}
+    found |= {key: v for key, v in _NO_LONGER.items() if key in old}
     if not any(map(is_described, old)):  # its task said nothing of itself yet
         found = {key: v for key, v in found.items() if not is_described(key)}
     for key in ("run.task", "data.path"):
@@ -392,8 +394,17 @@ def _finite(value: object) -> object:
 
 
 def from_record(record: Mapping[str, object]) -> Settings:
-    """The settings that :func:`to_record` gave. Raises BadInputError for any other mapping."""
-    return validate_record(record)
+    """The settings that :func:`to_record` gave, of an earlier version, too. Raises BadInputError for any other mapping."""
+    return validate_record(_without_removed(record))
+
+
+def _without_removed(record: Mapping[str, object]) -> dict[str, object]:
+    found = dict(record)
+    for section, _, name in (key.partition(".") for key in REMOVED):
+        values = found.get(section)
+        if isinstance(values, Mapping):
+            found[section] = {key: value for key, value in values.items() if key != name}
+    return found
 
 
 def _plain(value: object) -> object:
@@ -413,7 +424,7 @@ def digest(settings: Settings) -> str:
 def stage_digest(settings: Settings) -> str:
     """Of what the steps of a stage follow from, as far as it may be a stage's own; without its secrets."""
     record = to_record(settings)
-    found: dict[str, object] = {"task": masked(record["task"])}
+    found: dict[str, object] = {"task": masked(record["task"]), **_NO_LONGER}
     for key in sorted(OF_A_STAGE):
         if ON_RESUME[key] is not OnResume.CANNOT_MATTER:
             section, _, name = key.partition(".")
@@ -431,7 +442,7 @@ def read_yaml(text: str) -> dict[str, object]:
         raise ValueError(str(error)) from error
     if not isinstance(record, dict):
         raise ValueError("not a mapping")  # noqa: TRY004 - as all that is not one of ours
-    return record
+    return _without_removed(record)
 
 
 def to_yaml(settings: Settings) -> str:

@@ -41,7 +41,6 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
             *_improvement_problems(settings),
             *_monitor_problems(settings),
             *_memory_problems(settings),
-            *_core_problems(settings),
             *_compile_problems(settings),
             *device_problems(settings),
             *mode_problems(settings),
@@ -241,16 +240,6 @@ def _compile_problems(settings: Settings) -> list[BadInputError]:
         for name, is_on in others.items()
         if is_on and run.compile and run.compile_fullgraph
     ]
-
-
-def _core_problems(settings: Settings) -> list[BadInputError]:
-    reserved = settings.data.reserved_cores
-    has_set = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_set else os.cpu_count() or 1
-    if reserved < cores:
-        return []
-    expected = f"must be below {cores}, the cores that this run may use: loader workers need one"
-    return [BadInputError("data.reserved_cores", reserved, expected)]
 
 
 def device_problems(settings: Settings) -> list[BadInputError]:

@@ -63,7 +63,6 @@ OF_A_STAGE = frozenset(
         "data.max_bad_samples",
         "data.stream_end",
         "data.compare_samples",
-        "data.largest_samples",
         "data.validation_fraction",
         "optim.optimizer",
         "optim.learning_rate",

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 FIRST_INTERVAL_S = 60.0  # while no save has been measured
 INTERVAL_MIN_S = 1.0
@@ -80,7 +79,6 @@ class CheckpointInterval:
     def __init__(self, *, now_s: float) -> None:
         self.faults = 0
         self._began_s = now_s
-        self._observed_before_s = 0.0
         self._cost: SaveCost | None = None
         self._compare_s = 0.0
         self._usual_s: deque[float] = deque(maxlen=USUAL_STEPS)
@@ -141,7 +139,7 @@ class CheckpointInterval:
             write_s=self._cost.write_s,
             step_s=step_s,
             between_faults_s=mean_time_between_faults_s(
-                faults=self.faults, observed_s=self._observed_s(now_s)
+                faults=self.faults, observed_s=now_s - self._began_s
             ),
         )
 
@@ -152,34 +150,13 @@ class CheckpointInterval:
         if cost is None or self._reported_s / 2 < interval_s < self._reported_s * 2:
             return ""
         self._reported_s = interval_s
-        hours = self._observed_s(now_s) / 3600
+        hours = (now_s - self._began_s) / 3600
         return (
             f"saving every {interval_s:.0f} s (save_every_steps=auto): a save takes"
             f" {cost.training_s:.3f} s from training (waiting {cost.blocked_s:.3f}, slower steps"
             f" {cost.slowed_s:.3f}, comparing replicas {cost.compare_s:.3f}) and {cost.write_s:.2f} s"
             f" in all; {self.faults} faults in {hours:.1f} h needed one"
         )
-
-    @property
-    def has_learnt(self) -> bool:
-        """Whether anything is known about the cost of a save."""
-        return self._cost is not None
-
-    def _observed_s(self, now_s: float) -> float:
-        return self._observed_before_s + now_s - self._began_s
-
-    def to_record(self, *, now_s: float) -> dict[str, float]:
-        """What a later process goes on from."""
-        cost = {} if self._cost is None else asdict(self._cost)
-        return {"faults": self.faults, "observed_s": self._observed_s(now_s), **cost}
-
-    def go_on_from(self, record: Mapping[str, float], *, after_fault: bool) -> None:
-        """Add what the process before has seen; ``after_fault``: that it was lost without a last save."""
-        self.faults += int(record.get("faults", 0)) + int(after_fault)
-        self._observed_before_s += float(record.get("observed_s", 0.0))
-        names = [each.name for each in fields(SaveCost)]
-        if self._cost is None and all(name in record for name in names):
-            self._cost = SaveCost(**{name: float(record[name]) for name in names})
 
 
 class CopyInterval(CheckpointInterval):

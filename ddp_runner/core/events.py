@@ -483,8 +483,6 @@ class SpareReady(Event):
 
     pid: int | None
     kind: str
-    device: str
-    device_bytes: int
     built_bytes: int = 0
     build_s: float = 0.0
 

@@ -52,7 +52,6 @@ class Hello:
     run_id: str
     meaning: dict[str, Any]
     versions: dict[str, str]
-    bell: tuple[str, int] | None = None  # host and port where others may try whether they reach it
     # Of the newest checkpoint in its folder that looks sound; EMPTY_STEP and nothing for none.
     newest_step: int = EMPTY_STEP
     newest_run_id: str = ""
@@ -149,15 +148,14 @@ class RankLook:
 class Look:
     """Follower -> coordinator, each :data:`LOOK_EVERY_S` and at once when something has happened.
 
-    ``now_ns``: the follower's clock. ``can_fork`` and ``spare_for``: what waits there; the device
-    that a spare can serve, "*" for any, and empty where there is none. ``round_trip_s``: from its newest
+    ``now_ns``: the follower's clock. ``can_fork`` and ``has_spare``: what waits there. ``round_trip_s``: from its newest
     look that was answered to the answer.
     """
 
     number: int
     now_ns: int
     can_fork: bool
-    spare_for: str
+    has_spare: bool
     round_trip_s: float
     ranks: dict[str, RankLook]
 
@@ -184,7 +182,6 @@ class Beat:
     generation: int
     committed_step: int
     is_fault_free: bool
-    short_of_memory: list[int] = field(default_factory=list)
     inexact_reasons: list[str] = field(default_factory=list)
 
 
@@ -292,20 +289,6 @@ class ForgetAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TryNodes:
-    """Coordinator -> follower: which of these do you reach? ``where``: host and port, by number."""
-
-    where: dict[str, list[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
-    """Follower -> coordinator, answering TryNodes: the numbers of those."""
-
-    nodes: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
     """Follower -> coordinator: a line for people."""
 
@@ -359,8 +342,6 @@ NodeMessage = (
     | SignalRank
     | AskRank
     | ForgetAsked
-    | TryNodes
-    | Reached
     | Said
     | StopWanted
     | SaveWanted
@@ -376,7 +357,6 @@ FROM_FOLLOWER = (
     RankStarted,
     RankGone,
     FromRank,
-    Reached,
     Said,
     StopWanted,
     SaveWanted,
@@ -394,7 +374,6 @@ FROM_COORDINATOR = (
     SignalRank,
     AskRank,
     ForgetAsked,
-    TryNodes,
     RunEnds,
 )
 _TYPES: dict[str, type[NodeMessage]] = {kind.__name__: kind for kind in get_args(NodeMessage)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -102,25 +102,6 @@ def keeps_memory(facts: ReturnFacts) -> bool:
         return True
     term, without = facts.before
     return term == facts.term and facts.number not in without
-
-
-def who_is_out_of_reach(reached: Mapping[int, Collection[int]], *, home: int) -> int | None:
-    """Of nodes that all reach the coordinator, node ``home``, the one to do without; None: all reach all.
-
-    ``reached``: the nodes that each has reached. The one that is connected with fewest others, both
-    ways; of two alike the higher number.
-    """
-
-    def connected(number: int) -> int:
-        return sum(
-            other in reached[number] and number in reached[other]
-            for other in reached
-            if other != number
-        )
-
-    if all(connected(number) == len(reached) - 1 for number in reached):
-        return None
-    return min((one for one in reached if one != home), key=lambda one: (connected(one), -one))
 
 
 def what_about_missing(

@@ -178,8 +178,6 @@ class DataSettings:
     preload: bool = False
     """Read every sample once, at the start, into memory that all ranks share: for map-style data that says
     deterministic = True. Validation data too."""
-    reserved_cores: PerMachine[NonNegative] = 0
-    """Cores, the first of those that the run may use, that loader workers never run on."""
     prefetch_factor: PerMachine[Positive] = 2
     """Micro-batches that each loader worker prepares ahead."""
     pin_memory: PerMachine[bool] = True
@@ -197,9 +195,6 @@ class DataSettings:
     compare_samples: Literal["stop", "tell", "off"] = "stop"
     """What to do where ranks, or a resumed run and its checkpoint, have different training data.
     stop: end the run, saved. tell: go on, not exact. off: do not compare."""
-    largest_samples: bool = False
-    """Train on the largest samples alone, again and again, as --find-batch-size does: by the lengths that
-    the task gives, or by the size of 256 samples."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the text that the task bytes keeps for validation."""
 
@@ -446,11 +441,11 @@ class RecoverySettings:
     """How long a machine that was lost is waited for before the run goes on with fewer, in seconds."""
     coordinator_wait_s: PerMachine[Annotated[float, Field(ge=0)]] = 120.0
     """How long a machine looks for a coordinator that was lost before it ends with exit code 75, in seconds."""
-    warm_spare: PerMachine[bool | Literal["process", "model", "libraries", "device"]] = True
+    warm_spare: PerMachine[bool | Literal["process", "model"]] = True
     """Keep a process ready that becomes the next lost rank, and, once the process that forks was lost, one for
     that. On the CPU: process has torch and the task imported; model has also built data and model, in a rank's
-    memory; true is model if building took 0.1 s and that is a quarter of what is free. On GPUs, true means libraries:
-    CUDA's are loaded, no memory of a GPU is held. device: also a context on one GPU, about 0.5 GB."""
+    memory; true is model if building took 0.1 s and that is a quarter of what is free. On GPUs: CUDA's libraries
+    are loaded, and no memory of a GPU is held."""
     hang_min_s: Seconds = 10.0
     """The shortest time without progress, in seconds, after which a rank may be called hung. One that the system
     holds stopped is found within two seconds; one that loads samples itself has data.loader_timeout_s."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,48 +26,6 @@ class SpareKind(Enum):
         "model"  # also the task's data and model, with room for the optimizer's state, on the CPU
     )
     LIBRARIES = "libraries"  # CUDA's driver and libraries are there; nothing is held on any GPU
-    DEVICE = "device"  # also a first step on one GPU, where it holds a context
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparePlan:
-    """``device``: the only one where a rank may be that it becomes; empty: wherever."""
-
-    kind: SpareKind
-    device: str = ""
-
-    @property
-    def record(self) -> dict[str, str]:
-        """For the process that carries it out; plain."""
-        return {"kind": self.kind.value, "device": self.device}
-
-    def serves(self, device: str) -> bool:
-        """Whether it may become a rank on ``device``."""
-        return self.device in ("", device)
-
-
-def spare_plan(
-    setting: bool | str,
-    *,
-    processes: Sequence[tuple[str, float]],
-    refused: Collection[str] = (),
-    is_built: bool = False,
-) -> SparePlan | None:
-    """The spare that a run keeps by ``recovery.warm_spare``; None: none.
-
-    ``processes``: the device of each rank, and when its process was asked for. A spare that holds a
-    context serves the GPU of the youngest process, which is the rank that was lost last (in a run
-    that has lost none: the last rank): a GPU or a sample that ends ranks does so again. On
-    ``refused`` GPUs nothing is held: there the memory is needed. ``is_built``: on the CPU, by :func:`builds_ahead`.
-    """
-    if not setting:
-        return None
-    device, _ = max(reversed(processes), key=lambda process: process[1])
-    if device == "cpu":
-        return SparePlan(kind=SpareKind.MODEL if is_built else SpareKind.CPU)
-    if setting != SpareKind.DEVICE.value or device in refused:
-        return SparePlan(kind=SpareKind.LIBRARIES)
-    return SparePlan(kind=SpareKind.DEVICE, device=device)
 
 
 def builds_ahead(
@@ -87,27 +44,6 @@ def builds_ahead(
     return setting is True and is_worth_it
 
 
-def must_end(
-    spare: SparePlan,
-    wanted: SparePlan,
-    *,
-    fault_free: bool,
-    starting: Collection[str],
-    refused: Collection[str],
-) -> bool:
-    """Whether a spare that holds memory of a GPU is ended, whatever it is doing.
-
-    ``starting``: where a rank is being started by an ordinary fork, which waits until its GPU is as
-    free as it was; ``refused``: where a rank ran out of memory. In fault-free times also one that serves a GPU
-    that is not ``wanted`` any more.
-    """
-    if not spare.device:
-        return False
-    if spare.device in starting or spare.device in refused:
-        return True
-    return fault_free and spare != wanted
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareFacts:
     """What is known when it is asked whether to fork one."""
@@ -115,7 +51,6 @@ class SpareFacts:
     fault_free: bool  # every rank trains, and nobody is asked to stop
     stepped: bool  # in this generation: its first step is not to share the processor with a fork
     exists: bool  # forked, or asked for
-    starts_there: bool  # on the GPU that it is to hold memory of, a rank is being started
     lost_in_a_row: int
     since_lost_s: float
 
@@ -126,7 +61,7 @@ def wants_spare(facts: SpareFacts) -> bool:
     # stopped: it would take time and processes from what matters. Spares that keep dying end, too.
     # Broken if: a fork is asked for while a rank is missing.
     # Guarded by: test_a_spare_is_forked_without_faults_only.
-    if facts.exists or facts.starts_there or not facts.fault_free or not facts.stepped:
+    if facts.exists or not facts.fault_free or not facts.stepped:
         return False
     if facts.lost_in_a_row >= LOST_MAX:
         return False

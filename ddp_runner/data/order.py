@@ -61,7 +61,7 @@ class SampleOrder:
     shuffle: bool = True
     version: int = ORDER_VERSION
     shares: tuple[int, ...] = ()  # of the ranks, in proportion; none: equal ones
-    draws: Draws | None = None  # by weight or length; None: each sample once, in any order
+    draws: Draws | None = None  # by weight; None: each sample once, in any order
     first_step: int = 0  # at which the first epoch begins
     _epochs: dict[int, Permutation] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -148,15 +148,10 @@ class SampleOrder:
         found = self._epochs.get(epoch)
         if found is None:
             make = _PERMUTATIONS[self.version]
-            found = make(seed=self.seed, epoch=epoch, size=self.dataset_size)
-            if self.draws is not None:
-                found = self.draws.of_epoch(
-                    found,
-                    seed=self.seed,
-                    epoch=epoch,
-                    size=self.dataset_size,
-                    batch=self.global_batch_size,
-                )
+            if self.draws is None:
+                found = make(seed=self.seed, epoch=epoch, size=self.dataset_size)
+            else:
+                found = self.draws.of_epoch(seed=self.seed, epoch=epoch)
             while len(self._epochs) >= _EPOCHS_KEPT:
                 del self._epochs[min(self._epochs, key=lambda kept: -abs(kept - epoch))]
             self._epochs[epoch] = found

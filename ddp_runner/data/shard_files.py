@@ -2,7 +2,7 @@
 
 Files that end in ``.gz`` or ``.tgz`` are read unpacked.
 
-Datasets(train=Shuffled(JsonLines("data/*.jsonl"), size=10_000))
+Datasets(train=JsonLines("data/*.jsonl"))
 """
 
 from __future__ import annotations

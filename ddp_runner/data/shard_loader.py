@@ -91,7 +91,6 @@ class ShardLoader:
         num_workers: WorkersAsked,
         ends_at_once: bool = False,
         local_world_size: int = 1,
-        reserved_cores: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
         timeout_s: float = 60.0,
@@ -114,7 +113,6 @@ class ShardLoader:
         self.total_steps = total_steps
         self._micro_batch_size = micro_batch_size
         self._ends_at_once = ends_at_once
-        self._reserved_cores = reserved_cores
         self.prefetch_factor = prefetch_factor
         self._pin_memory = pin_memory
         self._timeout_s = timeout_s
@@ -128,7 +126,7 @@ class ShardLoader:
         self._kills = LoaderKills(kills or NoKills())
         none = Quarantine(seed=0, dataset_size=0, bad_max=0)
         self._quarantine = none if quarantine is None else quarantine
-        cores = cores_here(reserved=reserved_cores)
+        cores = cores_here()
         self._asked = worker_count(num_workers, local_world_size=local_world_size, cores=cores)
         self.workers = self._asked
         self._by_value = False
@@ -489,7 +487,6 @@ class ShardLoader:
             prefetch_factor=self.prefetch_factor,
             pin_memory=self._pin_memory,
             by_value=self._by_value,
-            reserved_cores=self._reserved_cores,
         )
         self._pool = WorkerPool(source, cast("Iterator[Any]", self._keys()), settings=settings)
         self._on_workers(self._pool.pids)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_runner.core.faults import BadInputError, FaultError
-from ddp_runner.data.attributes import Attributes, unknown_in
 from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import fault_of_failure
@@ -33,6 +32,10 @@ if TYPE_CHECKING:
 _PROGRESS_S = 5.0  # between lines while skipping
 _FIRST = -1  # seeds what a dataset draws when its iterator is made
 _SLOW_SHARE = 0.25  # of the time, spent waiting for data: worth a line
+READ_AGAIN = (
+    "a stream without a state, read again, gave other items: give it state_dict and load_state_dict, or have the order of"
+    " an epoch follow from set_epoch(epoch)"
+)
 _HASHED_BYTES = 4096  # of one tensor, array or text, so that a step costs microseconds
 
 
@@ -58,7 +61,6 @@ class StreamOrder(SampleOrder):
 class _Mark:
     """Where the stream stands before ``step``; ``state``: the dataset's own, None if it has none.
 
-    ``begin``: what a dataset without a state held when its iterator of this epoch was made.
     ``first`` and ``newest``: hashes of the epoch's first item and of the one drawn last; empty where
     there is none, or where it is of a type of its own.
     """
@@ -67,7 +69,6 @@ class _Mark:
     epoch: int
     items: int  # drawn in this epoch
     state: Any  # plain
-    begin: Any = None  # plain
     first: str = ""
     newest: str = ""
 
@@ -100,8 +101,8 @@ class StreamPosition:
         self._marks = {}
         if "deal" in record:
             raise ValueError("the run was trained on a stream that was cut into shards")
-        if record:
-            self.note(_Mark(**record))
+        if record:  # one of an earlier version has what the dataset held, too
+            self.note(_Mark(**{key: one for key, one in record.items() if key != "begin"}))
 
 
 class StreamLoader:
@@ -109,8 +110,7 @@ class StreamLoader:
 
     A dataset, or an iterator of it, with ``state_dict`` and ``load_state_dict`` resumes exactly
     (BadInputError for a state that cannot be kept);
-    of any other the items before are drawn again and dropped, with its generators and plain
-    attributes as they were when the epoch began. ``on_other`` hears once, in a line, of items that
+    of any other the items of the epoch before are drawn again and dropped. ``on_other`` hears once, in a line, of items that
     are not those of before. Python's, numpy's and torch's CPU
     generator are seeded for each item from ``(seed, epoch, its number)``. A partial global batch
     at the end of an epoch is dropped; ``set_epoch`` is called if there is one.
@@ -152,8 +152,7 @@ class StreamLoader:
         self._has_state = _has_state(dataset)
         # Where an epoch begins; the dataset itself may go on where it was left.
         self._initial = to_plain(dataset.state_dict()) if self._has_state else None
-        # Of a dataset with a state that one says all.
-        self._attributes = None if self._has_state else Attributes(dataset)
+        self._first = ""  # a hash of the first item of all, once it was drawn here
         self._ahead = Ahead()
         self._copy: tuple[int, list[MicroBatch]] | None = None  # of a step's batches, for no state
         self._keeps_copies: bool | None = None  # None: nothing was taken yet
@@ -308,17 +307,16 @@ class StreamLoader:
         """Have the iterator stand before ``step``."""
         mark = self._position.before(step)
         if mark is None:
-            is_new = self._iterator is None and self._mark.items == 0
-            begin = self._open(epoch=0, state=None, begin=None if is_new else {})
+            self._open(epoch=0, state=None)
             first_step = self._order.first_step
-            self._mark = _Mark(step=first_step, epoch=0, items=0, state=None, begin=begin)
+            self._mark = _Mark(step=first_step, epoch=0, items=0, state=None)
             self._note(first_step)
             logged_s = time.monotonic()
             while self._mark.step < step:
                 logged_s = self._log_progress(self._mark.step, step, "steps", logged_s)
                 self._draw_batch()
             return
-        self._open(epoch=mark.epoch, state=mark.state, begin=mark.begin)
+        self._open(epoch=mark.epoch, state=mark.state)
         self._mark = mark
         if mark.state is None and mark.items:
             self._skip(mark)
@@ -335,17 +333,11 @@ class StreamLoader:
         assert newest is not None
         # INVARIANT same-items: a stream that is read again gives the items that it gave before, or
         # the run is not exact. Broken if: what was skipped is not compared.
-        # Guarded by: test_a_stream_whose_order_cannot_be_put_back_is_reported.
+        # Guarded by: test_a_stream_that_gives_other_items_again_is_reported.
         if _are_others(self._mark.first, mark.first) or _are_others(
             _content(newest[0]), mark.newest
         ):
-            unknown = ", ".join(unknown_in(mark.begin or {}))
-            why = (
-                f"{unknown} cannot be put back"
-                if unknown
-                else "their order is not all in its attributes"
-            )
-            self._warn_of_others(f"a stream without a state, read again, gave other items: {why}")
+            self._warn_of_others(READ_AGAIN)
         self._mark = mark
 
     def _warn_of_others(self, text: str) -> None:
@@ -360,12 +352,10 @@ class StreamLoader:
         self._log(f"skipped {done:,} of {total:,} {what} of the stream")
         return now_s
 
-    def _open(self, *, epoch: int, state: Any, begin: Any = None) -> Any:
-        """Make an iterator; returns what the dataset began with, ``begin`` where that is known."""
+    def _open(self, *, epoch: int, state: Any) -> None:
+        """Make an iterator."""
         dataset = self._dataset
         begins = state is None
-        if self._attributes is not None:
-            begin = self._begun(self._attributes, begin)
         if begins and self._has_state:
             dataset.load_state_dict(from_plain(self._initial))
         if hasattr(dataset, "set_epoch"):  # after the state of the first epoch, which may name it
@@ -380,17 +370,6 @@ class StreamLoader:
         iterator: Any = self._iterator
         if state is not None and not self._has_state:
             iterator.load_state_dict(from_plain(state))
-        return begin
-
-    def _begun(self, attributes: Attributes, begin: Any) -> Any:
-        if begin is None:
-            return attributes.note()
-        try:
-            attributes.put_back(begin)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            text = f"its stream is no longer the one that was trained on: {error}"
-            raise BadInputError("--task", "", text) from error
-        return begin
 
     def _draw_batch(self) -> list[Any]:
         """The rank's items of the next global batch; the stream stands behind it afterwards."""
@@ -412,8 +391,8 @@ class StreamLoader:
                 raise BadInputError("--task", "", f"{expected} global batch of {total}")
             self._on_wait()
             self._on_item(0)
-            begin = self._open(epoch=self._mark.epoch + 1, state=None)
-            self._mark = replace(self._mark, epoch=self._mark.epoch + 1, items=0, begin=begin)
+            self._open(epoch=self._mark.epoch + 1, state=None)
+            self._mark = replace(self._mark, epoch=self._mark.epoch + 1, items=0)
 
     def _draw(self) -> tuple[Any] | None:
         """The next item, in a tuple; None at the end of the epoch."""
@@ -431,6 +410,9 @@ class StreamLoader:
             raise self._fault(error) from error
         if mark.items == 0:
             mark = replace(mark, first=_content(item))
+            if mark.epoch == 0 and _are_others(mark.first, self._first):
+                self._warn_of_others(READ_AGAIN)
+            self._first = self._first or mark.first
         self._mark = replace(mark, items=mark.items + 1)
         return (item,)
 

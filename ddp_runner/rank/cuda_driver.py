@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import uuid
 from pathlib import Path
 
 CUDA = "libcuda.so.1"
-NVML = "libnvidia-ml.so.1"
 # torch's CUDA library brings most others along. cuDNN's loads its parts when a convolution asks for
 # them; they lie beside it, whether it came with torch or with the system.
 _LOADS_MORE = "libcudnn.so"
@@ -60,42 +58,6 @@ class CudaDriver:
             )
             found += [index] * bool(is_active.value)
         return found
-
-    def uuid(self, index: int) -> str:
-        """The GPU's name that does not depend on how anybody counts."""
-        written = (ctypes.c_ubyte * 16)()
-        self._call("cuDeviceGetUuid", ctypes.byref(written), self._device(index))
-        return f"GPU-{uuid.UUID(bytes=bytes(written))}"
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = (
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
-
-
-def used_bytes(uuid: str, library: str = NVML) -> int | None:
-    """What of a GPU's memory all processes hold together; None where the driver does not say.
-
-    Asking needs no context.
-    """
-    try:
-        nvml = ctypes.CDLL(library)
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    handle, memory = ctypes.c_void_p(), _Memory()
-    try:
-        if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) != 0:
-            return None
-        if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
-            return None
-        return int(memory.used)
-    finally:
-        nvml.nvmlShutdown()
 
 
 def load_libraries() -> list[str]:

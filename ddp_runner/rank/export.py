@@ -48,10 +48,7 @@ def export(spec: Mapping[str, Any]) -> Iterator[str]:
     settings, unknown = _settings_of(spec["settings"])
     with contextlib.redirect_stdout(sys.stderr):
         weights, begun = whole_weights(
-            Path(spec["path"]),
-            average=spec["average"],
-            settings=settings,
-            init_from=spec["init_from"],
+            Path(spec["path"]), average=spec["average"], init_from=spec["init_from"]
         )
     if spec["init_from"] and not begun:
         yield "--init-from is not needed: the checkpoint has all weights"

@@ -1,7 +1,7 @@
 """A spare: forked and warmed up ahead, then asleep until it is made the rank that has died.
 
 It runs nothing of the user's beyond what the zygote has imported, and keeps no more memory of its
-own than what it has warmed up: on a GPU none, or a context on the one that it serves. One that builds
+own than what it has warmed up: on a GPU none. One that builds
 ahead (building) has run the task's own building, too, and holds what that made.
 """
 
@@ -13,7 +13,6 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from ddp_runner.collective.group import Membership, joined
 from ddp_runner.collective.replica import Replica
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
+from ddp_runner.core.fork_specs import SpareSpec
 from ddp_runner.core.messages import Fork, SpareReady
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.spare import SpareKind
@@ -33,7 +33,7 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.rank import process
 from ddp_runner.rank.building import Built, build, first_to_end, spare_children
-from ddp_runner.rank.cuda_driver import CudaDriver, load_libraries, used_bytes
+from ddp_runner.rank.cuda_driver import CudaDriver, load_libraries
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.training.components.loss_monitor import LossMonitor
@@ -56,10 +56,14 @@ def wait(request: Fork, descriptors: list[int]) -> int:
     for stream in (1, 2):  # its zygote's until now
         os.dup2(output, stream)
     channel = Channel.from_descriptor(control)
-    spec: dict[str, Any] = request.spec
-    torch.set_num_threads(int(spec["threads"]))
-    kind, settings = SpareKind(spec["kind"]), config.from_record(spec["settings"])
-    device_bytes = _prepare(kind, settings, str(spec["device"]))
+    spec = request.spec
+    assert isinstance(spec, SpareSpec), "a spare is told what a spare needs"
+    torch.set_num_threads(spec.threads)
+    kind, settings = spec.kind, config.from_record(spec.settings)
+    if kind is SpareKind.LIBRARIES:
+        start_libraries()
+    else:
+        warm_up(settings)
     with contextlib.ExitStack() as held:
         built: Built | None = None
         if kind is SpareKind.MODEL:
@@ -68,9 +72,9 @@ def wait(request: Fork, descriptors: list[int]) -> int:
             spare_children(score)
             sys.stdout.flush()
             sys.stderr.flush()
-        ready = SpareReady(device_bytes=device_bytes)
+        ready = SpareReady()
         if built is not None:
-            ready = replace(ready, built_bytes=built.held_bytes, build_s=built.took_s)
+            ready = SpareReady(built_bytes=built.held_bytes, build_s=built.took_s)
         try:
             channel.send(ready)
             taken, inherited = channel.receive()
@@ -89,18 +93,6 @@ def wait(request: Fork, descriptors: list[int]) -> int:
     return process.main(taken, inherited, built.ahead)
 
 
-def _prepare(kind: SpareKind, settings: Settings, device: str) -> int:
-    """Do what a spare of this kind does ahead; returns the bytes of ``device`` that it holds then."""
-    match kind:
-        case SpareKind.CPU | SpareKind.MODEL:
-            warm_up(settings)
-        case SpareKind.LIBRARIES:
-            start_libraries()
-        case SpareKind.DEVICE:
-            return open_device(settings, torch.device(device), driver=start_libraries())
-    return 0
-
-
 def start_libraries() -> CudaDriver | None:
     """Have CUDA's driver started and its libraries loaded. Raises RuntimeError if that holds memory.
 
@@ -117,37 +109,6 @@ def start_libraries() -> CudaDriver | None:
     if opened:
         raise RuntimeError(f"loading the libraries has opened the GPUs {opened}")
     return driver
-
-
-def open_device(settings: Settings, device: torch.device, *, driver: CudaDriver | None) -> int:
-    """Open ``device`` and take first steps there; returns about how many bytes of it are held since.
-
-    What others allocate there meanwhile is counted as well; 0 where the driver does not say.
-    """
-    name = "" if driver is None else driver.uuid(device.index)
-    before = used_bytes(name) if name else None
-    torch.cuda.set_device(device)
-    first_steps(settings, device)
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    after = used_bytes(name) if name else None
-    return 0 if before is None or after is None else max(0, after - before)
-
-
-def first_steps(settings: Settings, device: torch.device) -> None:
-    """Train a toy on ``device``, outside of any group: what is compiled, looked up or loaded for it stays."""
-    with _random_numbers_untouched(*([device] if device.type == "cuda" else [])):
-        state = _toy(settings, device, precision=settings.optim.precision)
-        batch = torch.ones(_SAMPLES, _WIDTH, device=device, dtype=torch.float32)
-        for _ in range(_STEPS):
-            with state.precision.autocast():
-                loss = _loss(state.model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            state.optimizer.step()
-            state.optimizer.zero_grad()
-            loss.item()
-    del state, batch, loss
-    gc.collect()
 
 
 def warm_up(settings: Settings) -> None:
@@ -179,18 +140,18 @@ def warm_up(settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def _random_numbers_untouched(*devices: torch.device) -> Iterator[None]:
+def _random_numbers_untouched() -> Iterator[None]:
     # INVARIANT same-numbers: a rank that was a spare draws what any fork of the zygote would, also in
     # user code that seeds nothing. Broken if: the toy's numbers come from the global generators.
     # Guarded by: test_warming_up_changes_no_random_number.
     hosts = random.getstate(), np.random.get_state()  # noqa: NPY002 - users' code may draw from it
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=()):
         yield
     random.setstate(hosts[0])
     np.random.set_state(hosts[1])  # noqa: NPY002
 
 
-def _toy(settings: Settings, device: torch.device, *, precision: str = "fp32") -> TrainState:
+def _toy(settings: Settings, device: torch.device) -> TrainState:
     # Device and type are named because a task's module may have changed torch's defaults.
     where: dict[str, Any] = {"device": device, "dtype": torch.float32}
     model = nn.Sequential(
@@ -199,7 +160,7 @@ def _toy(settings: Settings, device: torch.device, *, precision: str = "fp32") -
     return TrainState(
         model=model,
         optimizer=build_optimizer(model, settings.optim, device=device),
-        precision=Precision(precision, device=device),
+        precision=Precision("fp32", device=device),
         ema=None,
         monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
         loss_spikes=LossSpikes.watched_as(settings, total_steps=_STEPS),

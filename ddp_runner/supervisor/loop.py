@@ -48,7 +48,6 @@ from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import FolderOwner, new_term
 from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.node_link import NodeLink
-from ddp_runner.system.reach import Bell
 from ddp_runner.system.run_directories import RunDirectories
 
 TICK_S = 0.1
@@ -127,7 +126,6 @@ def _coordinate(
     probes = [FolderProbe(Path(name), owner.term) for name in (run.checkpoint_dir, run.log_dir)]
     for probe in probes:
         probe.write()
-    bell = Bell(place.address)
     others = [
         RemoteNode(
             number,
@@ -147,7 +145,6 @@ def _coordinate(
         clock=SYSTEM_CLOCK,
         others=others,
         owner=owner,
-        bell=bell,
         probes=probes,
     )
     links = OtherNodes(
@@ -171,7 +168,6 @@ def _coordinate(
         links.end(exit_code=exit_code, line=line)
         for probe in probes:
             probe.remove()
-        bell.close()
         end_descendants(timeout_s=10.0)
         node.close()
         directories.release()

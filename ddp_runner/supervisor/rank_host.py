@@ -86,8 +86,9 @@ class RankHost(Protocol):
     def can_fork(self) -> bool:
         """Whether a process can be forked at once."""
 
-    def has_spare_for(self, device: str) -> bool:
-        """Whether a process waits that may become a rank on this device."""
+    @property
+    def has_spare(self) -> bool:
+        """Whether a process waits that may become a rank."""
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none."""

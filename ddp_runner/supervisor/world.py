@@ -52,6 +52,15 @@ class World:
             self._present_at = self.counts.world_changes
         return self._present
 
+    def machines(self) -> str:
+        """Those of the ranks that are present, for people; empty where there is only one."""
+        numbers = {
+            handle.rank // self._ranks_per_node: self._node_of[handle.rank].host
+            for handle in self.present
+        }
+        names = [f"node {number} ({host})" for number, host in sorted(numbers.items())]
+        return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else ""
+
     def present_cells(self, cell: Cell) -> list[int]:
         """One cell of each rank that is present, in order: far quicker than one by one."""
         present, column = self.present, self.ranks[0].slot.of_all(cell)
@@ -71,7 +80,7 @@ class World:
     def can_start(self, handle: RankHandle) -> bool:
         """Whether a process for this rank is to be had at once: a fork, or a spare that waits."""
         node = self._node_of[handle.rank]
-        return node.can_fork or node.has_spare_for(handle.device.device)
+        return node.can_fork or node.has_spare
 
     @property
     def has_store(self) -> bool:

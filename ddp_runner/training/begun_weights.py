@@ -1,12 +1,11 @@
 """The whole weights of a checkpoint that leaves out what its run has begun with, for who has no run. Trains nothing.
 
-Each place where they may still be is tried; the SHA-256 in the checkpoint decides.
+Nothing is built for them: files that may have them are read, and the SHA-256 in the checkpoint decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ from torch import nn
 
 from ddp_runner import config
 from ddp_runner.checkpoint.catalog import FINAL
-from ddp_runner.checkpoint.entry_names import bare_state, read_under
 from ddp_runner.checkpoint.hub import fetched
 from ddp_runner.checkpoint.weights import StoredWeights, read_weights
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.hub import is_of_hub
 from ddp_runner.core.settings import Settings
-from ddp_runner.training.begin import fit
 from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.components.start_weights import filled
 from ddp_runner.training.task_import import load_task
@@ -33,35 +30,29 @@ _CURE = (
 Source = tuple[str, Callable[[], Mapping[str, Any]]]
 
 
-def whole_weights(
-    path: Path, *, average: bool, settings: Settings | None, init_from: str = ""
-) -> tuple[dict[str, Any], str]:
+def whole_weights(path: Path, *, average: bool, init_from: str = "") -> tuple[dict[str, Any], str]:
     """The model's weights in ``path``, and where those are from that it leaves out; "" where it is whole.
 
-    ``settings``: of its run, None where they are unknown. ``init_from``: what it has begun with, where that is
-    not where it was. Raises BadInputError where what is left out is nowhere.
+    ``init_from``: what its run has begun with, where that is not where it was. Raises BadInputError where what is left out is nowhere.
     """
     found = read_weights(path, average=average)
     if not found.start:
         return dict(found.weights), ""
     wrong: dict[str, str] = {}
-    for words, source in _sources(path, found, settings, init_from):
+    for words, source in _sources(path, found, init_from):
         try:
             weights = filled(found.weights, found.start, source())
-        except Exception as error:  # noqa: BLE001 - whatever a task raises that cannot be built here
+        except BadInputError as error:
             wrong[words] = first_line(error)
             continue
         if weights is not None:
             return weights, words
         wrong[words] = "other weights"
-    reasons = (
-        "; ".join(f"{words}: {why}" for words, why in wrong.items())
-        or "it does not say of which settings it is"
-    )
+    reasons = "; ".join(f"{words}: {why}" for words, why in wrong.items())
     count = sum(name not in found.weights for name in found.start["hashes"])
     expected = (
         f"leaves out {count} weights that its run has begun with (checkpoint.only_trained), which are not to be"
-        f" had ({reasons}): {_CURE}"
+        f" had{reasons and f' ({reasons})'}: {_CURE}"
     )
     raise BadInputError("checkpoint", path, expected)
 
@@ -84,21 +75,14 @@ def first_line(error: Exception) -> str:
     return (said.strip() or type(error).__name__).splitlines()[0][:_SHOWN_MAX]
 
 
-def _sources(
-    path: Path, found: StoredWeights, settings: Settings | None, init_from: str
-) -> Iterator[Source]:
-    """What may have the missing weights, in words, and how to read it; what costs least first."""
+def _sources(path: Path, found: StoredWeights, init_from: str) -> Iterator[Source]:
+    """What may have the missing weights, in words, and how to read it."""
     final = path.parent / FINAL
     if final.is_file():
         yield str(final), lambda: read_weights(final).weights
     named = init_from or str(found.start.get("init_from") or "")
     if named:
         yield f"--init-from {named}", lambda: _named(named).weights
-    if settings is None:
-        return
-    words = f"the task's model with --init-from {named}" if named else "the task's model as built"
-    for with_data in (False, True):
-        yield words, partial(_begun, settings, named, with_data=with_data)
 
 
 def _named(init_from: str) -> StoredWeights:
@@ -106,17 +90,3 @@ def _named(init_from: str) -> StoredWeights:
     if is_of_hub(init_from):
         path, average = fetched(init_from), False
     return read_weights(path, average=average)
-
-
-def _begun(settings: Settings, init_from: str, *, with_data: bool) -> Mapping[str, Any]:
-    """The model's as the run began, with what of ``--init-from`` fits."""
-    own = bare_state(built_model(settings, with_data=with_data))
-    if not init_from:
-        return own
-    given = _named(init_from)
-    weights = filled(given.weights, given.start, own) if given.start else given.weights
-    if weights is None:
-        return own
-    narrows = not settings.run.init_strict
-    read, _ = read_under(weights, own)
-    return {**own, **fit(read, own, narrows=narrows).taken}

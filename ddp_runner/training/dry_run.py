@@ -144,7 +144,7 @@ def _build(plan: LaunchPlan, hidden: tuple[str, ...]) -> _Built:
     start_fresh(settings, state)
     note_begin(settings, workload, state)
     asked = settings.data.num_workers
-    cores = cores_here(reserved=settings.data.reserved_cores)
+    cores = cores_here()
     workers = worker_count(asked, local_world_size=plan.world_size, cores=cores)
     return _Built(
         settings=settings,

@@ -24,7 +24,6 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import REPAIRED_BY_RANK, Fault, FaultKind, ReportedFaultError
 from ddp_runner.core.messages import Faulted, Formed
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.memory.reclaim import empty_device_cache
 from ddp_runner.training.agreeing import bring_to_newest
@@ -32,7 +31,6 @@ from ddp_runner.training.audit import GenerationMembers
 from ddp_runner.training.exactness.first_step import report_lost
 from ddp_runner.training.failure import drop_frames, fault_of
 from ddp_runner.training.guard import NumericsGuard
-from ddp_runner.training.last_save import warn_of_room
 from ddp_runner.training.loaders import collective_timeout_s
 from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.runtime import Generation
@@ -213,8 +211,6 @@ class Engine:
         transferred_s = time.monotonic()
         self._client.agree(group, is_first=not self._has_trained)
         number = generation.membership.generation
-        if group.rank == 0 and is_first_generation(number, parts.settings.stage):
-            warn_of_room(state, parts.store, self._runtime)
         guard = NumericsGuard(parts, group)
         maker = self._client.enter(group, guard)
         session = self._session = Session(parts, group=group, guard=guard, maker=maker)

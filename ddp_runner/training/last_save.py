@@ -1,4 +1,4 @@
-"""The save after which there is none: tried for a while, then elsewhere. And whether there is room at all.
+"""The save after which there is none: tried for a while, then elsewhere. And what room there is.
 
 No later save makes up for the last one, and people need time to free a disk that is full.
 """
@@ -18,7 +18,6 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.settings import Settings
-from ddp_runner.observe.format import byte_size
 from ddp_runner.training.components.optimizer import bytes_to_come
 from ddp_runner.training.components.start_weights import without
 from ddp_runner.training.disk_faults import DiskFaults
@@ -114,12 +113,6 @@ def rescue_folder(settings: Settings, run_id: str) -> Path:
     return Path(base) / f"rescued_{run_id}"
 
 
-def warn_of_room(state: TrainState, store: CheckpointStore, runtime: Runtime) -> None:
-    """Say now what the first save would, or a later one, when hours of training are behind it."""
-    if warning := room_warning(state, store, runtime.disk):
-        runtime.logger.warning(warning)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRoom:
     """What one checkpoint takes, what is free on its disk, and what those that will go have taken."""
@@ -159,25 +152,3 @@ def checkpoint_room(state: TrainState, store: CheckpointStore, disk: Disk) -> Ch
         )
     except OSError:
         return None
-
-
-def room_warning(state: TrainState, store: CheckpointStore, disk: Disk) -> str:
-    """A line where the disk will not take the checkpoints that are to come; empty where it will.
-
-    There are ``keep_last`` and the best one, while the next is being written.
-    """
-    found = checkpoint_room(state, store, disk)
-    if found is None:
-        return ""
-    needed_bytes, free_bytes = found.needed_bytes, found.free_bytes
-    size, room = byte_size(needed_bytes), f"{byte_size(free_bytes)} are free in {store.directory}"
-    if free_bytes < needed_bytes:
-        missing = byte_size(needed_bytes - free_bytes)
-        return f"a checkpoint takes about {size}, and {room}: free {missing} or none can be saved"
-    count = store.keep_last + 2
-    if free_bytes + found.kept_bytes < count * needed_bytes:
-        return (
-            f"{count} checkpoints of about {size} are kept or written at a time, and {room}: "
-            "later saves may fail"
-        )
-    return ""

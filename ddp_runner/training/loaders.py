@@ -113,7 +113,6 @@ def make_loader(
         seed=settings.run.seed,
         num_workers=data.num_workers,
         local_world_size=rank_info.local_world_size,
-        reserved_cores=data.reserved_cores,
         prefetch_factor=data.prefetch_factor,
         pin_memory=data.pin_memory and workload.device.type == "cuda",
         timeout_s=data.loader_timeout_s,
@@ -155,7 +154,6 @@ def _shard_loader(
         num_workers=data.num_workers,
         ends_at_once=data.stream_end == "drop",
         local_world_size=rank_info.local_world_size,
-        reserved_cores=data.reserved_cores,
         prefetch_factor=data.prefetch_factor,
         pin_memory=data.pin_memory and workload.device.type == "cuda",
         timeout_s=data.loader_timeout_s,
@@ -236,7 +234,7 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> SafeDat
     workers = worker_count(
         settings.data.num_workers,
         local_world_size=local_world_size,
-        cores=cores_here(reserved=settings.data.reserved_cores),
+        cores=cores_here(),
     )
 
     def on_repaired(repaired: LoadingRepaired) -> None:
@@ -255,7 +253,6 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> SafeDat
         seed=settings.run.seed,
         num_workers=min(workers, batches),
         local_world_size=local_world_size,
-        reserved_cores=settings.data.reserved_cores,
         prefetch_factor=settings.data.prefetch_factor,
         timeout_s=settings.data.loader_timeout_s,
         on_workers=lambda pids: runtime.report(

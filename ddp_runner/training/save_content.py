@@ -44,8 +44,8 @@ class SaveContent:
         """The same, without what the settings leave out of checkpoints."""
         return {**self._state.capture_for_file(), "versions": versions()}
 
-    def facts(self, reason: str, *, pace: Mapping[str, float]) -> dict[str, Any]:
-        """What a manifest says of it: the arguments of the store's save. ``pace``: what saves have cost."""
+    def facts(self, reason: str) -> dict[str, Any]:
+        """What a manifest says of it: the arguments of the store's save."""
         step = self._state.committed_step
         return {
             "step": step,
@@ -69,6 +69,5 @@ class SaveContent:
             "monitor": self._workload.monitor.name,
             "mode": self._workload.monitor.mode,
             "reason": reason,
-            "pace": pace,
             "order": self._state.order_version,
         }

@@ -86,7 +86,6 @@ class Saving:
         self._skips = 0  # saves that come due and are not tried
         self.save_requests = SaveRequests()
         self._interval = CheckpointInterval(now_s=time.monotonic())
-        self._knows_the_past = False  # what a process before has seen is counted in the interval
         self._makes_files = bool(
             settings.checkpoint.save_every_steps or settings.checkpoint.save_interval
         )
@@ -228,11 +227,7 @@ class Saving:
         return max(newest, self._begun_step) if self._saver.is_busy else newest
 
     def resumed(self, loaded: Loaded) -> None:
-        """Go on from a checkpoint: one that no stop has made was needed because of a fault."""
-        self._knows_the_past = True
-        self._interval.go_on_from(
-            loaded.manifest.pace, after_fault=loaded.manifest.reason in (INTERVAL, AMID_SKIPPED)
-        )
+        """Go on from a checkpoint."""
         self._disk_faults.report_unusable(self._store, loaded)
 
     def compared(self, compare_s: float) -> None:
@@ -323,16 +318,9 @@ class Saving:
         return False
 
     def _take_over_interval(self) -> None:
-        """Count from the newest file: ranks 0 that die one after the other must not put saves off.
-
-        What the one before has learnt about the cost of a save is in its newest manifest.
-        """
-        written_s, entries = 0.0, self._store.catalog.entries()
-        known = next((entry.manifest.pace for entry in entries if entry.manifest), None)
-        if known and not self._knows_the_past and not self._interval.has_learnt:
-            self._knows_the_past = True
-            self._interval.go_on_from(known, after_fault=False)
-        for entry in entries:
+        """Count from the newest file: ranks 0 that die one after the other must not put saves off."""
+        written_s = 0.0
+        for entry in self._store.catalog.entries():
             with contextlib.suppress(OSError):  # no file, or retention was faster
                 written_s = max(written_s, entry.path.stat().st_mtime)
         age_s = max(0.0, time.time() - written_s)
@@ -359,7 +347,7 @@ class Saving:
     def _start_saving(self, reason: str) -> None:
         """Raises RuntimeError or MemoryError where there is no thread, or no memory at all, for it."""
         state, steady = self.content.for_file(), self._state.steady_tensors()
-        facts = self._facts(reason)
+        facts = self.content.facts(reason)
         to_file = None if self._is_copying else partial(self._store.save, **facts)
         sealing = partial(self._copies.sealing, facts, to_file)
         self._room.begin(state, steady=steady, sealing=sealing, to_file=to_file)
@@ -371,10 +359,7 @@ class Saving:
 
     def writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
         """The store's save of this very step, for any thread."""
-        return partial(store.save, **self._facts(reason))
-
-    def _facts(self, reason: str) -> dict[str, Any]:
-        return self.content.facts(reason, pace=self._interval.to_record(now_s=time.monotonic()))
+        return partial(store.save, **self.content.facts(reason))
 
     def _save_at_once(self, store: CheckpointStore, *, reason: str) -> Saved:
         with self._at_disk():

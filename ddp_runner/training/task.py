@@ -36,8 +36,7 @@ class Datasets:
     training's may mix samples.
 
     ``weights`` has a number for each training sample: an epoch's samples are drawn in proportion to them,
-    with ``replacement`` or each once, heavy ones earlier. ``lengths`` has one too: a step's samples are of
-    like length, in batches that come in any order. Both are functions of seed and epoch, as the order is.
+    with ``replacement`` or each once, heavy ones earlier: a function of seed and epoch, as the order is.
 
     A dataset whose ``__getitem__`` draws no random numbers may set ``deterministic = True``; its
     samples are then fetched without seeding first.
@@ -51,7 +50,6 @@ class Datasets:
     validation_collate: Callable[[list[Any]], Batch] | None = None
     weights: Sequence[float] | Tensor | None = None
     replacement: bool = True
-    lengths: Sequence[int] | Tensor | None = None
 
     @property
     def validates_by_default_collate(self) -> bool:

@@ -49,7 +49,6 @@ from ddp_runner.training.described import described
 from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fit_for_preload import refuse_unfit
-from ddp_runner.training.largest_samples import largest_only
 from ddp_runner.training.measuring import build_objects
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.stage_begin import go_on_counting, of_its_stage
@@ -196,7 +195,9 @@ def build_workload(
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
         raise BadInputError("data.global_batch_size", global_batch, expected)
     refuse_unfit_validation(settings, datasets, is_stream=is_stream)
-    datasets, order = _ordered(settings, datasets, global_batch, rank_info.world_size)
+    batch_sizes.refuse_wrong_shares(settings.data, world_size=rank_info.world_size)
+    order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
+    refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
         epochs=settings.run.epochs,
@@ -222,6 +223,7 @@ def build_workload(
     key["data fingerprint"] = datasets.fingerprint or named_data(order, datasets.train)
     key |= described(task, settings)
     if order.draws is not None:
+        # Called as versions wrote it whose samples could have lengths, too.
         key["weights and lengths of samples"] = order.draws.digest()
     workload = TaskWorkload(
         task=task,
@@ -327,27 +329,12 @@ def _refuse_sparse_gradients(model: nn.Module, settings: Settings) -> None:
             )
 
 
-def _ordered(
-    settings: Settings, datasets: Datasets, global_batch: int, world_size: int
-) -> tuple[Datasets, SampleOrder]:
-    """The data as it is trained on, and its order."""
-    batch_sizes.refuse_wrong_shares(settings.data, world_size=world_size)
-    order = _sample_order(settings, datasets, global_batch, world_size)
-    refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
-    if not settings.data.largest_samples or isinstance(order, StreamOrder):
-        return datasets, order
-    datasets = largest_only(settings, datasets, count=global_batch)
-    return datasets, _sample_order(settings, datasets, global_batch, world_size)
-
-
 def _sample_order(
     settings: Settings, datasets: Datasets, global_batch: int, world_size: int
 ) -> SampleOrder:
     if is_stream(datasets.train):
-        if datasets.weights is not None or datasets.lengths is not None:
-            expected = (
-                "weights and lengths need map-style data: of a stream nobody knows what comes"
-            )
+        if datasets.weights is not None:
+            expected = "weights need map-style data: of a stream nobody knows what comes"
             raise BadInputError("--task", settings.run.task, expected)
         return stream_order(settings, datasets.train, global_batch, world_size)
     try:
@@ -363,12 +350,7 @@ def _sample_order(
     if size < global_batch:
         raise too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
     try:
-        draws = Draws.of(
-            size=size,
-            weights=datasets.weights,
-            replacement=datasets.replacement,
-            lengths=datasets.lengths,
-        )
+        draws = Draws.of(size=size, weights=datasets.weights, replacement=datasets.replacement)
     except ValueError as error:
         raise BadInputError("--task", settings.run.task, str(error)) from error
     return SampleOrder(

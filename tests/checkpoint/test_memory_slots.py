@@ -37,7 +37,7 @@ def slots_on(files):
 
 def facts(step):
     needed = {**facts_of(step), "versions": {}, "created_utc": ""}
-    return {**needed, "pace": {}, "recipe": {}, "changes": ()}
+    return {**needed, "recipe": {}, "changes": ()}
 
 
 def keep(slots, memory, step, state):

@@ -37,7 +37,7 @@ def state_of(step, *, count=NUMBERS):
 
 def facts(step):
     made = {"versions": {}, "created_utc": "", "start_sha256": ""}
-    return {**facts_of(step), **made, "pace": {}, "recipe": {}, "changes": ()}
+    return {**facts_of(step), **made, "recipe": {}, "changes": ()}
 
 
 @dataclass

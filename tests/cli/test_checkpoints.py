@@ -11,13 +11,11 @@ from ddp_runner import config
 from ddp_runner.__main__ import main
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.left_out import START
-from ddp_runner.checkpoint.pruning import perform_pruning, plan_pruning
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.weights import load_weights
-from ddp_runner.cli.checkpoints import run
+from ddp_runner.cli.checkpoints import perform_pruning, plan_pruning, run
 from ddp_runner.config import from_flat
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.training.begun_weights import built_model
 from ddp_runner.training.components.start_weights import record_of
 from tests.checkpoint.states import facts_of, save, steps_in
 
@@ -169,19 +167,18 @@ def test_export_has_the_model_save_itself_with_the_average(tmp_path, capsys):
 
 
 def test_export_of_a_file_without_its_frozen_weights_is_whole_or_refused(tmp_path, capsys):
-    """They are built again, as its run has begun; where the task is gone nothing is written."""
-    task = tmp_path / "task.py"
-    task.write_text(TASK)
-    begun = built_model(from_flat({"task": f"{task}:Plain"}), with_data=False).state_dict()
-    left_out = {"weight": begun["weight"]}
-    content = {"model": {"bias": WEIGHTS["bias"]}, START: record_of(left_out, init_from="")}
-    made(tmp_path / "c", task=f"{task}:Plain", content=content)
+    """They are in what its run has begun with; where that is gone nothing is written."""
+    begun = tmp_path / "begun.pt"
+    left_out = {"weight": WEIGHTS["weight"]}
+    torch.save(left_out, begun)
+    content = {"model": {"bias": WEIGHTS["bias"]}, START: record_of(left_out, init_from=str(begun))}
+    made(tmp_path / "c", content=content)
     words = ["checkpoints", "export", "-c", str(tmp_path / "c"), "--to"]
     assert main([*words, str(tmp_path / "out")]) == 0
-    assert "leaves out, from the task's model as built" in capsys.readouterr().out
+    assert f"leaves out, from --init-from {begun}" in capsys.readouterr().out
     found = load_weights(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], one) for name, one in (left_out | content["model"]).items())
-    task.unlink()
+    begun.unlink()
     assert main([*words, str(tmp_path / "none")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "leaves out 1 weights that its run has begun with" in line

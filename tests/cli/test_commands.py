@@ -124,9 +124,7 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["report", "-l", "."], ["--log-dir=.: holds no run: no summary.json"]),
         (
             ["train", "recovery.warm_spare=2"],
-            [
-                "recovery.warm_spare=2: must be true or false, or process, or model, or libraries, or device"
-            ],
+            ["recovery.warm_spare=2: must be true or false, or process, or model"],
         ),
         (["doctor", "--jsno"], ["--jsno: unknown option; did you mean --json?"]),
     ],

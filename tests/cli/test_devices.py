@@ -223,14 +223,15 @@ def _launch(monkeypatch, *words):
     return plan_launch(parse_train(words), words=words)
 
 
-@pytest.mark.parametrize("word", ["true", "false", "libraries", "device"])
-def test_a_spare_for_gpus_is_ordinary_on_the_cpu_and_says_so(monkeypatch, word):
-    """One line where the word asks for more; on a GPU none, nor where it says only whether."""
+@pytest.mark.parametrize("word", ["true", "false", "process", "model"])
+def test_a_spare_for_the_cpu_is_ordinary_on_gpus_and_says_so(monkeypatch, word):
+    """One line where the word asks for more; on the CPU none, nor where it says only whether."""
     setting = f"recovery.warm_spare={word}"
-    reported = [f"{setting} is for GPUs; on the CPU it means true"]
-    on_cpu = [note for note in _launch(monkeypatch, "--cpu", setting).notes if "spare" in note]
-    assert on_cpu == (reported if word in ("libraries", "device") else [])
+    reported = [f"{setting} is for the CPU; on GPUs it means true"]
     plan = _launch(monkeypatch, "-g", "0", setting)
+    on_gpus = [note for note in plan.notes if "spare" in note]
+    assert on_gpus == (reported if word in ("process", "model") else [])
+    plan = _launch(monkeypatch, "--cpu", setting)
     assert not any("spare" in note for note in plan.notes)
     assert plan.settings.recovery.warm_spare == {"true": True, "false": False}.get(word, word)
 

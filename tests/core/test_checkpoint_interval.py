@@ -104,21 +104,6 @@ def test_another_save_starts_the_interval_again():
     assert pace.is_due(now_s=119.0, step_s=1.0)
 
 
-def test_faults_are_remembered_over_processes():
-    """A process that was lost between its saves needed a checkpoint; one that was stopped did not."""
-    pace = CheckpointInterval(now_s=0.0)
-    record = pace.to_record(now_s=2 * HOUR)
-    assert record == {"faults": 0, "observed_s": 2 * HOUR}
-    lost, stopped = CheckpointInterval(now_s=50.0), CheckpointInterval(now_s=50.0)
-    lost.go_on_from(record, after_fault=True)
-    stopped.go_on_from(record, after_fault=False)
-    assert lost.to_record(now_s=50.0 + HOUR) == {"faults": 1, "observed_s": 3 * HOUR}
-    assert stopped.to_record(now_s=50.0) == {"faults": 0, "observed_s": 2 * HOUR}
-    for each in (lost, stopped):
-        each.measured(blocked_s=1.0, write_s=1.0)
-    assert lost.interval_s(now_s=50.0, step_s=1.0) < stopped.interval_s(now_s=50.0, step_s=1.0)
-
-
 def test_the_choice_is_reported_once_until_it_doubles_or_halves():
     """With its reasons, in one line."""
     pace = CheckpointInterval(now_s=0.0)
@@ -175,15 +160,3 @@ def test_comparing_the_replicas_is_part_of_the_cost():
         each.measured(blocked_s=0.2, write_s=1.0)
     ratio = dear.interval_s(now_s=0.0, step_s=0.1) / pace.interval_s(now_s=0.0, step_s=0.1)
     assert ratio == pytest.approx(2.0)
-
-
-def test_what_a_save_costs_is_known_to_the_next_process():
-    """It begins at the learnt pace, and its own figures count half each."""
-    pace, later = CheckpointInterval(now_s=0.0), CheckpointInterval(now_s=70.0)
-    pace.measured(blocked_s=0.5, write_s=2.0)
-    later.go_on_from(pace.to_record(now_s=10.0), after_fault=False)
-    assert later.interval_s(now_s=70.0, step_s=0.1) == pytest.approx(120.0, rel=0.01)
-    assert "saving every 120 s" in later.news(now_s=70.0, step_s=0.1)
-    later.measured(blocked_s=1.5, write_s=2.0)
-    later.faults += 20
-    assert "1.000 s from training" in later.news(now_s=71.0, step_s=0.1)

@@ -27,7 +27,6 @@ from ddp_runner.core.nodes import (
     ReturnFacts,
     keeps_memory,
     what_about_missing,
-    who_is_out_of_reach,
 )
 from ddp_runner.system.node_link import FRAME_BYTES_MAX
 
@@ -183,7 +182,7 @@ def test_messages_between_nodes_come_back_as_they_were():
         written_bytes=8,
     )
     look = Look(
-        number=3, now_ns=5, can_fork=True, spare_for="*", round_trip_s=0.01, ranks={"2": rank}
+        number=3, now_ns=5, can_fork=True, has_spare=True, round_trip_s=0.01, ranks={"2": rank}
     )
     assert decode_from_node(encode_for_node(look), allowed=FROM_FOLLOWER) == look
     beat = Beat(number=3, generation=2, committed_step=9, is_fault_free=True)
@@ -249,7 +248,7 @@ def test_the_stacks_of_many_ranks_fit_into_a_frame(ranks, letter):
     )
     ranks_looks = {str(1000 + rank): look for rank in range(ranks)}
     whole = Look(
-        number=1, now_ns=2**62, can_fork=True, spare_for="*", round_trip_s=0.01, ranks=ranks_looks
+        number=1, now_ns=2**62, can_fork=True, has_spare=True, round_trip_s=0.01, ranks=ranks_looks
     )
     assert len(encode_for_node(whole)) < FRAME_BYTES_MAX
     assert set(stack) == {letter}
@@ -269,22 +268,3 @@ def test_what_is_parked_travels_in_a_hello():
         parked=Parked(node=1, term="a", generation=3),
     )
     assert decode_from_node(encode_for_node(hello), allowed=FROM_FOLLOWER) == hello
-
-
-@pytest.mark.parametrize(
-    ("reached", "out"),
-    [
-        ({0: {1}, 1: {0}}, None),
-        ({0: {1, 2}, 1: {0, 2}, 2: {0, 1}}, None),
-        # Of two alike the higher number; one way is no way.
-        ({0: {1, 2}, 1: {0}, 2: {0}}, 2),
-        ({0: {1, 2}, 1: {0, 2}, 2: {0}}, 2),
-        ({0: {1, 2, 3}, 1: {0}, 2: {0, 3}, 3: {0, 2}}, 1),
-        # Never the coordinator, whoever reaches it.
-        ({0: set(), 1: {0, 2}, 2: {0, 1}}, 2),
-        ({0: set(), 1: set()}, 1),
-    ],
-)
-def test_the_node_that_fewest_are_connected_with_is_out_of_reach(reached, out):
-    """Counted both ways."""
-    assert who_is_out_of_reach(reached, home=0) == out

@@ -111,7 +111,6 @@ def make(
         "num_workers": 0,
         "micro_batch_size": 2,
         "collate_fn": list,
-        "reserved_cores": 0,
         **given,
     }
     return ShardLoader(

@@ -1,4 +1,4 @@
-"""Samples drawn by weight, and batches of like length: functions of seed and epoch alone."""
+"""Samples drawn by weight: a function of seed and epoch alone."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import collections
 
 import numpy as np
 import pytest
-import torch
 
 from ddp_runner.data.draws import Draws
 from ddp_runner.data.order import SampleOrder
 
 SIZE, BATCH = 400, 8
 FOR_EVER = {
-    "lengths": [6, 7, 4, 5, 2, 3, 0, 1],
     "with": [7, 5, 6, 5, 7, 4, 5, 5],
     "without": [5, 3, 6, 4, 2, 1, 7, 0],
 }
@@ -21,7 +19,7 @@ WEIGHTS = [1.0 + index % 4 for index in range(SIZE)]
 
 
 def order_of(seed=3, **given):
-    draws = Draws.of(size=SIZE, **{"weights": None, "replacement": True, "lengths": None, **given})
+    draws = Draws.of(size=SIZE, **{"weights": None, "replacement": True, **given})
     return SampleOrder(seed=seed, dataset_size=SIZE, global_batch_size=BATCH, draws=draws)
 
 
@@ -68,29 +66,11 @@ def test_the_logarithm_is_that_of_a_library():
     np.testing.assert_allclose(_log(values), np.log(values), rtol=1e-13, atol=1e-15)
 
 
-def test_batches_are_of_like_length_and_come_in_any_order():
-    lengths = torch.randint(1, 500, (SIZE,), generator=torch.Generator().manual_seed(1))
-    batches = epoch_of(order_of(lengths=lengths)).reshape(-1, BATCH)
-    assert sorted(batches.reshape(-1)) == list(range(SIZE))
-    of_batches = lengths.numpy()[batches]
-    assert np.mean(np.ptp(of_batches, axis=1)) < 15, "of 500, over fifty batches"
-    means = of_batches.mean(axis=1)
-    assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.5
-
-
-def test_what_fills_no_batch_is_not_always_the_longest():
-    draws = Draws.of(size=20, weights=None, replacement=True, lengths=list(range(20)))
-    order = SampleOrder(seed=3, dataset_size=20, global_batch_size=8, draws=draws)
-    left = [set(range(20)) - set(map(int, epoch_of(order, epoch))) for epoch in range(6)]
-    assert len(set(map(frozenset, left))) > 1
-
-
 @pytest.mark.parametrize(
     "given",
     [
         {"weights": WEIGHTS},
         {"weights": WEIGHTS, "replacement": False},
-        {"weights": WEIGHTS, "lengths": range(SIZE)},
     ],
 )
 def test_epochs_and_seeds_differ_and_repeat(given):
@@ -109,9 +89,8 @@ def test_draws_are_the_same_for_ever():
     for name, given in {
         "with": {"weights": weights},
         "without": {"weights": weights, "replacement": False},
-        "lengths": {"lengths": weights},
     }.items():
-        draws = Draws.of(size=8, **{"weights": None, "replacement": True, "lengths": None, **given})
+        draws = Draws.of(size=8, **{"weights": None, "replacement": True, **given})
         order = SampleOrder(seed=7, dataset_size=8, global_batch_size=2, draws=draws)
         found[name] = epoch_of(order).tolist()
     assert found == FOR_EVER
@@ -129,10 +108,15 @@ def test_draws_are_the_same_for_ever():
         ({"weights": [0.0] * SIZE}, "all weights are 0"),
         ({"weights": [0.0, *WEIGHTS[1:]], "replacement": False}, "sample 0 is 0, and without repl"),
         ({"weights": ["a"] * SIZE}, "must be numbers, one for each sample"),
-        ({"lengths": [-1] * SIZE}, "the length of sample 0 is below 0"),
-        ({"lengths": [[1]] * SIZE}, "has 400x1 entries"),
+        ({"weights": [[1.0]] * SIZE}, "has 400x1 entries"),
     ],
 )
 def test_what_fits_no_data_is_named(given, says):
     with pytest.raises(ValueError, match=says):
         order_of(**given)
+
+
+def test_a_digest_is_that_of_earlier_versions():
+    """Their checkpoints have it, and go on."""
+    draws = Draws.of(size=4, weights=[1.0, 2.0, 3.0, 4.0], replacement=False)
+    assert draws.digest() == "dc88c77400a0b9f2"

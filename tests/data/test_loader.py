@@ -281,19 +281,7 @@ def test_only_auto_is_cut_to_the_ranks_part_of_the_cores():
         assert count == expected
     assert worker_count(8, local_world_size=4, cores=2) == 8
     assert worker_count(0, local_world_size=4, cores=2) == 0
-    assert cores_here(reserved=10_000) == 1
-    assert cores_here() - cores_here(reserved=1) == (cores_here() > 1)
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_reserved_cores_are_kept_from_workers(reference):
-    """They run on the others, and the rank where it did."""
-    mine = os.sched_getaffinity(0)
-    with make(num_workers=1, reserved_cores=1) as loader:
-        assert_same(loader.take(0), reference[0])
-        (pid,) = loader.worker_pids
-        assert os.sched_getaffinity(pid) == set(sorted(mine)[1:])
-    assert os.sched_getaffinity(0) == mine
+    assert cores_here() == len(os.sched_getaffinity(0))
 
 
 def test_more_workers_than_cores_load_and_are_reported(reference):

@@ -13,7 +13,6 @@ import pytest
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
-from ddp_runner.data.shard_wraps import Mapped, Shuffled
 
 
 def assert_goes_on_anywhere(stream, shard=0):
@@ -134,7 +133,7 @@ def test_sizes_are_given_where_they_can_be_compared(tmp_path):
     """A compressed file has more in it than one of its size that is not."""
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.txt").write_text("three")
-    assert Mapped(TextLines(tmp_path / "*"), len).sizes == [3, 5]
+    assert TextLines(tmp_path / "*").sizes == [3, 5]
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"four"))
     assert TextLines(tmp_path / "*").sizes == []
 
@@ -193,61 +192,6 @@ def test_a_damaged_header_is_an_error_not_the_end(tmp_path):
         list(TarSamples([path]).read(0, None))
 
 
-def test_a_shuffle_gives_each_item_once_from_any_position_on(tmp_path):
-    """In blocks of 4, of which the last is short; seeded where the shard is begun."""
-    (tmp_path / "a.txt").write_text("\n".join(map(str, range(14))))
-    stream = Shuffled(TextLines(tmp_path / "*.txt"), size=4)
-    found = list(map(int, assert_goes_on_anywhere(stream)))
-    assert sorted(found) == list(range(14)) != found
-    assert [sorted(found[first : first + 4]) for first in (0, 4, 8)] == [
-        list(range(first, first + 4)) for first in (0, 4, 8)
-    ]
-    random.seed(6)
-    assert [int(item) for item, _ in stream.read(0, None)] != found
-    assert (stream.shards, stream.lengths, stream.names) == (1, [14], [str(tmp_path / "a.txt")])
-    with pytest.raises(ValueError, match="size=0: at least 1"):
-        Shuffled(TextLines(tmp_path / "*.txt"), size=0)
-
-
-class Noisy:
-    """One number is drawn where a shard is opened without a position, and one for each item."""
-
-    shards = 1
-
-    def __init__(self, deterministic):
-        self.deterministic = deterministic
-
-    def read(self, shard, position):
-        number, drawn = position or (0, random.random())
-        for n in range(number, 14):
-            yield (n, drawn, 0 if self.deterministic else random.random()), (n + 1, drawn)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("seed", [0, 99])
-def test_what_is_drawn_below_a_shuffle_comes_again_with_its_block(deterministic, seed):
-    """A block is read again from where it begins, after a loss in its middle; its draws move no others."""
-    stream = Shuffled(Noisy(deterministic), size=4)
-    random.seed(5)
-    whole = list(stream.read(0, None))
-    assert len({item[1] for item, _ in whole}) == 1
-    for number, (_, position) in enumerate(whole, start=1):
-        random.seed(seed)
-        expected = random.random()
-        random.seed(seed)
-        assert list(stream.read(0, position)) == whole[number:]
-        assert random.random() == expected
-
-
-def test_a_function_that_raises_makes_a_bad_item(tmp_path):
-    (tmp_path / "a.jsonl").write_text("4\n0\n{\n2\n")
-    stream = Mapped(JsonLines(tmp_path / "*.jsonl"), lambda item: 8 // item)
-    items = [item for item, _ in stream.read(0, None)]
-    assert [items[0], items[3]] == [2, 4]
-    assert [type(item) for item in items[1:3]] == [ZeroDivisionError, ValueError]
-    assert stream.lengths == [4]
-
-
 def test_nothing_is_counted_before_somebody_asks(tmp_path):
     """Counting reads all files."""
 
@@ -256,13 +200,5 @@ def test_nothing_is_counted_before_somebody_asks(tmp_path):
             raise AssertionError(name)
 
     (tmp_path / "a.txt").write_text("one")
-    stream = Mapped(Shuffled(Counted(tmp_path / "*.txt"), size=2), len)
-    assert [item for item, _ in stream.read(0, None)] == [3]
-    assert not hasattr(Mapped(NoLengths(), len), "lengths")
-
-
-class NoLengths:
-    shards = 2
-
-    def read(self, shard, position):
-        yield from ()
+    stream = Counted(tmp_path / "*.txt")
+    assert [item for item, _ in stream.read(0, None)] == ["one"]

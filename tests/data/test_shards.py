@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.order import share_size
-from ddp_runner.data.shard_wraps import Shuffled
 from ddp_runner.data.shards import (
     Deal,
     LaneMark,
@@ -111,14 +110,13 @@ class PartsStream(IterableDataset):
     ("dataset", "expected"),
     [
         (Numbers([3, 4]), True),
-        (Shuffled(Numbers([3, 4]), size=2), True),
         (CutStream(), True),
         (ByIndex(3), False),
         (ByIndex(["a.bin", "b.bin"]), False),
         (PartsStream(), False),
         (range(3), False),
     ],
-    ids=["cut", "shuffled", "of torch", "by index", "parts by index", "parts", "range"],
+    ids=["cut", "of torch", "by index", "parts by index", "parts", "range"],
 )
 def test_only_a_stream_that_says_how_many_shards_it_has_is_cut(dataset, expected):
     """A dataset whose items have indices may read shards of its own."""

@@ -59,7 +59,7 @@ PARTS = (
             "faults_2.verdict",
             "faults_3.verdict",
             "special.verdict",
-            "repairs.spare_libraries.kill_1.repaired_s",
+            "repairs.spare_true.kill_1.repaired_s",
         ),
     ),
     Part(

@@ -45,8 +45,7 @@ def measure(facts):
     facts.measure("versions", versions, facts.under("versions"))
     facts.forked("libraries", library_versions, limit_s=15)
     facts.forked("start", start, usage, limit_s=20)
-    for kind in ("libraries", "device"):
-        facts.forked(f"start_of_spare_{kind}", start, usage, kind, limit_s=15)
+    facts.forked("start_of_spare_libraries", start, usage, "spare", limit_s=15)
     facts.forked("torch_init", torch_init, usage, limit_s=10)
     facts.measure("killed", killed, facts, usage)
     facts.measure("killed_beside_fork", killed, facts, usage, fork="holds")
@@ -141,7 +140,7 @@ def _nccl_runtime():
 def start(facts, usage, kind=""):
     """What a replacement does, piece by piece: seconds, and MB of the device that are then taken.
 
-    ``kind``: what a spare of that kind does ahead comes first, in the place of starting the driver.
+    ``kind`` "spare": what a spare does ahead comes first, in the place of starting the driver.
     """
     import torch
 
@@ -161,7 +160,7 @@ def start(facts, usage, kind=""):
             facts.note(name, {"error": error_text(error)})
 
     if kind:
-        tried("ahead", lambda: _be_spare(facts, kind))
+        tried("ahead", lambda: _be_spare(facts))
     else:
         tried("cuinit", _cuinit)
     tried("context", lambda: (torch.cuda.init(), torch.zeros(1, device="cuda"), _finish(torch)))
@@ -190,20 +189,13 @@ def _cuinit():
         raise RuntimeError(f"cuInit says {error}")
 
 
-def _be_spare(facts, kind):
-    """Do what the product does in one; the GPUs that it has opened then, and what it says it holds."""
-    import torch
-
-    from ddp_runner import config
+def _be_spare(facts):
+    """Do what the product does in one; the GPUs that it has opened then."""
     from ddp_runner.rank import spare
 
     with Timed() as spent:
         driver = spare.start_libraries()
     facts.note("ahead_libraries_s", spent.s)
-    if kind == "device":
-        settings = config.from_flat({"task": "synthetic"})
-        held = spare.open_device(settings, torch.device("cuda:0"), driver=driver)
-        facts.note("ahead_reported_mb", held / 2**20)
     facts.note("ahead_opened", driver.opened())
 
 

@@ -9,9 +9,8 @@ import subprocess
 import pytest
 
 from ddp_runner.cli.machine import torch_build
-from ddp_runner.core.messages import Fork, Ready, SpareReady
-from ddp_runner.core.spare import SpareKind, SparePlan
-from ddp_runner.system.control_channel import Channel
+from ddp_runner.core.messages import Ready, SpareReady
+from ddp_runner.core.spare import SpareKind
 from tests.processes import run_ranks
 
 from .supervising import PlayedSupervisor
@@ -23,7 +22,6 @@ needs_no_cuda = pytest.mark.skipif(
     BUILD is None or bool(BUILD.cuda),
     reason="this torch has CUDA's own libraries, which come before the stand-ins",
 )
-UUID = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 GPUS = 3
 # What the driver says when it is asked before cuInit is 3, as cuda.h has it.
 DRIVER = """
@@ -36,24 +34,6 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
     const char *opened = getenv("FAKE_CUDA_OPENED");
     *active = opened && atoi(opened) == device - 100;
     return started && device >= 100 ? 0 : 101;
-}
-int cuDeviceGetUuid(unsigned char *uuid, int device) {
-    for (int i = 0; i < 16; i++) uuid[i] = device - 100 ? 0 : i;
-    return started ? 0 : 3;
-}
-"""
-NVML = """
-#include <string.h>
-static int users;
-int nvmlInit_v2(void) { users++; return 0; }
-int nvmlShutdown(void) { users--; return 0; }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
-    *handle = &users;
-    return strcmp(uuid, "%s") ? 6 : users != 1;
-}
-int nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *memory) {
-    memory[0] = 80; memory[1] = 50; memory[2] = 30;
-    return handle != &users;
 }
 """
 
@@ -70,10 +50,9 @@ def build_library(folder, name, source="int unused;"):
 
 @pytest.fixture(scope="module")
 def nvidia(tmp_path_factory):
-    """A folder with a driver for three GPUs, NVML, and cuDNN as it is shipped."""
+    """A folder with a driver for three GPUs, and cuDNN as it is shipped."""
     folder = tmp_path_factory.mktemp("nvidia")
     build_library(folder, "libcuda.so.1", DRIVER % GPUS)
-    build_library(folder, "libnvidia-ml.so.1", NVML % UUID)
     for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "libcudnn_cnn.so.9"):
         build_library(folder, name)
     (folder / "libcudnn_broken.so.9").write_bytes(b"no library")
@@ -94,10 +73,6 @@ def _use(me, folder, changes):
         return {**facts, "error": str(error)}
     facts["started"].append(zygote.driver_has_started(name))
     facts["count"], facts["opened"] = driver.device_count(), driver.opened()
-    facts["uuids"] = [driver.uuid(index) for index in (0, 1)]
-    nvml = str(folder / "libnvidia-ml.so.1")
-    facts["used"] = [cuda_driver.used_bytes(uuid, nvml) for uuid in (*facts["uuids"], UUID)]
-    facts["no_nvml"] = cuda_driver.used_bytes(UUID, str(folder / "none.so"))
     facts["without"] = cuda_driver.load_libraries()
     ctypes.CDLL(str(folder / "libcudnn.so.9"))
     facts["loaded"] = sorted(os.path.basename(file) for file in cuda_driver.load_libraries())  # noqa: PTH119
@@ -114,16 +89,13 @@ def _maps():
 @needs_compiler
 @pytest.mark.parametrize("opened", [None, 1])
 def test_the_driver_is_started_and_says_what_is_open(nvidia, opened):
-    """Who it is, who is open and how much is taken are asked without opening a GPU."""
+    """Which are open is asked without opening a GPU."""
     changes = {} if opened is None else {"FAKE_CUDA_OPENED": str(opened)}
     (facts,) = run_ranks(_use, 1, nvidia, changes)
     assert facts == {
         "started": [False, True],
         "count": GPUS,
         "opened": [] if opened is None else [opened],
-        "uuids": [UUID, "GPU-00000000-0000-0000-0000-000000000000"],
-        "used": [30, None, 30],
-        "no_nvml": None,
         "without": [],
         "loaded": ["libcudnn_cnn.so.9", "libcudnn_ops.so.9"],
         "mapped": [True, True],
@@ -142,7 +114,7 @@ def _spare(me, folder, nvidia, changes):
     os.environ.update(changes, LD_LIBRARY_PATH=str(nvidia))
     played = PlayedSupervisor(folder, 2)
     played.until(lambda: played.world.can_fork)
-    played.node.start_spare(SparePlan(kind=SpareKind.LIBRARIES))
+    played.node.start_spare(SpareKind.LIBRARIES)
     played.until(lambda: played.node.spare is None or played.node.spare.pid)
     pid = played.node.spare.pid
     played.until(lambda: played.count(SpareReady) or played.node.spare is None)
@@ -152,17 +124,6 @@ def _spare(me, folder, nvidia, changes):
     facts["has_it"] = _has_driver(pid)
     spare = played.node.spare
     spare.is_ready = True
-    elsewhere = Fork(
-        token=99,
-        rank=1,
-        local_rank=1,
-        spec={"device": "cuda:1", "settings": played.node.settings_record},
-    )
-    spare.plan = SparePlan(kind=SpareKind.DEVICE, device="cuda:0")  # it would serve another GPU
-    theirs = Channel.pair()[1]
-    facts["elsewhere"] = spare.becomes(elsewhere, [theirs.fileno()])
-    theirs.close()
-    spare.plan = SparePlan(kind=SpareKind.LIBRARIES)
     played.spawn_store()
     handle = played.world.ranks[1]
     played.spawn_rank(handle, loads=False)
@@ -178,13 +139,12 @@ def _has_driver(pid):
 @needs_no_cuda
 @needs_compiler
 def test_a_spare_with_libraries_starts_the_driver_itself_and_becomes_a_rank(nvidia, tmp_path):
-    """Not the zygote, whose forks could not use CUDA any more; a GPU that it does not serve gets a fork."""
+    """Not the zygote, whose forks could not use CUDA any more."""
     (facts,) = run_ranks(_spare, 1, tmp_path, nvidia, {})
     assert facts == {
         "ready": 1,
         "zygote_has_it": False,
         "has_it": True,
-        "elsewhere": False,
         "is_it": True,
     }
 

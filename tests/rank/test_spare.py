@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ddp_runner.core.messages import Ready, SpareReady
-from ddp_runner.core.spare import SpareKind, SparePlan
+from ddp_runner.core.spare import SpareKind
 from tests.processes import run_ranks
 
 from .supervising import PlayedSupervisor, plan_for, threads_of
@@ -26,10 +26,10 @@ def _draws():
     return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: NPY002
 
 
-def _warm_up(me, folder, how):
+def _warm_up(me, folder):
     import torch
 
-    from ddp_runner.rank.spare import first_steps, warm_up
+    from ddp_runner.rank.spare import warm_up
 
     def seed():
         import numpy as np
@@ -43,10 +43,7 @@ def _warm_up(me, folder, how):
     seed()
     descriptors = psutil.Process().num_fds()
     settings = plan_for(folder, world_size=2).settings
-    if how == "group":
-        warm_up(settings)
-    else:
-        first_steps(settings, torch.device("cpu"))
+    warm_up(settings)
     return {
         "same_numbers": _draws() == before,
         "threads": threading.active_count(),
@@ -57,13 +54,9 @@ def _warm_up(me, folder, how):
     }
 
 
-@pytest.mark.parametrize("how", ["group", "alone"])
-def test_warming_up_changes_no_random_number(tmp_path, how):
-    """A task that seeds nothing draws in a spare what it draws in a fork; nothing is left open.
-
-    ``alone``: what a spare does on a GPU.
-    """
-    (facts,) = run_ranks(_warm_up, 1, tmp_path, how)
+def test_warming_up_changes_no_random_number(tmp_path):
+    """A task that seeds nothing draws in a spare what it draws in a fork; nothing is left open."""
+    (facts,) = run_ranks(_warm_up, 1, tmp_path)
     assert facts == {
         "same_numbers": True,
         "threads": 1,
@@ -84,7 +77,7 @@ def _spares_one_after_the_other(me, folder):
 def _what_becomes_of_one(played, how):
     """It is made rank 1, killed, or its supervisor hangs up."""
     ready = played.count(SpareReady)
-    played.node.start_spare(SparePlan(kind=SpareKind.CPU))
+    played.node.start_spare(SpareKind.CPU)
     played.until(lambda: played.count(SpareReady) > ready and played.node.spare.pid)
     spare = played.node.spare
     spare.is_ready = True
@@ -117,7 +110,7 @@ def _what_becomes_of_one(played, how):
     elif how == "stopped":
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
-        facts["becomes"] = played.node.has_spare_for("cpu")
+        facts["becomes"] = played.node.has_spare
         os.kill(pid, signal.SIGKILL)
         played.until(lambda: played.node.spare is None)
     return facts

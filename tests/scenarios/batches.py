@@ -89,27 +89,22 @@ class Shuffled(torch.utils.data.IterableDataset):
             yield {"x": x + 0.05 * self.rng.random(), "y": x[:2].sum().unsqueeze(0), "text": "-"}
 
 
+class ByEpoch(Shuffled):
+    """As it was built before each epoch, but for the seed."""
+
+    def set_epoch(self, epoch):
+        self.numbers, self.rng = list(range(100)), random.Random(epoch)
+
+
 class ShuffledTask(BatchTask):
     """Its data are a stream without a state."""
 
     def build_datasets(self):
-        return Datasets(train=Shuffled(random.Random(0)))
+        return Datasets(train=ByEpoch(random.Random(0)))
 
 
-HIDDEN = random.Random(0)
-
-
-class Hidden(Shuffled):
-    """Where nobody looks for its generator."""
-
-    rng = HIDDEN
-
-    def __init__(self):
-        self.numbers = list(range(100))
-
-
-class HiddenTask(BatchTask):
-    """A replacement cannot have the order of the others."""
+class CarryingTask(BatchTask):
+    """Its stream's order is that of the epoch before, shuffled once more."""
 
     def build_datasets(self):
-        return Datasets(train=Hidden())
+        return Datasets(train=Shuffled(random.Random(0)))

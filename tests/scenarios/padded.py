@@ -78,8 +78,7 @@ class Drawn(Padded):
     def build_datasets(self):
         data = Sentences(160, 1)
         weights = [self.heavy if index % 5 == 0 else 1.0 for index in range(len(data))]
-        lengths = [len(words) for words in data.words]
-        return Datasets(train=data, collate=pad, weights=weights, lengths=lengths)
+        return Datasets(train=data, collate=pad, weights=weights)
 
 
 class Grouped(Padded):
@@ -145,7 +144,6 @@ class United(Drawn):
             collate=pad,
             validation_collate=pad,
             weights=train.weights,
-            lengths=train.lengths,
         )
 
     def layer_groups(self):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import islice
 
 import torch
 
-from ddp_runner import Datasets, JsonLines, Mapped, Shuffled
+from ddp_runner import Datasets, JsonLines
 from tests.scenarios.workload import PacedTask
 
 FILES = 11
@@ -32,8 +33,30 @@ class ShardTask(PacedTask):
         self._folder = folder
 
     def build_datasets(self):
-        stream = Shuffled(JsonLines(f"{self._folder}/*.jsonl"), size=5)
-        return Datasets(train=Mapped(stream, made_of))
+        return Datasets(train=Blocks(JsonLines(f"{self._folder}/*.jsonl"), size=5))
+
+
+class Blocks:
+    """As docs/streams.md has it: shuffled within blocks, and with a function over the items."""
+
+    def __init__(self, lines, *, size):
+        self._lines, self._size = lines, size
+        self.shards, self.names = lines.shards, lines.names
+
+    @property
+    def lengths(self):
+        return self._lines.lengths
+
+    def read(self, shard, position):
+        begin, out, seed = position or (None, 0, random.getrandbits(48))
+        lines = self._lines.read(shard, begin)
+        while block := list(islice(lines, self._size)):
+            order = random.Random(f"{seed} {begin}").sample(range(len(block)), len(block))
+            for count, place in enumerate(order[out:], start=out + 1):
+                item = block[place][0]
+                made = item if isinstance(item, Exception) else made_of(item)
+                yield made, (begin, count, seed)
+            begin, out = block[-1][1], 0
 
 
 def made_of(item):

@@ -50,17 +50,6 @@ def test_a_repair_in_place_is_a_fault_and_what_followed_from_it(recorder):
     assert recorder.facts.inexact_reasons == ["a step was skipped"]
 
 
-def test_only_a_rank_s_own_lack_of_memory_counts(recorder):
-    """Control: a loader worker that did, which its rank has replaced, says nothing of the rank's GPU."""
-    fault = Fault(kind=FaultKind.OUT_OF_MEMORY, rank=1, step=9, cause="out of memory")
-    recorder.reported(
-        messages.RepairedInPlace(rank=1, fault=fault, action="fewer workers", seconds=0.1)
-    )
-    assert recorder.facts.short_of_memory == set()
-    recorder.record(events.Fault(**events.of_fault(fault, generation=3)))
-    assert recorder.facts.short_of_memory == {1}
-
-
 def test_a_fault_that_is_tolerated_is_in_no_account(recorder):
     """Control: it is in the journal only."""
     fault = Fault(kind=FaultKind.STORAGE_FAILED, rank=0, step=9, cause="no space left")

@@ -262,7 +262,6 @@ def test_a_spare_that_is_not_warm_yet_is_not_waited_for(simulate):
 
 
 GPUS = (0, 1, 2)
-EVERYWHERE, ON_0, ON_1, ON_2 = ("libraries", ""), *(("device", f"cuda:{gpu}") for gpu in GPUS)
 
 
 def said(run):
@@ -281,139 +280,26 @@ def another(run, spare):
     return run.rank(SPARE)
 
 
-@pytest.mark.parametrize("setting", [True, "libraries"])
+@pytest.mark.parametrize("setting", [True, "process"])
 @pytest.mark.parametrize("rank", GPUS)
 def test_on_gpus_the_spare_holds_no_memory_and_serves_every_rank(simulate, setting, rank):
-    """With ``true`` too; it is the rank that was lost, wherever that was."""
+    """It is the rank that was lost, wherever that was."""
     run = with_spare(simulate, devices=GPUS, warm_spare=setting)
     spare = run.rank(SPARE)
     run.kill(rank)
     run.run_until(lambda: run.events("repaired"))
     assert run.rank(rank) is spare
     assert_done(run)
-    assert set(run.spare_kinds) == {EVERYWHERE}
+    assert set(run.spare_kinds) == {"libraries"}
     assert said(run) == []
 
 
-def test_a_spare_that_holds_memory_serves_one_gpu_and_says_how_much(simulate):
-    """Its own rank's loss takes it, another's is an ordinary fork, and the next one serves that GPU."""
-    run = with_spare(simulate, devices=GPUS, warm_spare="device")
-    first = run.rank(SPARE)
-    run.kill(2)
-    run.run_until(lambda: run.events("repaired"))
-    assert run.rank(2) is first
-    second = another(run, first)
-    run.kill(0)
-    run.run_until(lambda: len(run.events("repaired")) == 2)
-    assert run.rank(0) is not second
-    third = another(run, second)
-    assert second.dead
-    run.kill(0)
-    run.run_until(lambda: len(run.events("repaired")) == 3)
-    assert run.rank(0) is third
-    assert_done(run)
-    assert run.spare_kinds[:3] == [ON_2, ON_2, ON_0]
-    assert said(run) == [
-        f"a spare for cuda:{gpu} waits, and holds 0.5 GB of it"
-        for gpu in (2, 0)  # once each
-    ]
-    assert [event["device_bytes"] for event in run.events("spare_ready")[:3]] == [5 * 10**8] * 3
-
-
-def test_two_ranks_on_one_gpu_are_both_served_by_its_spare(simulate):
-    """``-g 0,0``."""
-    run = with_spare(simulate, devices=(0, 0), ranks=2, warm_spare="device")
-    for rank in (0, 1):
-        spare = run.rank(SPARE)
-        run.kill(rank)
-        run.run_until(lambda rank=rank: run.events("repaired")[rank:])
-        assert run.rank(rank) is spare
-        another(run, spare)
-    assert_done(run)
-
-
-def test_losses_on_other_gpus_are_no_losses_of_a_spare(simulate):
-    """A spare that is ended because it serves the wrong GPU is replaced, however often that is."""
-    run = simulate(steps=3000, devices=GPUS, warm_spare="device", max_restarts=1000)
-    run.to_step(15)
-    for number in range(LOST_MAX + 3):
-        run.run_until(lambda: run.node.spare and run.node.spare.is_ready, within_s=30.0)
-        rank = number % 2
-        held = run.node.spare.plan.device
-        run.kill(rank)
-        run.run_until(lambda number=number: len(run.events("repaired")) > number)
-        assert held != f"cuda:{rank}"
-        run.run_until(
-            lambda rank=rank: run.node.spare and run.node.spare.plan.device == f"cuda:{rank}"
-        )
-    assert_done(run)
-
-
-def test_a_rank_out_of_memory_ends_its_gpu_s_spare_for_good(simulate):
-    """What it holds may be what is missing; the libraries cost nothing and stay."""
-    run = with_spare(simulate, devices=GPUS, warm_spare="device")
-    spare = run.rank(SPARE)
-    run.fail(2, "CUDA out of memory", kind=FaultKind.OUT_OF_MEMORY)
-    run.run_until(lambda: spare.dead, within_s=1.0)
-    another(run, spare)
-    assert run.spare_kinds == [ON_2, EVERYWHERE]
-    assert said(run)[1:] == [
-        "the spare holds nothing on cuda:2 from now on: rank 2 ran out of memory"
-    ]
-    run.kill(0)  # from now on another GPU is served
-    run.run_until(lambda: run.spare_kinds[-1] == ON_0, within_s=30.0)
-    assert_done(run)
-
-
-def test_out_of_memory_elsewhere_leaves_the_spare_alone(simulate):
-    """Control: it holds nothing of that GPU."""
-    run = with_spare(simulate, devices=GPUS, warm_spare="device")
-    spare = run.rank(SPARE)
-    run.fail(0, "CUDA out of memory", kind=FaultKind.OUT_OF_MEMORY)
-    run.run_until(lambda: run.events("repaired"))
-    run.pass_time(1.0)
-    assert run.rank(SPARE) is spare
-    assert_done(run)
-
-
-@pytest.mark.parametrize("setting", ["libraries", True])
-def test_out_of_memory_says_nothing_of_a_spare_that_holds_none(simulate, setting):
+def test_out_of_memory_says_nothing_of_a_spare_that_holds_none(simulate):
     """Control: nothing was held, and nothing is given up."""
-    run = with_spare(simulate, devices=GPUS, warm_spare=setting)
+    run = with_spare(simulate, devices=GPUS)
     spare = run.rank(SPARE)
     run.fail(2, "CUDA out of memory", kind=FaultKind.OUT_OF_MEMORY)
     run.run_until(lambda: run.events("repaired"))
     assert run.rank(SPARE) is spare
     assert_done(run)
     assert said(run) == []
-
-
-def test_an_ordinary_fork_is_not_kept_waiting_by_what_a_spare_holds(simulate):
-    """One that was stopped when its rank died: its memory counts as taken, and the rank waits for it."""
-    run = with_spare(simulate, devices=(0,), ranks=1, warm_spare="device", hang_min_s=20.0)
-    spare = run.rank(SPARE)
-    run.freeze(SPARE)
-    run.kill(0)
-    run.run_until(lambda: spare.dead, within_s=2.0)
-    assert_done(run)
-    assert run.events("spare_taken") == []
-
-
-def test_a_gpu_that_no_spare_can_open_gets_one_that_holds_nothing(simulate):
-    """For lack of memory, or because it takes one process at a time."""
-    run = simulate(steps=300, devices=GPUS, warm_spare="device")
-    run.spare_fails_on = {"cuda:2"}
-    run.run_until(lambda: run.node.spare and run.node.spare.is_ready, within_s=30.0)
-    assert run.spare_kinds == [ON_2, EVERYWHERE]
-    assert said(run) == ["the spare holds nothing on cuda:2 from now on: it could not start there"]
-    assert_done(run)
-
-
-def test_without_a_zygote_an_unserved_rank_waits_for_one(simulate):
-    """It is asked for once it can be forked, and not before."""
-    run = with_spare(simulate, devices=GPUS, warm_spare="device", import_s=3.0, hang_min_s=5.0)
-    spare = run.rank(SPARE)
-    run.kill(-2, 0)
-    run.run_until(lambda: run.events("repaired"), within_s=30.0)
-    assert run.rank(0) is not spare
-    assert_done(run)

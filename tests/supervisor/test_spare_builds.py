@@ -25,7 +25,7 @@ def test_a_spare_builds_ahead_where_there_is_memory_for_it(simulate, free_bytes)
     takes_long_to_build(run)
     run.free_bytes = free_bytes
     run.run_until(lambda: run.node.spare is not None and run.node.spare.is_ready)
-    assert run.spare_kinds == [("model" if free_bytes == 2**32 else "cpu", "")]
+    assert run.spare_kinds == ["model" if free_bytes == 2**32 else "cpu"]
     spare = run.rank(SPARE)
     run.kill(1)
     assert_done(run)
@@ -37,7 +37,7 @@ def test_a_spare_that_cannot_build_what_ranks_build_is_the_only_one(simulate):
     run = simulate(steps=600, warm_spare="model")
     run.spare_fails_on = {"model"}
     run.run_until(lambda: run.node.spare is not None and run.node.spare.is_ready, within_s=30.0)
-    assert run.spare_kinds == [("model", ""), ("cpu", "")]
+    assert run.spare_kinds == ["model", "cpu"]
     assert run.supervisor.recorder.accounting.faults_total == 0
     assert_done(run)
 
@@ -53,8 +53,8 @@ def test_what_a_spare_cannot_build_is_not_tried_again_after_repairs(simulate):
         run.run_until(lambda number=number: len(run.events("repaired")) == number)
         assert run.rank(1) is spare
     another(run, spare)
-    assert run.spare_kinds[:2] == [("model", ""), ("cpu", "")]
-    assert set(run.spare_kinds[1:]) == {("cpu", "")}
+    assert run.spare_kinds[:2] == ["model", "cpu"]
+    assert set(run.spare_kinds[1:]) == {"cpu"}
     assert_done(run)
 
 
@@ -66,7 +66,7 @@ def test_a_spare_that_says_why_it_cannot_build_is_in_no_row(simulate):
         if run.rank(SPARE) is not None and run.node.spare.is_ready:
             run.kill(SPARE)
         run.pass_time(TICK_S / 2)
-    assert run.spare_kinds == [("model", ""), *[("cpu", "")] * LOST_MAX]
+    assert run.spare_kinds == ["model", *["cpu"] * LOST_MAX]
 
 
 def test_a_spare_that_is_killed_while_it_builds_is_followed_by_another(simulate):
@@ -77,7 +77,7 @@ def test_a_spare_that_is_killed_while_it_builds_is_followed_by_another(simulate)
         run.kill(SPARE)
         run.run_until(lambda: run.node.spare is None)
     run.run_until(lambda: run.node.spare is not None and run.node.spare.is_ready, within_s=30.0)
-    assert run.spare_kinds == [("model", ""), ("model", ""), ("cpu", "")]
+    assert run.spare_kinds == ["model", "model", "cpu"]
     assert run.supervisor.recorder.accounting.faults_total == 0
     assert_done(run)
 
@@ -92,7 +92,7 @@ def test_a_spare_that_builds_while_a_rank_is_lost_gives_way(simulate):
     assert building.dead
     assert run.events("spare_taken") == []
     run.run_until(lambda: run.node.spare is not None and run.node.spare.is_ready)
-    assert run.spare_kinds == [("model", ""), ("model", "")]
+    assert run.spare_kinds == ["model", "model"]
     assert_done(run)
 
 

@@ -111,8 +111,7 @@ def _returning(folder, *, datasets="Datasets(train=DATA)", model="nn.Linear(2, 1
     return file
 
 
-@pytest.mark.parametrize("settings", [{}, {"largest_samples": True}])
-def test_samples_that_come_by_several_numbers_only_can_be_trained(tmp_path, settings):
+def test_samples_that_come_by_several_numbers_only_can_be_trained(tmp_path):
     """Torch's own fetcher asks such data for a batch at once; every look at a sample does likewise."""
     file = _returning(tmp_path, datasets="Datasets(train=Many(), validation={'a': Many()})")
     many = (
@@ -122,13 +121,13 @@ def test_samples_that_come_by_several_numbers_only_can_be_trained(tmp_path, sett
         "    def __getitems__(self, indices): return [DATA[index] for index in indices]\n"
     )
     file.write_text(file.read_text() + many)
-    workload, _ = build("Returns", file=file, **settings)
-    assert workload.order.dataset_size == (8 if settings else 32)
+    workload, _ = build("Returns", file=file)
+    assert workload.order.dataset_size == 32
     samples = SampleSource(workload.datasets.train, seed=1, collate=list)
     (sample,) = samples.load_here(BatchKey(epoch=0, indices=(3,)))
     assert sample[0].tolist() == [0, 0]
     with pytest.raises(BadInputError, match="no evaluation gives such a figure"):
-        build("Returns", file=file, monitor="unheard", **settings)
+        build("Returns", file=file, monitor="unheard")
 
 
 def test_a_stream_has_no_workers_unless_some_are_asked_for():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +16,8 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.training import last_save
 from ddp_runner.training.disk_faults import DiskFaults
-from ddp_runner.training.last_save import BEFORE_END, LastSave, checkpoint_room, room_warning
+from ddp_runner.training.last_save import BEFORE_END, LastSave, checkpoint_room
 from tests.checkpoint.states import facts_of, state_of
-from tests.disks import small_disk
 
 from .building import build_state
 from .test_saving import RecordingRuntime
@@ -134,24 +132,6 @@ def test_what_no_disk_has_refused_is_raised_at_once(make, tmp_path):
     with pytest.raises(FaultError, match="no room"):
         make(fenced)
     assert (disk.tries, fenced.tries) == (1, 1)
-
-
-def test_too_little_room_is_reported_before_training(tmp_path):
-    """For one checkpoint, or for those that are kept; control: enough says nothing."""
-    state = build_state()
-    folder = tmp_path / "disk"
-    with small_disk(folder, size_kb=64 * 1024):
-        store = CheckpointStore(folder, keep_last=3)
-        assert room_warning(state, store, RealDisk()) == ""
-        with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
-            while True:
-                file.write(b"x" * 4096)
-        warning = room_warning(state, store, RealDisk())
-        assert warning.startswith("a checkpoint takes about ")
-        assert f"0 B are free in {folder}: free " in warning
-        (folder / "filler").write_bytes(b"x" * (64 - 20) * 2**20)
-        warning = room_warning(state, store, RealDisk())
-        assert warning.startswith("5 checkpoints of about "), warning
 
 
 def test_checkpoints_that_are_kept_for_good_make_no_room(tmp_path):

@@ -237,7 +237,7 @@ def copied(settings, *, step):
     found = [os.memfd_create(f"slot{number}") for number in (0, 1)]
     slots = MemorySlots(found, checksum=tensor_hash)
     slots.make_room([64])
-    slots.seal(state.capture(), {**facts(settings, workload, step), "pace": {}, **made_here()})
+    slots.seal(state.capture(), {**facts(settings, workload, step), **made_here()})
     return slots, tuple(f"/proc/{os.getpid()}/fd/{one}" for one in found)
 
 

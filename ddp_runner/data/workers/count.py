@@ -11,19 +11,11 @@ AUTO_MAX = 2
 WorkersAsked = int | Literal["auto"]
 
 
-def cores_here(*, reserved: int = 0) -> int:
-    """Cores that loader workers of this process may use: its own but ``reserved`` ones, at least 1."""
+def cores_here() -> int:
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)) - reserved)
-    return max(1, (os.cpu_count() or 1) - reserved)
-
-
-def leave_cores(reserved: int) -> None:
-    """Run this process on no one of the first ``reserved`` cores that it may use, where others are left."""
-    if reserved and hasattr(os, "sched_setaffinity"):
-        left = sorted(os.sched_getaffinity(0))[reserved:]
-        if left:
-            os.sched_setaffinity(0, left)
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def worker_count(asked: WorkersAsked, *, local_world_size: int, cores: int) -> int:

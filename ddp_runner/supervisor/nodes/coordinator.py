@@ -20,7 +20,6 @@ from ddp_runner.core.node_messages import (
     Parked,
     RankGone,
     RankStarted,
-    Reached,
     RunEnds,
     Said,
     SaveWanted,
@@ -43,7 +42,6 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     NodeSaid,
     RankSaid,
 )
-from ddp_runner.supervisor.nodes.reach_check import ReachCheck
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
@@ -51,10 +49,8 @@ from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.folder_probe import FolderProbe
-from ddp_runner.system.reach import Bell
 
 OWNER_EVERY_S = 0.5
-FORMS_LONG_S = 5.0  # after which all nodes try whether they reach each other
 LEAVES = "this node leaves; the others go on"
 
 
@@ -66,7 +62,6 @@ class CoordinatorSupervisor(Supervisor):
         *arguments: Any,
         others: Sequence[RemoteNode],
         owner: FolderOwner,
-        bell: Bell | None = None,
         probes: Sequence[FolderProbe] = (),
         **named: Any,
     ) -> None:
@@ -76,10 +71,6 @@ class CoordinatorSupervisor(Supervisor):
         self._owner_before = owner.read()
         self._looked_at_owner_s = 0.0
         self._without: tuple[int, ...] = ()  # as it stands in the folder
-        home = self.node.ranks[0] // len(self.node.ranks)
-        self._reach = None if bell is None else ReachCheck(home, bell, others, clock=self._clock)
-        self._named: set[int] = set()  # nodes that others cannot reach, of which that was said
-        self._trained_in = 0  # the newest generation that has formed a world
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
         self._has_parked = False  # whether ranks of others came with a memory
         assert self.plan.nodes is not None
@@ -110,7 +101,6 @@ class CoordinatorSupervisor(Supervisor):
             generation=self.facts.generation,
             committed_step=self.facts.committed_step,
             is_fault_free=self._is_fault_free,
-            short_of_memory=sorted(self.facts.short_of_memory),
             inexact_reasons=list(self.facts.inexact_reasons),
         )
 
@@ -154,33 +144,7 @@ class CoordinatorSupervisor(Supervisor):
             now_s = self._clock.monotonic()
             self._look_at_missing(now_s)
             self._look_at_owner(now_s)
-            self._look_at_reach(now_s)
         super().advance()
-
-    def _look_at_reach(self, now_s: float) -> None:
-        """Where ranks could not form a world, do without a node that others cannot reach.
-
-        The cause is named as soon as forming takes long; it may still come to an end.
-        """
-        if self._reach is None:
-            return
-        has_failed = self.facts.generation > self._trained_in + 1
-        if self.machine.state is RunState.RUNNING:
-            self._trained_in = self.facts.generation
-        elif has_failed or self._forms_for_long(now_s):
-            self._reach.begin()
-        if (found := self._reach.found()) is None:
-            return
-        node, why = found
-        if has_failed:
-            node.unwanted = why  # its link ends next
-        elif node.number not in self._named:
-            self._named.add(node.number)
-            self.recorder.say(f"{node.name}: {why}", level="WARNING")
-
-    def _forms_for_long(self, now_s: float) -> bool:
-        forms = any(handle.state is RankState.FORMING for handle in self.world.present)
-        return forms and now_s > self.facts.formed_at_s + FORMS_LONG_S
 
     def _begin(self) -> bool:
         if not super()._begin():
@@ -346,7 +310,7 @@ class CoordinatorSupervisor(Supervisor):
                 f"node {node.number} has a newer checkpoint, of step {node.newest.step}: it loads it"
             )
 
-    def _on_node_message(self, node: RemoteNode, message: NodeNews) -> None:  # noqa: C901 - one row a message
+    def _on_node_message(self, node: RemoteNode, message: NodeNews) -> None:
         match message:
             case Folders():
                 node.shares_logs = message.shares_logs
@@ -370,9 +334,6 @@ class CoordinatorSupervisor(Supervisor):
                 self.world.ranks[rank].was_spare = was_spare
             case RankGone(rank=rank):
                 self._rank_gone(node, message)
-            case Reached(nodes=reached):
-                if self._reach is not None:
-                    self._reach.heard(node, reached)
             case Said(text=text, level=level):
                 self.recorder.say(f"node {node.number}: {text}", level=level)
             case StopWanted(reason=reason, is_leaving=is_leaving):

@@ -45,18 +45,15 @@ from ddp_runner.core.node_messages import (
     RankGone,
     RankLook,
     RankStarted,
-    Reached,
     SignalRank,
     StartRank,
     ToRank,
-    TryNodes,
     shortened_stack,
 )
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.observe.console import LogTail
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
-from ddp_runner.supervisor.nodes.remote_node import ANY_DEVICE
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.departures import RankEnded
 from ddp_runner.supervisor.processes.node import Node
@@ -69,7 +66,6 @@ from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.followed_run import FollowedRun
-from ddp_runner.system.reach import Bell, Trial
 
 NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")
 LOOK_SOON_S = 0.1  # from one look to the next, while the run is not free of faults
@@ -91,14 +87,11 @@ class Follower:
         node: Node,
         *,
         lease_s: float,
-        bell: Bell | None = None,
         report: Report,
         show: Callable[[str, str], None],
         clock: Clock,
     ) -> None:
         self.lease_s = lease_s
-        self._bell = bell
-        self._trial: Trial | None = None
         self._node = node
         self._report = report
         self._clock = clock
@@ -157,7 +150,7 @@ class Follower:
         """The ranks of this machine."""
         return self._world.present
 
-    def on_node_message(self, message: NodeMessage) -> None:  # noqa: C901, PLR0912 - one row a message
+    def on_node_message(self, message: NodeMessage) -> None:  # noqa: C901 - one row a message
         """The coordinator wants something done."""
         now_s = self._clock.monotonic()
         match message:
@@ -165,7 +158,6 @@ class Follower:
                 self._renew_lease(message.number)
                 self._facts.generation = message.generation
                 self._facts.committed_step = message.committed_step
-                self._facts.short_of_memory |= set(message.short_of_memory)
                 self._facts.inexact_reasons[:] = message.inexact_reasons
                 self._is_fault_free = message.is_fault_free
             case StartRank(rank=rank, process=process, start=start):
@@ -186,11 +178,6 @@ class Follower:
                     self._node.force_stacks(rank)
             case ForgetAsked(rank=rank):
                 self._node.processes[rank].forget_asked()
-            case TryNodes(where=where):
-                if self._bell is not None:
-                    self._bell.forget()
-                places = {int(n): (str(host), int(port)) for n, (host, port) in where.items()}
-                self._trial = Trial(places)
             case _:
                 raise WireError(f"unexpected {type(message).__name__}")
 
@@ -392,9 +379,6 @@ class Follower:
         for handle in self._reporter.never_came:
             self._gone(handle.rank)
         self._reporter.never_came.clear()
-        if self._trial is not None and (reached := self._trial.reached) is not None:
-            self._trial = None
-            self._report(Reached(nodes=sorted(reached)))
         wait_s = LOOK_EVERY_S if self._is_fault_free else LOOK_SOON_S
         if now_s >= self._looked_at_s + wait_s:
             self.look(now_s)
@@ -410,16 +394,13 @@ class Follower:
         self._looked_at_s = now_s
         self._looks += 1
         self._looked_ns[self._looks] = self._clock.monotonic_ns()
-        spare = self._node.spare
-        waits = spare is not None and self._node.has_spare_for(spare.plan.device)
-        device = (spare.plan.device or ANY_DEVICE) if spare is not None and waits else ""
         self._report(
             Look(
                 number=self._looks,
                 now_ns=self._clock.monotonic_ns(),
                 can_fork=self._node.can_fork,
                 round_trip_s=self._round_trip_s,
-                spare_for=device,
+                has_spare=self._node.has_spare,
                 ranks={str(handle.rank): self._look_at(handle, now_s) for handle in self.handles},
             )
         )

@@ -50,7 +50,6 @@ from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.followed_run import FollowedRun
 from ddp_runner.system.moving_endpoint import read_endpoint
 from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
-from ddp_runner.system.reach import Bell
 
 TICK_S = 0.1
 DIAL_S = 1.0  # for one attempt to connect, and for the wait to the next
@@ -131,7 +130,6 @@ class _FollowerLoop:
         self._name = new_term()
         # Asks for GPUs once there are ranks here, of which it then says what they use.
         self._watch: RunWatch | None = None
-        self._bell: Bell | None = None  # where others try whether they reach this machine
         selector.register(signals, selectors.EVENT_READ, None)
 
     def run(self) -> int:
@@ -175,11 +173,6 @@ class _FollowerLoop:
             self._link.close()
         if self._node is not None:
             self._node.close()
-        self._close_bell()
-
-    def _close_bell(self) -> None:
-        if self._bell is not None:
-            self._bell.close()
 
     def _say(self, text: str, level: str = "INFO") -> None:
         self._display.line(text, level=level)
@@ -239,10 +232,6 @@ class _FollowerLoop:
         except OSError:
             return None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        address = self._meeting.options.local_addr or str(connection.getsockname()[0])
-        if self._bell is None or self._bell.address != address:
-            self._close_bell()
-            self._bell = Bell(address)
         return NodeLink(connection, token=self._meeting.token, listens=False)
 
     def _greet(self, link: NodeLink) -> Welcome | Refused | LinkLostError | WireError:
@@ -253,7 +242,6 @@ class _FollowerLoop:
             host=socket.gethostname(),
             supervisor=self._name,
             node_rank=options.node_rank,
-            bell=None if self._bell is None else (self._bell.address, self._bell.port),
             ranks=mine.ranks,
             run_id=options.run_id,
             meaning=dict(mine.meaning),
@@ -311,7 +299,6 @@ class _FollowerLoop:
                 self._plan,
                 self._node,
                 lease_s=welcome.silent_s * LEASE_SHARE,
-                bell=self._bell,
                 report=self._report,
                 show=self._say,
                 clock=self._clock,

@@ -33,8 +33,6 @@ from ddp_runner.core.node_messages import (
     Question,
     RankGone,
     RankStarted,
-    Reached,
-    Refused,
     RunEnds,
     Said,
     SaveWanted,
@@ -59,7 +57,6 @@ from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 GREETING_TIME_S = 10.0  # for whoever connects to prove what it is
 LAST_WORDS_S = 2.0  # for nodes to hear that the run has ended
-SHUT_OUT_S = 300.0  # for a machine that others cannot reach
 # Connections of machines that have not said who they are, in all and of one address. With one more, the
 # oldest is dropped, of that address if it has so many.
 STRANGERS_MAX = 64
@@ -80,7 +77,7 @@ class RankSaid:
     rank: int
 
 
-NodeNews = RankStarted | RankGone | Said | StopWanted | SaveWanted | EndWanted | Folders | Reached
+NodeNews = RankStarted | RankGone | Said | StopWanted | SaveWanted | EndWanted | Folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +163,6 @@ class OtherNodes:
         self._clock = clock
         self.spares: list[RemoteNode] = []  # in the order in which they came
         self._losses = LossCount()
-        self._shut_out: dict[str, tuple[float, str]] = {}  # until when, and why
         self._is_announced = False
         self._heard_last: RemoteNode | None = None  # most often the next frame is of the same
         self._strangers: dict[NodeLink, _Stranger] = {}  # in the order in which they came
@@ -209,10 +205,7 @@ class OtherNodes:
             if node.link is None:
                 continue
             self._want_to_write(node.link)
-            if node.unwanted:
-                self._shut_out[node.supervisor] = now_s + SHUT_OUT_S, node.unwanted
-                yield self.lose(node, node.unwanted)
-            elif node.broken:  # such as a queue that it does not read
+            if node.broken:  # such as a queue that it does not read
                 yield self.lose(node, node.broken)
             elif now_s > node.heard_at_s + self._meeting.silent_s:
                 silent_s = now_s - node.heard_at_s
@@ -322,7 +315,7 @@ class OtherNodes:
                     yield NodeSaid(node=node, message=message)
             case Watched():
                 self._watched[node.number] = message
-            case Said() | StopWanted() | SaveWanted() | EndWanted() | Folders() | Reached():
+            case Said() | StopWanted() | SaveWanted() | EndWanted() | Folders():
                 yield NodeSaid(node=node, message=message)
             case _:
                 raise WireError(f"unexpected {type(message).__name__}")
@@ -367,7 +360,7 @@ class OtherNodes:
         for one in (*self.nodes, *self.spares):
             if one.is_there and one.supervisor == message.supervisor:
                 yield self.lose(one, "it has connected again")
-        refused = why_not(message, self._meeting) or self._why_not_now(message)
+        refused = why_not(message, self._meeting)
         node = None if refused else place_for(message, self.nodes)
         if node is None and message.node_rank is not None and not message.was_there:
             refused = refused or number_is_taken(message)
@@ -399,12 +392,6 @@ class OtherNodes:
             return ""
         times = self._losses.total(machine)
         return f"it was lost {times} times, and the run does without it for {left_s:.0f} s"
-
-    def _why_not_now(self, hello: Hello) -> Refused | None:
-        until_s, why = self._shut_out.get(hello.supervisor, (0.0, ""))
-        if self._clock.monotonic() >= until_s:
-            return None
-        return Refused(name="--nnodes", value=hello.host, expected=why)
 
     def _take_in(self, node: RemoteNode, link: NodeLink, hello: Hello) -> NodeJoined:
         keeps_parked = hello.parked is not None and self._keeps(hello.parked, node)

@@ -27,7 +27,6 @@ from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
-ANY_DEVICE = "*"
 SPARE = -1  # the number of each machine that waits for a place
 # Cells with a time of the clock of their machine, and those that are not the rank's to write.
 _TIMES = (Cell.PHASE_SINCE_NS, Cell.FIRST_STEP_NS, Cell.LAST_COMMIT_NS)
@@ -104,7 +103,6 @@ class RemoteNode:
         self.host = self.supervisor = ""
         self.hello: Hello | None = None  # its newest
         self.shares_logs = True  # with the coordinator, until it says that it does not
-        self.unwanted = ""  # why the others are to do without it
         self.keeps_parked = False  # its ranks came with a memory that this run may take up
         self.is_leaving = False  # it was asked to leave, so its end is no loss
         self.left_out_until_s = 0.0  # it is lost all the time, and is not waited for until then
@@ -118,7 +116,7 @@ class RemoteNode:
         self._slots = slots
         self._processes = {rank: RemoteProcess(rank, self) for rank in ranks}
         self._can_fork = False
-        self._spare_for = ""
+        self._has_spare = False
         self._is_memory_kill = False  # the end that it has reported last
 
     @property
@@ -149,13 +147,13 @@ class RemoteNode:
 
     def joined(self, link: NodeLink, hello: Hello) -> None:
         """Its supervisor is there, with none of its ranks."""
-        self.link, self.hello, self.broken, self.unwanted = link, hello, "", ""
+        self.link, self.hello, self.broken = link, hello, ""
         self.is_leaving, self.keeps_parked, self.left_out_until_s = False, False, 0.0
         self.host, self.supervisor = hello.host, hello.supervisor
         newest = NewestCheckpoint(step=hello.newest_step, run_id=hello.newest_run_id)
         self.newest = newest if newest.step > EMPTY_STEP else None
         self.heard_at_s = self.looked_at_s = self._clock.monotonic()
-        self._can_fork, self._spare_for = False, ""
+        self._can_fork = self._has_spare = False
 
     def is_lost(self) -> None:
         """Its supervisor is not there any more."""
@@ -183,7 +181,7 @@ class RemoteNode:
         """Mirror what it says."""
         now_ns = self._clock.monotonic_ns()
         self.looked_at_s, self.behind_ns = now_ns / 1e9, now_ns - look.now_ns
-        self._can_fork, self._spare_for = look.can_fork, look.spare_for
+        self._can_fork, self._has_spare = look.can_fork, look.has_spare
         self.round_trip_s = look.round_trip_s
         for text, one in look.ranks.items():
             rank = int(text)
@@ -208,15 +206,16 @@ class RemoteNode:
 
     def cannot_start(self) -> None:
         """It has just said that it can start nobody; its next look says when that is over."""
-        self._can_fork, self._spare_for = False, ""
+        self._can_fork = self._has_spare = False
 
-    def has_spare_for(self, device: str) -> bool:
-        """Whether a process waits there that may become a rank on this device."""
-        return self.is_there and self._spare_for in (ANY_DEVICE, device)
+    @property
+    def has_spare(self) -> bool:
+        """Whether a process waits there that may become a rank."""
+        return self.is_there and self._has_spare
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """Ask for a process; who it is follows."""
-        if not self.is_there or not (self._can_fork or self._spare_for):
+        if not self.is_there or not (self._can_fork or self._has_spare):
             return StartedBy.NOBODY
         self._started[rank] += 1
         self._processes[rank].is_wanted = True

@@ -70,6 +70,8 @@ class HangFinder:
                 # Nobody knows who is late. Perhaps it is the store, which is cheap to replace.
                 self._world.kill_store()
                 cause = f"the ranks did not form within {self._settings.form_timeout_s:g} s"
+                if machines := self._world.machines():
+                    cause += f": perhaps {machines} cannot reach each other: let TCP through between them"
                 return [self._stuck(cause, Phase.FORMING)]
         return []
 

@@ -13,12 +13,9 @@ from ddp_runner.core.spare import (
     LOST_BUILDING_MAX,
     SpareFacts,
     SpareKind,
-    SparePlan,
     builds_ahead,
     lost_after,
-    must_end,
     must_give_back,
-    spare_plan,
     wants_spare,
 )
 from ddp_runner.supervisor.processes.children import Ended
@@ -48,6 +45,7 @@ class SpareKeeper:
         repair: Respawns,
     ) -> None:
         self._settings = plan.settings.recovery
+        self._is_on_cpu = plan.devices[0].device == "cpu"
         self._facts = facts
         self._node = node
         self._world = world
@@ -64,64 +62,43 @@ class SpareKeeper:
         self._asked_at_s = 0.0
         self._newest: Spare | None = None  # also once it is gone, until it has begun as a rank
         self._dismissed: Spare | None = None  # ended for what it held: it was no use, and no loss
-        self._refused: set[str] = set()  # GPUs on which no spare is to hold anything
-        self._reported: set[str] = (
-            set()
-        )  # GPUs of which people know that a spare holds memory there
 
     def look(self, now_s: float, *, fault_free: bool) -> None:
         """Fork one ahead where none is; end one that is stopped; replace what never became a rank."""
         self._give_back(now_s)
         self._note_used()
-        self._note_short_of_memory()
         if self._node.spare is None:
             self._facts.spare = {}
-        plan = spare_plan(
-            self._settings.warm_spare,
-            processes=[(one.device.device, one.spawned_at_s) for one in self._world.present],
-            refused=self._refused,
-        )
-        if plan is None:
+        if not self._settings.warm_spare:
             return
         if self._facts.generation != self._generation:
             self._generation = self._facts.generation
             self._formed_at_step = self._facts.committed_step
-        starting = {
-            handle.device.device
-            for handle in self._world.ranks
-            if handle.state is RankState.STARTING and not handle.was_spare
-        }
         spare = self._node.spare
-        if spare is not None and (
-            must_end(
-                spare.plan, plan, fault_free=fault_free, starting=starting, refused=self._refused
-            )
-            or not self._may_go_on(spare, fault_free=fault_free)
-        ):
+        if spare is not None and not self._may_go_on(spare, fault_free=fault_free):
             self._dismissed = spare
             self._node.kill(spare)
         elif spare is not None and (
             self._node.helper_stopped_s(spare, now_s) > self._settings.stopped_max_s
-            or (not spare.is_ready and now_s > spare.since_s + self._warm_timeout_s(spare.plan))
+            or (not spare.is_ready and now_s > spare.since_s + self._warm_timeout_s(spare.kind))
         ):
             self._node.kill(spare)
         facts = SpareFacts(
             fault_free=fault_free,
             stepped=self._facts.committed_step > self._formed_at_step,
             exists=spare is not None,
-            starts_there=plan.device in starting,
             lost_in_a_row=self._lost_in_a_row,
             since_lost_s=now_s - self._lost_at_s,
         )
         if self._node.can_fork and wants_spare(facts):
             self._asked_at_s = now_s
-            self._node.start_spare(self._with_model(plan))
+            self._node.start_spare(self._wanted_kind())
             self._newest = self._node.spare
 
-    def _with_model(self, plan: SparePlan) -> SparePlan:
-        """The plan, with what is built ahead where that is wanted and there is memory for it."""
-        if plan.kind is not SpareKind.CPU:
-            return plan
+    def _wanted_kind(self) -> SpareKind:
+        """On the CPU one that builds ahead, where that is wanted and there is memory for it."""
+        if not self._is_on_cpu:
+            return SpareKind.LIBRARIES
         # Of other machines as well: they build the same.
         took_ns = max(handle.slot.get(Cell.BUILD_NS) for handle in self._world.present)
         self._build_s = max(self._build_s, took_ns / 1e9)
@@ -133,30 +110,18 @@ class SpareKeeper:
             free_bytes=self._node.system.free_bytes(),
             lost_in_a_row=self._lost_building,
         )
-        return SparePlan(kind=SpareKind.MODEL) if is_built else plan
+        return SpareKind.MODEL if is_built else SpareKind.CPU
 
     def _may_go_on(self, spare: Spare, *, fault_free: bool) -> bool:
         """Whether what it builds is of this run's stage, and takes no time from a repair."""
-        if spare.plan.kind is not SpareKind.MODEL:
+        if spare.kind is not SpareKind.MODEL:
             return True
-        is_of_stage = spare.fits(spare.plan.device, self._node.settings_record)
-        return is_of_stage and (spare.is_ready or fault_free)
+        return spare.fits(self._node.settings_record) and (spare.is_ready or fault_free)
 
-    def _warm_timeout_s(self, plan: SparePlan) -> float:
-        if plan.kind is SpareKind.MODEL:
+    def _warm_timeout_s(self, kind: SpareKind) -> float:
+        if kind is SpareKind.MODEL:
             return CUDA_WARM_TIMEOUT_S + BUILD_FACTOR * self._build_s
-        return WARM_TIMEOUT_S if plan.kind is SpareKind.CPU else CUDA_WARM_TIMEOUT_S
-
-    def _note_short_of_memory(self) -> None:
-        for rank in sorted(self._facts.short_of_memory):
-            self._refuse(self._world.ranks[rank].device.device, f"rank {rank} ran out of memory")
-
-    def _refuse(self, device: str, why: str) -> None:
-        """Hold nothing on this GPU any more, where that was asked for."""
-        is_asked = self._settings.warm_spare == SpareKind.DEVICE.value and device != "cpu"
-        if is_asked and device not in self._refused:
-            self._refused.add(device)
-            self._recorder.say(f"the spare holds nothing on {device} from now on: {why}")
+        return WARM_TIMEOUT_S if kind is SpareKind.CPU else CUDA_WARM_TIMEOUT_S
 
     def _give_back(self, now_s: float) -> None:
         """A spare may be stopped, or killed, in the very moment in which it is made a rank."""
@@ -189,14 +154,9 @@ class SpareKeeper:
         if spare is None:
             return
         spare.is_ready = True
-        device = spare.plan.device
-        if device and device not in self._reported:
-            self._reported.add(device)
-            about = f"{message.device_bytes / 1e9:.1f} GB" if message.device_bytes else "memory"
-            self._recorder.say(f"a spare for {device} waits, and holds {about} of it")
         spare.ready = message
-        self._facts.spare = {"kind": spare.plan.kind.value, **asdict(message)}
-        if spare.plan.kind is SpareKind.MODEL:
+        self._facts.spare = {"kind": spare.kind.value, **asdict(message)}
+        if spare.kind is SpareKind.MODEL:
             self._lost_building = 0
         if spare.pid is not None:
             self._report_ready(spare)
@@ -205,9 +165,7 @@ class SpareKeeper:
         self._recorder.record(
             events.SpareReady(
                 pid=spare.pid,
-                kind=spare.plan.kind.value,
-                device=spare.plan.device,
-                device_bytes=spare.ready.device_bytes,
+                kind=spare.kind.value,
                 built_bytes=spare.ready.built_bytes,
                 build_s=spare.ready.build_s,
             )
@@ -232,13 +190,11 @@ class SpareKeeper:
         )
 
     def _count_lost(self, newest: Spare | None, ended: Ended | None, now_s: float) -> None:
-        if newest is not None and not newest.is_ready and ended is not None:
-            if newest.plan.device and ended.exit_code:
-                self._refuse(newest.plan.device, "it could not start there")
-            if newest.plan.kind is SpareKind.MODEL:
-                said_why = bool(ended.exit_code)
-                self._lost_building += LOST_BUILDING_MAX if said_why else 1
-                if said_why:  # the next one builds nothing, and is no worse for it
-                    return
+        was_building = newest is not None and newest.kind is SpareKind.MODEL and not newest.is_ready
+        if was_building and ended is not None:
+            said_why = bool(ended.exit_code)
+            self._lost_building += LOST_BUILDING_MAX if said_why else 1
+            if said_why:  # the next one builds nothing, and is no worse for it
+                return
         self._lost_in_a_row = lost_after(self._lost_in_a_row, lived_s=now_s - self._asked_at_s)
         self._lost_at_s = now_s

@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_runner.core import events
 from ddp_runner.core.drill import DRILLED
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, RunStatus
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault
 from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.system.run_files import from_json, read_small
@@ -67,7 +67,6 @@ class RunFacts(RunFindings):
     has_replaced: bool = False  # a rank, once training had begun
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     kept: RunSummary | None = None  # of the run, which was complete before this launch
-    short_of_memory: set[int] = field(default_factory=set)  # ranks that ever ran out of it
     spare: dict[str, object] = field(default_factory=dict)  # what the one that waits here holds
 
     def take(self, event: events.Event) -> None:
@@ -78,8 +77,6 @@ class RunFacts(RunFindings):
                 self.saved_any = True
             case events.Plan(replaced=ranks) if ranks and self.ever_formed:
                 self.has_replaced = True
-            case events.Fault(kind=FaultKind.OUT_OF_MEMORY.value, is_repaired=False, rank=rank):
-                self.short_of_memory.add(rank)
             case _:
                 pass
 

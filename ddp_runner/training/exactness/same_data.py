@@ -109,7 +109,7 @@ class SameData:
             worker_count(
                 settings.data.num_workers,
                 local_world_size=rank_info.local_world_size,
-                cores=cores_here(reserved=settings.data.reserved_cores),
+                cores=cores_here(),
             )
             > 0
         )
