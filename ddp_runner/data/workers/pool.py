@@ -250,6 +250,7 @@ class WorkerPool:
                         rank_pid=os.getpid(),
                         stacks=self._stacks,
                         reserved_cores=settings.reserved_cores,
+                        then=source.enter_worker,
                     ),
                     multiprocessing_context="fork",
                     generator=torch.Generator(),  # or the rank's own generator would move

@@ -13,7 +13,7 @@ from ddp_runner.data.workers.count import leave_cores
 from ddp_runner.system import parent_death
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # The rank acts on these at its next step boundary, and still needs batches to get there.
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -33,8 +33,17 @@ def run_signals_held() -> Iterator[None]:
 class WorkerStart:
     """The ``worker_init_fn`` of a rank's loader workers, which are forked from that rank."""
 
-    def __init__(self, *, rank: int, rank_pid: int, stacks: int, reserved_cores: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        rank_pid: int,
+        stacks: int,
+        reserved_cores: int = 0,
+        then: Callable[[int], None],
+    ) -> None:
         self._rank = rank
+        self._then = then  # what the worker's source has to do
         self._reserved_cores = reserved_cores
         self._rank_pid = rank_pid
         self._stacks = stacks  # the file that its stack goes to, where it is asked for
@@ -56,6 +65,7 @@ class WorkerStart:
         signal.set_wakeup_fd(-1)
         let_go_of_devices()
         leave_cores(self._reserved_cores)
+        self._then(worker)
 
 
 def let_go_of_devices(prefix: str = "/dev/nvidia") -> None:
