@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
-from ddp_runner.data.text.byte_dataset import ByteWindows
 from ddp_runner.data.text.corpus import scan_standard_library
+from ddp_runner.tasks.bytes_lm import ByteWindows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from ddp_runner.core.fork_specs import ForkKind, ImportsSpec
 from ddp_runner.core.messages import (
     PACKET_BYTES_MAX,
     Abort,
@@ -57,9 +58,9 @@ def test_descriptors_come_with_their_message(ends):
     mine, other = ends
     pipes = [os.pipe() for _ in range(DESCRIPTORS_MAX // 2)]
     sent = [descriptor for pipe in pipes for descriptor in pipe]
-    mine.send(Fork(token=1, rank=0, local_rank=0, spec={"a": 1}), descriptors=sent)
+    mine.send(Fork(token=1, kind=ForkKind.IMPORTS, spec=ImportsSpec(wanted="a")), descriptors=sent)
     message, received = other.receive()
-    assert message == Fork(token=1, rank=0, local_rank=0, spec={"a": 1})
+    assert message == Fork(token=1, kind=ForkKind.IMPORTS, spec=ImportsSpec(wanted="a"))
     assert len(received) == DESCRIPTORS_MAX
     assert not set(received) & set(sent)
     for number, (_, writer) in enumerate(pipes):
@@ -157,7 +158,9 @@ def test_a_message_too_long_for_a_packet_is_never_sent(ends):
     """The channel stays usable."""
     mine, other = ends
     with pytest.raises(WireError, match="too long"):
-        mine.send(Fork(token=1, rank=0, local_rank=0, spec={"x": "y" * PACKET_BYTES_MAX}))
+        mine.send(
+            Fork(token=1, kind=ForkKind.IMPORTS, spec=ImportsSpec(wanted="y" * PACKET_BYTES_MAX))
+        )
     mine.send(Checkpoint())
     assert other.receive()[0] == Checkpoint()
 
@@ -165,7 +168,9 @@ def test_a_message_too_long_for_a_packet_is_never_sent(ends):
 def test_the_longest_message_arrives(ends):
     """A packet just below the limit fits the socket's buffers."""
     mine, other = ends
-    message = Fork(token=1, rank=0, local_rank=0, spec={"x": "y" * (PACKET_BYTES_MAX - 200)})
+    message = Fork(
+        token=1, kind=ForkKind.IMPORTS, spec=ImportsSpec(wanted="y" * (PACKET_BYTES_MAX - 200))
+    )
     mine.send(message)
     assert other.receive()[0] == message
 

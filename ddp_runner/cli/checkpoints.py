@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_runner import start
 from ddp_runner.checkpoint.catalog import Catalog, Entry
-from ddp_runner.checkpoint.manifest import stage_name
-from ddp_runner.checkpoint.pruning import perform_pruning, plan_pruning
+from ddp_runner.checkpoint.disk import Disk, RealDisk
+from ddp_runner.checkpoint.manifest import manifest_name, stage_name
 from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, parse_small
-from ddp_runner.cli.checkpoint_export import export
 from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of
 from ddp_runner.cli.output import show
 from ddp_runner.cli.runs import NAME, checkpoint_dir_of
@@ -18,11 +24,14 @@ from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND
+from ddp_runner.supervisor.processes.environment import probe_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from ddp_runner.checkpoint.catalog import Entry
     from ddp_runner.cli.arguments import SmallArguments
+
 
 _ACTIONS = ("list", "verify", "show", "export", "prune")
 _TO, _FORMAT, _DTYPE, _KEEP = ("--to", ""), ("--format", ""), ("--dtype", ""), ("--keep", "")
@@ -206,3 +215,119 @@ def _line(entry: Entry, *, reason: str | None, is_best: bool, verified: bool) ->
     cells.append(f"BAD: {reason}" if reason is not None else "ok" if verified else "")
     cells.append("best" if is_best else "")
     return "  ".join(cells).rstrip()
+
+
+# Which checkpoints a person may delete, and their deletion. Never imports torch; never decides
+# when.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruning:
+    """``removed``: to be deleted, newest first. ``sound``: how many newest ones verified and stay.
+
+    ``spared``: older ones that stay, with the reason.
+    """
+
+    removed: tuple[Entry, ...]
+    sound: int
+    spared: tuple[tuple[Entry, str], ...] = ()
+
+
+# INVARIANT pruned-behind-sound: nothing is deleted that is not older than as many checkpoints as are to
+# be kept, each of which was just read whole. Broken if: a damaged or an unread one counts as kept.
+# Guarded by: test_pruning_counts_only_what_was_read_whole.
+def plan_pruning(
+    entries: Sequence[Entry],
+    *,
+    keep: int,
+    verify: Callable[[Entry], str | None],
+    best_step: int | None,
+    keep_every: int = 0,
+    of_stages: Collection[int] = (),
+    takes_all: bool = False,
+) -> Pruning:
+    """What to delete of ``entries``, newest first, so that the newest ``keep`` sound ones stay.
+
+    The best one, those of a step that ``keep_every`` divides and ``of_stages`` that are over stay too, unless it
+    ``takes_all``.
+    """
+    sound, removed, spared = 0, [], []
+    for entry in entries:
+        if sound < keep:
+            sound += entry.manifest is not None and verify(entry) is None
+        elif not takes_all and entry.step == best_step:
+            spared.append((entry, "the best"))
+        elif not takes_all and entry.step in of_stages:
+            spared.append((entry, "of a stage that is over"))
+        elif not takes_all and keep_every and entry.step % keep_every == 0:
+            spared.append((entry, f"for good: keep_every={keep_every}"))
+        else:
+            removed.append(entry)
+    return Pruning(removed=tuple(removed), sound=sound, spared=tuple(spared))
+
+
+def perform_pruning(catalog: Catalog, pruning: Pruning, *, disk: Disk | None = None) -> None:
+    """Delete them, the oldest first, each with its manifest before it. Raises OSError."""
+    disk = RealDisk() if disk is None else disk
+    for entry in reversed(pruning.removed):
+        for path in (catalog.directory / manifest_name(entry.step), entry.path):
+            with contextlib.suppress(FileNotFoundError):  # a run's own retention works beside us
+                disk.remove(path)
+    if pruning.removed:
+        disk.sync_directory(catalog.directory)
+
+
+# ``checkpoints export``: a checkpoint's weights as files for other programs, made by a child
+# with torch.
+
+FORMATS = ("safetensors", "pt")
+DTYPES = ("fp32", "bf16", "fp16")
+_MODULE = "ddp_runner.rank.export"  # by name: it needs torch, and the command line must not
+
+
+def export(
+    catalog: Catalog, entry: Entry, *, to: Path, values: Mapping[str, str], average: bool
+) -> int:
+    """Write the weights into ``to``, an empty or new folder; the exit code. Raises BadInputError."""
+    form, dtype = values.get("--format", "safetensors"), values.get("--dtype", "")
+    if form not in FORMATS:
+        raise BadInputError("--format", form, f"must be {' or '.join(FORMATS)}")
+    if dtype and dtype not in DTYPES:
+        raise BadInputError("--dtype", dtype, f"must be {', '.join(DTYPES)}")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise BadInputError("--to", to, "must be a new or an empty folder")
+    if (problem := catalog.verify(entry)) is not None:
+        raise BadInputError(str(entry.path), "", f"cannot be trusted: {problem}")
+    settings = None if entry.manifest is None else entry.manifest.about.get("settings")
+    spec = {
+        "path": str(entry.path),
+        "to": str(to),
+        "format": form,
+        "dtype": dtype,
+        "average": average,
+        "init_from": values.get("--init-from", ""),
+        "settings": settings,
+    }
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as pipe:
+        try:
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, start.__file__, _MODULE, str(writer), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                pass_fds=(writer,),
+                env=probe_environment(os.environ),
+            )
+        finally:
+            os.close(writer)
+        process.communicate(json.dumps(spec).encode())
+        answer = pipe.read()
+    try:
+        said = json.loads(answer)
+    except ValueError:
+        show(f"the export ended with {process.returncode}")
+        return ExitCode.FAILED
+    if said.get("refused"):
+        raise BadInputError(str(entry.path), "", said["refused"])
+    for line in said["lines"]:
+        show(line)
+    return ExitCode.DONE

@@ -6,22 +6,27 @@ Starts nothing, listens nowhere, and takes no part in a run that it asks.
 from __future__ import annotations
 
 import errno
+import select
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_runner.cli.checks import Check, Verdict
 from ddp_runner.cli.nodes import TOKEN_VARIABLE, given_token, versions_here
-from ddp_runner.supervisor.nodes.asking import WrongTokenError, ask
+from ddp_runner.core.messages import WireError
+from ddp_runner.core.node_messages import (
+    FROM_COORDINATOR,
+    Answer,
+    Question,
+    decode_from_node,
+    encode_for_node,
+)
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.interfaces import address_towards, interface_of
-from ddp_runner.system.node_link import LinkLostError
+from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
 from ddp_runner.system.token_file import shared_token
-
-if TYPE_CHECKING:
-    from ddp_runner.core.node_messages import Answer
 
 _LIMIT_S = 5.0  # for a connection, and for the answer
 
@@ -156,3 +161,38 @@ def check_shared(name: str, folder: Path, term: str) -> Check:
 
 def _failed(name: str, found: str, cure: str) -> Check:
     return Check(name=name, verdict=Verdict.FAIL, found=found, cure=cure)
+
+
+# Asks a coordinator what is there, as somebody who takes no part: a running run notices
+# nothing.
+
+
+class WrongTokenError(Exception):
+    """It is one of ours, and has another token."""
+
+
+def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
+    """What the coordinator at the other end says. Blocks for at most that time, and hangs up.
+
+    Raises WrongTokenError, or LinkLostError where it is no coordinator of this version.
+    """
+    link = NodeLink(connection, token=token, listens=False)
+    give_up_s = time.monotonic() + limit_s
+    try:
+        link.send(encode_for_node(Question()))
+        while (left_s := give_up_s - time.monotonic()) > 0:
+            ready = select.poll()  # which takes descriptors above 1,023 too
+            ready.register(link, select.POLLIN | select.POLLOUT * link.wants_to_write)
+            ready.poll(left_s * 1000)
+            link.flush()
+            for content in link.receive():
+                answer = decode_from_node(content, allowed=FROM_COORDINATOR)
+                if isinstance(answer, Answer):
+                    return answer
+    except UnprovedError as error:
+        raise WrongTokenError from error
+    except WireError as error:
+        raise LinkLostError(str(error)) from error
+    finally:
+        link.close()
+    raise LinkLostError(f"it has not answered within {limit_s:g} s")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections import Counter
+from importlib import util
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_runner import start
 from ddp_runner.cli.arguments import LOG_DIR, SmallArguments, parse_small
 from ddp_runner.cli.output import is_unicode, show
 from ddp_runner.cli.report_comparison import compare
-from ddp_runner.cli.report_file import write_html
 from ddp_runner.cli.runs import NAME, elsewhere, log_dir_of
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
@@ -20,16 +23,18 @@ from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import fault_sentence
 from ddp_runner.observe.reports.ended_run import EndedRun
+from ddp_runner.observe.reports.html_page import html_report
 from ddp_runner.observe.reports.improvements import improvements
 from ddp_runner.observe.reports.text_report import curve_lines, improvement_lines, time_lines
 from ddp_runner.observe.script_summary import ScriptSummary, read_script_summary
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.start import COMMAND
-from ddp_runner.system.run_files import from_json, read_lines, read_small
+from ddp_runner.system.run_files import from_json, read_lines, read_small, replace_file
+from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
+
 
 HELP = f"""Usage:  {COMMAND} report [--name NAME | -l DIR] [--html FILE]
         {COMMAND} report --compare A B
@@ -275,3 +280,55 @@ def _event_name(line: bytes) -> str:
         return str(from_json(line)["event"])
     except (ValueError, KeyError, TypeError):
         return "(unreadable line)"
+
+
+# ``report --html FILE``: a run as one file for a browser. Needs plotly's script, of the extra
+# ``report`` or ``page``.
+
+_SCRIPT = Path("package_data", "plotly.min.js")
+
+
+def write_html(directory: Path, given: str) -> int:
+    """Write the file; the exit code. Raises BadInputError where it cannot be written, or plotly is missing."""
+    path = Path(given).expanduser()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "is a folder; give a file" if path.is_dir() else "its folder is not there"
+        raise BadInputError("--html", given, what)
+    plotly = _plotly(given)
+    history = RunHistory(directory)
+    history.read()
+    if not history.status and not history.summary:
+        raise BadInputError("--log-dir", directory, "holds no run: no summary.json")
+    page = html_report(
+        history, _summary(directory), plotly=plotly, now_s=time.time(), version=VERSION
+    )
+    data = page.encode(errors="replace")
+    try:
+        replace_file(path.absolute(), data)
+    except OSError as error:
+        raise BadInputError("--html", given, f"cannot be written: {error.strerror}") from error
+    show(f"{given}: {byte_size(len(data))}, to be opened in any browser; it fetches nothing")
+    return ExitCode.DONE
+
+
+def _summary(directory: Path) -> RunSummary | None:
+    """None of a run that goes on, was killed, or whose file nobody of us wrote."""
+    try:
+        return read_summary(directory / "summary.json")
+    except (OSError, ValueError, TypeError, OverflowError, AttributeError):
+        return None
+
+
+def _plotly(given: str) -> str:
+    """The library's own script, as its package has it."""
+    found = util.find_spec("plotly")
+    places = [] if found is None else found.submodule_search_locations or []
+    files = [file for place in places if (file := Path(place) / _SCRIPT).is_file()]
+    if files:
+        return files[0].read_text(encoding="utf-8")
+    wanted = "`pip install 'ddp_runner[report]'`"
+    if start.IS_CHECKOUT:
+        wanted = f"`{COMMAND} environment --extra report`, or `pip install 'plotly>=5.18,<7'`"
+    raise BadInputError(
+        "--html", given, f"plotly, which draws it, is not installed for {sys.executable}: {wanted}"
+    )

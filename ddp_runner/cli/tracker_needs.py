@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner import start
 from ddp_runner.config.compose import raise_problems
-from ddp_runner.config.env_file import ENV_FILE, env_keys
 from ddp_runner.config.user_files import PRESETS_FOLDER
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.secrets import GIVEN_BY_FILE
+from ddp_runner.core.secrets import GIVEN_BY_FILE, is_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ddp_runner.core.settings import Settings
+
 
 KEY = "log.trackers"
 _NEEDS = {"tensorboard": "tensorboard>=2.14,<3", "wandb": "wandb>=0.18,<1"}
@@ -71,3 +73,58 @@ def _can_log_in(environment: Mapping[str, str]) -> bool:
         return netrc.netrc(path).authenticators(host.partition("/")[0]) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+# Keys of services from a ``.env`` file that lies beside the configuration. What is set already
+# wins.
+
+ENV_FILE = ".env"
+_BYTES_MAX = 64 * 1024
+_LINE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*)", re.ASCII)
+_OF_TRACKERS = "WANDB_"  # its project, its mode: no secrets, and of use nowhere else
+
+
+def env_keys(files: Sequence[Path], environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables to add: keys of the ``.env`` beside each of ``files``, or of the working folder's.
+
+    Names with KEY, TOKEN, SECRET or PASSWORD, and those of W&B; other lines are left alone, and so is
+    what ``environment`` has, even if it is empty. Raises BadInputError for a file that cannot be read.
+    """
+    folders = dict.fromkeys(path.parent for path in files) or {Path(): None}
+    found: dict[str, str] = {}
+    for folder in folders:
+        found |= parse_env(_read(folder / ENV_FILE))
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in environment and (is_secret(name, value) or name.startswith(_OF_TRACKERS))
+    }
+
+
+def parse_env(text: str) -> dict[str, str]:
+    """The lines ``NAME=VALUE``, as a shell has them without its substitutions; what is none is left out."""
+    found = {}
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line.strip())
+        if match is not None:
+            found[match[1]] = _value(match[2])
+    return found
+
+
+def _value(written: str) -> str:
+    for quote in ("'", '"'):
+        end = written.find(quote, 1)
+        if written.startswith(quote) and end > 0:
+            return written[1:end]
+    return re.split(r"\s+#", written, maxsplit=1)[0].strip()
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():  # which a pipe, that would be waited for, is not
+        return ""
+    try:
+        with path.open("rb") as file:
+            return file.read(_BYTES_MAX).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "is no text"
+        raise BadInputError(ENV_FILE, str(path), f"cannot be read: {reason}") from error

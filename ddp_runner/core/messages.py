@@ -6,6 +6,7 @@ newer sender are dropped; an unknown type or version is an error, never a guess.
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -13,11 +14,10 @@ from typing import get_args
 
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.fork_specs import ForkKind, NothingMore, Spec, spec_of
 from ddp_runner.core.run_stages import OtherStage
 
 WIRE_VERSION = 1
-STORE_RANK, SPARE_RANK, STANDBY_RANK, DRILL_RANK, IMPORT_RANK = -1, -2, -3, -4, -5  # no ranks
-SAVER_RANK = -6  # the same
 NO_PROCESS = 0  # in a Forked, of one that the run can do without
 PACKET_BYTES_MAX = 128 * 1024  # a local socket's default buffer holds one
 
@@ -381,15 +381,16 @@ class RestartProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Supervisor -> zygote: fork a rank, or what :data:`STORE_RANK` and the others stand for, but import for the last.
+    """Supervisor -> zygote: fork a process of this kind. Supervisor -> spare: become that rank.
 
-    Supervisor -> spare: become that rank. Descriptors come along.
+    ``rank``, ``local_rank``: -1 where it is none. Descriptors come along.
     """
 
     token: int
-    rank: int
-    local_rank: int
-    spec: dict[str, object] = field(default_factory=dict)
+    kind: ForkKind
+    rank: int = -1
+    local_rank: int = -1
+    spec: Spec = field(default_factory=NothingMore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,6 +497,9 @@ def decode(packet: bytes) -> Message:
         raise WireError(f"unknown message type {name!r}")
     try:
         known = {key: _decode_field(key, body[key]) for key in _FIELDS[name] if key in body}
+        if kind is Fork:
+            what = ForkKind(body["kind"])
+            known |= {"kind": what, "spec": spec_of(what, body.get("spec", {}))}
         make: Callable[..., Message] = kind
         return make(**known)
     except (TypeError, ValueError, KeyError) as error:
@@ -503,7 +507,7 @@ def decode(packet: bytes) -> Message:
 
 
 def _encode_value(value: object) -> object:
-    if isinstance(value, (FaultKind, Origin, StopReason)):
+    if isinstance(value, enum.Enum):
         return value.value
     raise TypeError(f"{type(value).__name__} has no wire form")
 

@@ -1,4 +1,4 @@
 """WATCHES: how much memory a rank and its loader workers use, and what is done about it.
 
-The rules (levels, hysteresis, what is a leak) are in ``core.memory_pressure`` and ``core.memory_leak``.
+The rules (levels, hysteresis, what is a leak) are in ``manager`` and ``core.memory_leak``.
 """

@@ -10,14 +10,14 @@ import contextlib
 import gc
 import math
 import time
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.memory_leak import LeakWindow
-from ddp_runner.core.memory_pressure import Level, may_collect_fully, next_level
 from ddp_runner.memory.readings import Reader, Reading, SystemReader
 from ddp_runner.memory.reclaim import empty_device_cache, reclaim
-from ddp_runner.memory.uses import GB, exceeds_hard_limit, tightest_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +25,59 @@ if TYPE_CHECKING:
     import torch
 
     from ddp_runner.core.settings import MemorySettings
+    from ddp_runner.memory.readings import Reading
+
+
+# Decides how tight memory is: a share of a limit -> a level, with hysteresis. Never measures.
+
+
+class Level(IntEnum):
+    """How close memory is to its limit; a higher number is worse."""
+
+    OK = 0
+    WARN = 1
+    REACT = 2
+    LIMIT = 3
+
+    @property
+    def label(self) -> str:
+        """The lower-case name that people and files see."""
+        return self.name.lower()
+
+
+def next_level(
+    current: Level,
+    share: float,
+    *,
+    warn: float,
+    react: float,
+    limit: float,
+    hysteresis: float = 0.05,
+) -> Level:
+    """The level after ``share`` (used / limit; may exceed 1) was seen while at ``current``.
+
+    A level is entered at once when its threshold is reached, and left only when the share has
+    fallen ``hysteresis`` below that threshold: a share that swings around a threshold is one event.
+    Raises ValueError unless ``0 <= warn <= react <= limit`` and ``hysteresis >= 0``.
+    """
+    if not 0 <= warn <= react <= limit or hysteresis < 0:
+        raise ValueError(f"thresholds must rise: warn={warn} react={react} limit={limit}")
+    thresholds = ((Level.LIMIT, limit), (Level.REACT, react), (Level.WARN, warn))
+    for level, threshold in thresholds:
+        margin = hysteresis if level <= current else 0.0
+        if share >= threshold - margin:
+            return level
+    return Level.OK
+
+
+def may_collect_fully(*, since_last_s: float, cost_s: float, cost_share: float = 0.005) -> bool:
+    """Whether a full garbage collection of ``cost_s`` stays within its share of the time.
+
+    A full collection walks every object of the process: 40-60 ms with torch imported, which is a
+    step or more of a small model. ``since_last_s`` is the time since the last one.
+    """
+    return cost_s <= cost_share * since_last_s
+
 
 _MB = 1_000_000
 _LOOKS_BETWEEN_REACTIONS = 10  # while a level lasts; a reaction costs some 50 ms
@@ -282,3 +335,71 @@ class MemoryManager:
         # An emptied cache is refilled by slow, synchronising allocations: only under pressure.
         if self._level >= Level.WARN:
             empty_device_cache(self._device)
+
+
+# Decides which limit a reading is closest to. Values in, values out.
+
+GB = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """How much of one limit is used. ``on_host`` says whether loader prefetch counts in it."""
+
+    used_bytes: int
+    limit_bytes: int
+    limit_name: str
+    on_host: bool
+
+    @property
+    def share(self) -> float:
+        """Used / limit; above 1 when the limit is exceeded."""
+        return self.used_bytes / self.limit_bytes
+
+    def __str__(self) -> str:
+        used, limit = self.used_bytes / GB, self.limit_bytes / GB
+        return f"{used:.2f} GB used of {limit:.2f} GB ({self.share:.0%} of {self.limit_name})"
+
+
+def tightest_use(reading: Reading, settings: MemorySettings) -> Use:
+    """The use with the highest share: of machine or container, ``max_memory_gb``, or device."""
+    machine = Use(
+        used_bytes=reading.ceiling_bytes - reading.available_bytes,
+        limit_bytes=reading.ceiling_bytes,
+        limit_name=reading.ceiling_source,
+        on_host=True,
+    )
+    others = (_own_use(reading, settings), _device_use(reading))
+    return max((machine, *(use for use in others if use)), key=lambda use: use.share)
+
+
+def exceeds_hard_limit(reading: Reading, settings: MemorySettings) -> bool:
+    """Whether rank and loaders together use more than ``max_memory_gb``."""
+    own = _own_use(reading, settings)
+    return own is not None and own.used_bytes > own.limit_bytes
+
+
+def _own_use(reading: Reading, settings: MemorySettings) -> Use | None:
+    """The use of ``max_memory_gb``, if that is set."""
+    if settings.max_memory_gb is None:
+        return None
+    return Use(
+        used_bytes=reading.rss_bytes + reading.loader_bytes,
+        limit_bytes=max(1, int(settings.max_memory_gb * GB)),
+        limit_name="max_memory_gb",
+        on_host=True,
+    )
+
+
+def _device_use(reading: Reading) -> Use | None:
+    """The use of the device, if there is one. Cached blocks are free for this rank."""
+    free, total = reading.device_free_bytes, reading.device_total_bytes
+    if free is None or not total:
+        return None
+    cached = (reading.device_reserved_bytes or 0) - (reading.device_allocated_bytes or 0)
+    return Use(
+        used_bytes=total - free - cached,
+        limit_bytes=total,
+        limit_name="device memory",
+        on_host=False,
+    )

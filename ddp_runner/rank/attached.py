@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.fork_specs import RankSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.rank import attach, process
 from ddp_runner.rank.script import run_as_main
@@ -19,9 +19,10 @@ def run(request: Fork, descriptors: list[int]) -> int:
     """
     settings, runtime = process.begin(request, descriptors)
     attach.be_supervised(settings, runtime)
-    spec: dict[str, Any] = request.spec
-    program = spec["program"]
-    source = Path(str(program["source"])).read_bytes() if program["source"] else None
+    assert isinstance(request.spec, RankSpec), "a rank is told what a rank needs"
+    program = request.spec.program
+    assert program is not None, "it is a program's"
+    source = Path(program.source).read_bytes() if program.source else None
 
     def failed(error: BaseException) -> None:
         if not attach.has_ended():
@@ -38,9 +39,9 @@ def run(request: Fork, descriptors: list[int]) -> int:
 
     try:
         code = run_as_main(
-            str(program["path"]),
-            str(program["module"]),
-            list(program["arguments"]),
+            program.path,
+            program.module,
+            list(program.arguments),
             source=source,
             on_error=failed,
         )

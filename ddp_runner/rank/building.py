@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from ddp_runner.core.fork_specs import Surroundings
 from ddp_runner.core.settings import Settings
 from ddp_runner.system import parent_death
 from ddp_runner.training.built_ahead import BuiltAhead, build_ahead
@@ -35,26 +36,26 @@ class Built:
     took_s: float
 
 
-def build(settings: Settings, spec: dict[str, Any]) -> Built:
+def build(settings: Settings, spec: Surroundings) -> Built:
     """Build it as any rank of this machine would. Raises AsksForRankError, and what the task raises."""
     parent_death.mark_own_children()
     began_s, before_bytes = time.monotonic(), own_bytes()
     rank_info = RankInfo(
         rank=-1,
         local_rank=-1,
-        world_size=int(spec["world_size"]),
-        local_world_size=int(spec["local_world_size"]),
-        device=str(spec["device"]) or "cpu",
+        world_size=spec.world_size,
+        local_world_size=spec.local_world_size,
+        device=spec.device or "cpu",
         loads=False,
-        other_devices=tuple(spec["other_devices"]),
+        other_devices=spec.other_devices,
     )
     os.environ.update(
         {
-            "WORLD_SIZE": str(spec["world_size"]),
-            "LOCAL_WORLD_SIZE": str(spec["local_world_size"]),
-            "GROUP_RANK": str(spec["node"]),
-            "MASTER_ADDR": str(spec["store_host"]),
-            "MASTER_PORT": str(spec["store_port"]),
+            "WORLD_SIZE": str(spec.world_size),
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "GROUP_RANK": str(spec.node),
+            "MASTER_ADDR": spec.store_host,
+            "MASTER_PORT": str(spec.store_port),
         }
     )
     with noticing(OF_A_RANK) as asked:

@@ -12,11 +12,10 @@ import os
 import platform
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ddp_runner import config
+from ddp_runner.core.fork_specs import DrillSpec
 from ddp_runner.core.messages import Drilled, Fork
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
@@ -36,37 +35,36 @@ _IOPRIO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 def main(request: Fork, descriptors: list[int]) -> int:
     """Run one drill; returns its exit status. ``descriptors``: control channel, output."""
     control, output = descriptors
-    spec: dict[str, Any] = request.spec
+    spec = request.spec
+    assert isinstance(spec, DrillSpec), "a drill is told what a drill needs"
     parent_death.set_process_name("ddp:drill")
     stand_back()
     parent_death.mark_own_children()
     channel = Channel.from_descriptor(control)
-    settings = config.from_record(spec["settings"])
+    settings = config.from_record(spec.settings)
     _write_to_log(Path(settings.run.log_dir) / LOG_NAME, otherwise=output)
     rank_info = RankInfo(
-        rank=int(spec["rank"]),
-        local_rank=int(spec["rank"]),
-        world_size=int(spec["world_size"]),
-        local_world_size=int(spec["local_world_size"]),
-        device=str(spec["device"]),
-        other_devices=tuple(spec.get("other_devices", ())),
+        rank=spec.rank,
+        local_rank=spec.rank,
+        world_size=spec.world_size,
+        local_world_size=spec.local_world_size,
+        device=spec.device,
+        other_devices=spec.other_devices,
         loads=True,
-        preload=tuple(spec["preload"]),
+        preload=spec.preload,
     )
-    prepare_interpreter(
-        replace(request, rank=rank_info.rank, local_rank=rank_info.local_rank), spec
-    )
+    prepare_interpreter(spec, rank=rank_info.rank, local_rank=rank_info.local_rank)
     logger = DDPLogger(rank=rank_info.rank, debug=settings.run.debug)
     logger.hidden = hidden = hidden_texts(settings.task, os.environ)
     install_root_handler(logger)
     differs = problem = ""
     try:
-        differs = compare(settings, rank_info, folder=Path(spec["folder"]), logger=logger)
+        differs = compare(settings, rank_info, folder=Path(spec.folder), logger=logger)
     except BaseException as error:  # noqa: BLE001 - the top of a process: no drill is worth a run
         traceback.print_exc()
         text = without_secrets(str(error), hidden)
         problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
-    message = Drilled(rank=rank_info.rank, step=int(spec["step"]), differs=differs, problem=problem)
+    message = Drilled(rank=rank_info.rank, step=spec.step, differs=differs, problem=problem)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it
             stream.flush()

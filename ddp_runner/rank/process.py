@@ -18,6 +18,7 @@ from ddp_runner import config
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.faults import ReportedFaultError
+from ddp_runner.core.fork_specs import RankSpec, Surroundings
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.core.messages import Faulted, Fork
 from ddp_runner.core.phases import Phase
@@ -53,43 +54,43 @@ def main(request: Fork, descriptors: list[int], built: BuiltAhead | None = None)
 def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRuntime]:
     """Become the rank that ``request`` says; with what it resumes. ``descriptors``: as of :func:`main`."""
     control, board, output_descriptor = descriptors
-    spec: dict[str, Any] = request.spec
+    spec = request.spec
+    assert isinstance(spec, RankSpec), "a rank is told what a rank needs"
     parent_death.set_process_name(f"ddp:rank{request.rank}")
     parent_death.mark_own_children()
-    settings = config.from_record(spec["settings"])
+    settings = config.from_record(spec.settings)
     output = StartupOutput(
         output_descriptor, Path(settings.run.log_dir) / f"rank_{request.rank}.log"
     )
-    prepare_interpreter(request, spec)
-    seal = str(spec["log_seal"])
-    logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=seal)
+    prepare_interpreter(spec, rank=request.rank, local_rank=request.local_rank)
+    logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=spec.log_seal)
     install_root_handler(logger)
     rank_info = RankInfo(
         rank=request.rank,
         local_rank=request.local_rank,
-        world_size=int(spec["world_size"]),
-        local_world_size=int(spec["local_world_size"]),
-        device=str(spec["device"]),
-        loads=bool(spec["loads"]),
-        short_of_memory_in=str(spec["short_of_memory_in"]),
-        device_free_bytes=int(spec["device_free_bytes"]),
-        preload=tuple(spec["preload"]),
-        memory_slots=tuple(spec["memory_slots"]),
-        saver_bell=str(spec["saver_bell"]),
-        log_folder=int(spec.get("log_folder", 0)),
-        other_devices=tuple(spec.get("other_devices", ())),
-        mode=str(spec.get("mode", "")),
-        code=str(spec.get("code", "")),
+        world_size=spec.world_size,
+        local_world_size=spec.local_world_size,
+        device=spec.device,
+        loads=spec.loads,
+        short_of_memory_in=spec.short_of_memory_in,
+        device_free_bytes=spec.device_free_bytes,
+        preload=spec.preload,
+        memory_slots=spec.memory_slots,
+        saver_bell=spec.saver_bell,
+        log_folder=spec.log_folder,
+        other_devices=spec.other_devices,
+        mode=spec.mode,
+        code=spec.code,
     )
     slot = _map_slot(board, rank_info)
     slot.stamp(Phase.STARTUP, time.monotonic_ns())  # a spare that was made a rank has begun
     link = StoreLink(
-        str(spec["store_host"]),
-        int(spec["store_port"]),
+        spec.store_host,
+        spec.store_port,
         timeout_s=collective_timeout_s(settings, is_watched=True),
     )
     link.connect_ahead()
-    term = str(spec.get("term", ""))
+    term = spec.term
     runtime = SupervisedRuntime(
         Channel.from_descriptor(control),
         rank_info=rank_info,
@@ -99,10 +100,10 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         link=link,
         injections=_injections(settings, spec),
         owner=FolderOwner(Path(settings.run.checkpoint_dir), term) if term else None,
-        trouble=shared_trouble(str(spec["saver_trouble"])) if request.rank == 0 else None,
+        trouble=shared_trouble(spec.saver_trouble) if request.rank == 0 else None,
         folder=Path(settings.run.checkpoint_dir),
     )
-    return config_with_resume(settings, str(spec["resume"])), runtime
+    return config_with_resume(settings, spec.resume), runtime
 
 
 def shared_trouble(path: str) -> memoryview | None:
@@ -118,17 +119,15 @@ def shared_trouble(path: str) -> memoryview | None:
     return memoryview(memory)
 
 
-def _injections(settings: Any, spec: dict[str, Any]) -> dict[int, Injection] | None:
+def _injections(settings: Any, spec: RankSpec) -> dict[int, Injection] | None:
     """What of ``--inject`` is still to come for this rank; None where nothing is injected."""
     if not settings.run.inject:
         return None
-    left: dict[str, int] = spec["injections_left"]
-    world_size = int(spec["world_size"])
     return {
-        int(number): replace(injection, times=times)
-        for number, times in left.items()
+        number: replace(injection, times=times)
+        for number, times in spec.injections_left.items()
         if isinstance(
-            injection := parse_injection(settings.run.inject[int(number)], world_size=world_size),
+            injection := parse_injection(settings.run.inject[number], world_size=spec.world_size),
             Injection,
         )
         and injection.kind is not InjectKind.BAD_SAMPLE  # the data holds it: training/loaders.py
@@ -140,7 +139,7 @@ def config_with_resume(settings: Any, resume: str) -> Any:
     return replace(settings, run=replace(settings.run, resume=resume))
 
 
-def prepare_interpreter(request: Fork, spec: dict[str, Any]) -> None:
+def prepare_interpreter(spec: Surroundings, *, rank: int, local_rank: int) -> None:
     """What user code finds around it in a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's to handle
     sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
@@ -151,21 +150,21 @@ def prepare_interpreter(request: Fork, spec: dict[str, Any]) -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     os.environ.update(
         {
-            "RANK": str(request.rank),
-            "LOCAL_RANK": str(request.local_rank),
-            "WORLD_SIZE": str(spec["world_size"]),
-            "LOCAL_WORLD_SIZE": str(spec["local_world_size"]),
-            "GROUP_RANK": str(spec.get("node", 0)),
-            "MASTER_ADDR": str(spec["store_host"]),
-            "MASTER_PORT": str(spec["store_port"]),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(spec.world_size),
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "GROUP_RANK": str(spec.node),
+            "MASTER_ADDR": spec.store_host,
+            "MASTER_PORT": str(spec.store_port),
         }
     )
-    address = str(spec.get("local_addr", ""))
-    if interface := interface_of(address) or interface_to(str(spec["store_host"])):
+    address = spec.local_addr
+    if interface := interface_of(address) or interface_to(spec.store_host):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    torch.set_num_threads(int(spec["threads"]))
-    if spec.get("detect_anomaly"):
+    torch.set_num_threads(spec.threads)
+    if spec.detect_anomaly:
         torch.autograd.set_detect_anomaly(True)
 
 

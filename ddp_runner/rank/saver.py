@@ -10,13 +10,13 @@ import os
 import select
 import signal
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.ordered_saves import OrderedWriter
+from ddp_runner.core.fork_specs import SaverSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.rank.faulty_disk import FaultyDisk
 from ddp_runner.rank.process import shared_trouble
@@ -32,7 +32,8 @@ _RUNG_BYTES = 4096
 def main(request: Fork, descriptors: list[int]) -> int:
     """Write until the supervisor hangs up. ``descriptors``: control channel, the bell's end, output."""
     control, bell, output = descriptors
-    spec: dict[str, Any] = request.spec
+    spec = request.spec
+    assert isinstance(spec, SaverSpec), "a saver is told what a saver needs"
     parent_death.set_process_name("ddp:saver")
     for number in (signal.SIGINT, *RUN_SIGNALS):  # which the supervisor decides about
         signal.signal(number, signal.SIG_IGN)
@@ -42,7 +43,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     torch.set_num_threads(1)
     channel = Channel.from_descriptor(control)
     # Opened here: a lock that it holds is let go of by the kernel when it ends.
-    files = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in spec["memory_slots"]]
+    files = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in spec.memory_slots]
     writer = OrderedWriter(MemorySlots(files, checksum=tensor_hash), disk=_disk(spec))
     lines = select.poll()  # which takes descriptors above 1,023 too
     for descriptor in (bell, channel.fileno()):
@@ -60,8 +61,8 @@ def main(request: Fork, descriptors: list[int]) -> int:
                 return 0
 
 
-def _disk(spec: dict[str, Any]) -> Disk:
-    trouble = shared_trouble(str(spec["saver_trouble"]))
+def _disk(spec: SaverSpec) -> Disk:
+    trouble = shared_trouble(spec.saver_trouble)
     if trouble is None:
         return RealDisk()
-    return FaultyDisk(trouble=trouble, folder=Path(str(spec["folder"])))
+    return FaultyDisk(trouble=trouble, folder=Path(spec.folder))

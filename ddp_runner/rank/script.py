@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from importlib.machinery import FrozenImporter, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -31,10 +31,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.faults import CAUSE_CHARACTERS_MAX
+from ddp_runner.core.fork_specs import ScriptSpec
 from ddp_runner.core.messages import (
     CollectivesBegun,
     CountCollectives,
@@ -52,7 +54,6 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.observe.files import ends_torn, lossy_text
 from ddp_runner.observe.logger import HELD_BACK, format_record
 from ddp_runner.rank.runtime import StartupOutput, write_stacks
-from ddp_runner.rank.script_groups import collectives_by_groups, hold_groups
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.start import IMPORTED_BY_PYTHON
 from ddp_runner.system import parent_death
@@ -75,30 +76,31 @@ def run(request: Fork, descriptors: list[int]) -> int:
     raises leaves it as it is: SystemExit, or an exception whose traceback has been shown without our frames (then 1 is returned).
     """
     control, board, output, *stdin = descriptors
-    spec: dict[str, Any] = request.spec
+    spec = request.spec
+    assert isinstance(spec, ScriptSpec), "a script's rank is told what that needs"
+    call = spec.call
     parent_death.set_process_name(f"ddp:rank{request.rank}")
     parent_death.mark_own_children()
-    log = Path(str(spec["log_file"]))
+    log = Path(call.log_file)
     startup = StartupOutput(output, log)
-    os.environ.update(torchrun_environment(request, spec))
+    os.environ.update(torchrun_environment(request.rank, spec))
     _be_an_ordinary_process(*stdin)
     link = _Link(
         Channel.from_descriptor(control),
-        _slot_of(board, request, spec),
+        _slot_of(board, request.rank, spec.world_size),
         startup,
         request.rank,
         log=log,
-        seal=str(spec["log_seal"]),
+        seal=spec.log_seal,
     )
     link.join()
-    if spec["is_program"]:
-        _become_program(str(spec["path"]), spec["arguments"])
+    if call.is_program:
+        _become_program(call.path, call.arguments)
     register_optimizer_step_post_hook(_StepCounter(link.slot))
     count_heartbeats(link.slot)
-    notice_files(link.slot, whole_saves=not spec["plain_saves"])
-    path, module = str(spec["path"]), str(spec["module"])
+    notice_files(link.slot, whole_saves=not call.plain_saves)
     try:
-        code = run_as_main(path, module, spec["arguments"], on_error=link.failed)
+        code = run_as_main(call.path, call.module, list(call.arguments), on_error=link.failed)
     except SystemExit as error:
         link.leaving(error.code)
         raise
@@ -107,9 +109,9 @@ def run(request: Fork, descriptors: list[int]) -> int:
     return code
 
 
-def torchrun_environment(request: Fork, spec: Mapping[str, Any]) -> dict[str, str]:
+def torchrun_environment(number: int, spec: ScriptSpec) -> dict[str, str]:
     """What torchrun 2.13 sets for each rank (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
-    rank, world_size = str(request.rank), str(spec["world_size"])
+    rank, world_size, call = str(number), str(spec.world_size), spec.call
     return {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -117,16 +119,16 @@ def torchrun_environment(request: Fork, spec: Mapping[str, Any]) -> dict[str, st
         "LOCAL_WORLD_SIZE": world_size,
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": str(spec["role"]),
+        "ROLE_NAME": call.role,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": str(spec["store_host"]),
-        "MASTER_PORT": str(spec["store_port"]),
-        "TORCHELASTIC_RUN_ID": str(spec["run_id"]),
-        "TORCHELASTIC_RESTART_COUNT": str(spec["attempt"]),
-        "TORCHELASTIC_MAX_RESTARTS": str(spec["max_restarts"]),
+        "MASTER_ADDR": spec.store_host,
+        "MASTER_PORT": str(spec.store_port),
+        "TORCHELASTIC_RUN_ID": call.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(call.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(call.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": str(spec["error_file"]),
+        "TORCHELASTIC_ERROR_FILE": call.error_file,
     }
 
 
@@ -146,7 +148,7 @@ def _be_an_ordinary_process(stdin: int | None = None) -> None:
     torch.default_generator.seed()
 
 
-def _become_program(path: str, arguments: list[str]) -> NoReturn:
+def _become_program(path: str, arguments: Sequence[str]) -> NoReturn:
     """Run another program in this process; of ours nothing is left but its environment and output."""
     for number in _IGNORED_BY_PYTHON:
         signal.signal(number, signal.SIG_DFL)
@@ -157,10 +159,10 @@ def _become_program(path: str, arguments: list[str]) -> NoReturn:
     os.execvp(path, [path, *arguments])  # noqa: S606 - the user's program
 
 
-def _slot_of(descriptor: int, request: Fork, spec: Mapping[str, Any]) -> Slot:
+def _slot_of(descriptor: int, rank: int, world_size: int) -> Slot:
     memory = mmap.mmap(descriptor, 0)
     os.close(descriptor)
-    return Board(memoryview(memory), int(spec["world_size"])).slot(request.rank)
+    return Board(memoryview(memory), world_size).slot(rank)
 
 
 class _Link:
@@ -457,3 +459,46 @@ def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | 
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
+
+
+# The process groups of a script: how many collectives it has begun in them, and that none is
+# destroyed too early.
+
+_held: dict[int, dist.ProcessGroup] = {}  # by id; also those that the script has destroyed
+
+
+def hold_groups() -> None:
+    """Keep the groups that there are now until this process ends. Called at each optimizer step.
+
+    INVARIANT groups-held: no group is destroyed while a script still runs. A replica whose script has called
+    ``destroy_process_group()`` is its last owner, and torch 2.13 joins gloo's threads in the replica's end with the
+    interpreter's lock held, while one of them may be waiting for that lock, for ever.
+    Broken if: a group that a replica holds is held by nobody else.
+    Guarded by: test_a_script_that_destroys_its_group_under_a_replica_ends.
+    """
+    groups = dist.distributed_c10d._world.pg_map if dist.is_available() else {}  # noqa: SLF001 - there is no public list
+    for group in groups:
+        _held.setdefault(id(group), group)
+
+
+def collectives_by_groups() -> tuple[int, int]:
+    """How many collectives this process has begun: in groups of all ranks, and in all others. For any thread.
+
+    (-1, 0) outside of any group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return -1, 0
+    in_all = in_others = 0
+    with contextlib.suppress(ValueError, RuntimeError):  # the main thread has just left them
+        world_size = dist.get_world_size()
+        for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - as above
+            try:
+                count: Callable[[], int] = group._get_sequence_number_for_group  # type: ignore[attr-defined] # noqa: SLF001 - nor count, and no stub
+                begun = count()
+            except RuntimeError:  # of a backend that does not count
+                continue
+            if group.size() == world_size:
+                in_all += begun
+            else:
+                in_others += begun
+    return in_all, in_others

@@ -26,6 +26,7 @@ from ddp_runner.collective.group import Membership, joined
 from ddp_runner.collective.replica import Replica
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
+from ddp_runner.core.fork_specs import SpareSpec
 from ddp_runner.core.messages import Fork, SpareReady
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.spare import SpareKind
@@ -56,10 +57,11 @@ def wait(request: Fork, descriptors: list[int]) -> int:
     for stream in (1, 2):  # its zygote's until now
         os.dup2(output, stream)
     channel = Channel.from_descriptor(control)
-    spec: dict[str, Any] = request.spec
-    torch.set_num_threads(int(spec["threads"]))
-    kind, settings = SpareKind(spec["kind"]), config.from_record(spec["settings"])
-    device_bytes = _prepare(kind, settings, str(spec["device"]))
+    spec = request.spec
+    assert isinstance(spec, SpareSpec), "a spare is told what a spare needs"
+    torch.set_num_threads(spec.threads)
+    kind, settings = spec.kind, config.from_record(spec.settings)
+    device_bytes = _prepare(kind, settings, spec.device)
     with contextlib.ExitStack() as held:
         built: Built | None = None
         if kind is SpareKind.MODEL:

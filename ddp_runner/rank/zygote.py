@@ -22,14 +22,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_runner import start
+from ddp_runner.core.fork_specs import DISPENSABLE, ForkKind, ImportsSpec
 from ddp_runner.core.messages import (
-    DRILL_RANK,
-    IMPORT_RANK,
     NO_PROCESS,
-    SAVER_RANK,
-    SPARE_RANK,
-    STANDBY_RANK,
-    STORE_RANK,
     Fork,
     Forked,
     ZygoteReady,
@@ -219,7 +214,7 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
         try:
             pid = fork_to_supervisor(supervisor_pid, run)
         except OSError:
-            if message.rank not in (SPARE_RANK, STANDBY_RANK, DRILL_RANK, SAVER_RANK):
+            if message.kind not in DISPENSABLE:
                 raise
             pid = NO_PROCESS
         for descriptor in descriptors:
@@ -231,25 +226,25 @@ def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
     """What a fork is for."""
     from ddp_runner.rank import store_host  # noqa: PLC0415 - imported by preload
 
-    if request.rank == STORE_RANK:
+    if request.kind is ForkKind.STORE:
         return store_host.host(*inherited)
-    if request.rank == STANDBY_RANK:
+    if request.kind is ForkKind.STANDBY:
         return stand_by(*inherited, supervisor_pid=supervisor_pid)
-    if request.spec.get("is_script"):
+    if request.kind is ForkKind.SCRIPT:
         from ddp_runner.rank import script  # noqa: PLC0415 - as above
 
         raise ProgramBegins(lambda: script.run(request, inherited))
-    if "program" in request.spec:
+    if request.kind is ForkKind.LOOP:
         from ddp_runner.rank import attached  # noqa: PLC0415 - as above
 
         raise ProgramBegins(lambda: attached.run(request, inherited))
     from ddp_runner.rank import drill, process, saver, spare  # noqa: PLC0415 - as above
 
-    if request.rank == SAVER_RANK:
+    if request.kind is ForkKind.SAVER:
         return saver.main(request, inherited)
-    if request.rank == SPARE_RANK:
+    if request.kind is ForkKind.SPARE:
         return spare.wait(request, inherited)
-    if request.rank == DRILL_RANK:
+    if request.kind is ForkKind.DRILL:
         return drill.main(request, inherited)
     return process.main(request, inherited)
 
@@ -310,8 +305,8 @@ def main(arguments: list[str]) -> int:
         except ChannelClosedError:
             return 0
         assert isinstance(message, Fork), "what else to import is sent first of all"
-        assert message.rank == IMPORT_RANK
-        wanted = str(message.spec["wanted"])
+        assert isinstance(message.spec, ImportsSpec)
+        wanted = message.spec.wanted
     try:
         kind = next((one for one in _PRELOADED_FOR if wanted.startswith(one)), None)
         if kind is None:

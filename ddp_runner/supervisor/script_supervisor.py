@@ -17,6 +17,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import RankExit, classify_exit
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultKind, Origin
+from ddp_runner.core.fork_specs import ScriptCall
 from ddp_runner.core.lifecycle import (
     NO_PROCESS_LEFT,
     MembershipEvent,
@@ -426,21 +427,20 @@ class ScriptSupervisor(Supervisor):
         restarts = self.plan.settings.recovery.max_restarts if self._script.restarts else 0
         for handle in missing:
             log = self._log_file(handle.rank)
-            extra = {
-                "is_script": True,
-                "path": self._script.path,
-                "module": self._script.module,
-                "arguments": arguments,
-                "is_program": self._script.is_program,
-                "plain_saves": self._script.plain_saves,
-                "log_file": str(log),
-                "error_file": str(error_file(log)),
-                "run_id": self._script.rdzv_id or self._run_id,
-                "role": self._script.role,
-                "attempt": self.attempt,
-                "max_restarts": restarts,
-            }
-            start = RankStart(script=extra, log_file=log, reads_stdin=handle.rank == 0)
+            call = ScriptCall(
+                path=self._script.path,
+                module=self._script.module,
+                arguments=tuple(arguments),
+                is_program=self._script.is_program,
+                plain_saves=self._script.plain_saves,
+                log_file=str(log),
+                error_file=str(error_file(log)),
+                run_id=self._script.rdzv_id or self._run_id,
+                role=self._script.role,
+                attempt=self.attempt,
+                max_restarts=restarts,
+            )
+            start = RankStart(script=call, log_file=log, reads_stdin=handle.rank == 0)
             if self.world.spawn_rank(handle, start, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
 

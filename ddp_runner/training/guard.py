@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.collective.waiting import waiting_for_peers
@@ -25,7 +28,7 @@ from ddp_runner.core.messages import FaultTolerated, RepairedInPlace, TuningChan
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
-from ddp_runner.training.batch_values import INF, NAN, not_finite_in
+from ddp_runner.training.batch_copy import tensors_of
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tensor_hash import combined, state_hashes
 from ddp_runner.training.exactness.state_hashes import StateHashing
@@ -462,3 +465,37 @@ def _shortened(indices: list[int]) -> str:
     """A line's worth of sample indices; the log has them all."""
     shown = ", ".join(str(index) for index in indices[:INDICES_SHOWN])
     return shown + (", ..." if len(indices) > INDICES_SHOWN else "")
+
+
+# Whether a batch itself holds NaN or inf, and in which samples. Looked at only where a step has
+# failed.
+
+NAN, INF = "NaN", "inf"
+
+
+def not_finite_in(micro_batches: Sequence[MicroBatch]) -> dict[str, list[int]]:
+    """Samples by what a tensor of theirs holds, ``NAN`` or ``INF``; where no row is theirs, all of the batch."""
+    found: dict[str, dict[int, None]] = {}
+    for micro in micro_batches:
+        for tensor in tensors_of(micro.batch):
+            if not _has_numbers(tensor):
+                continue
+            is_by_sample = tensor.dim() > 0 and len(tensor) == len(micro.indices)
+            parts: list[tuple[tuple[int, ...], Tensor]] = [(micro.indices, tensor)]
+            if is_by_sample:
+                parts = [((index,), tensor[at]) for at, index in enumerate(micro.indices)]
+            for indices, part in parts:  # one after the other: no second batch has to fit in memory
+                if kind := _kind(part):
+                    found.setdefault(kind, {}).update(dict.fromkeys(indices))
+    return {kind: list(indices) for kind, indices in found.items()}
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    return is_plain and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _kind(part: Tensor) -> str:
+    if bool(torch.isfinite(part).all()):
+        return ""
+    return NAN if bool(torch.isnan(part).any()) else INF

@@ -6,10 +6,13 @@ outside launcher, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,10 +45,9 @@ from ddp_runner.core.messages import (
 from ddp_runner.core.modes import refuse_of_processes
 from ddp_runner.core.plain_rank import PLAIN_RANK, plain_rank
 from ddp_runner.core.settings import Settings
+from ddp_runner.observe import format as fmt
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.plain_record import PlainRecord
-from ddp_runner.training.progress_line import ProgressLine
-from ddp_runner.training.quiet import quiet_torch
 
 STORE_TIMEOUT_S = 60.0
 
@@ -354,3 +356,93 @@ def _local_device(settings: Settings, local_rank: int) -> str:
     if gpus:
         return f"cuda:{gpus[local_rank % len(gpus)]}"
     return visible_gpu(local_rank, torch.cuda.device_count())
+
+
+# The line that shows how far a training is that nobody supervises: a script's, or a notebook's.
+
+_REDRAWN_EVERY_S = 0.2
+_LINE_EVERY_S = 5.0  # where lines cannot be redrawn
+
+
+class ProgressLine:
+    """Redrawn in place on a terminal and in a notebook, else a line every few seconds."""
+
+    def __init__(self, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._shown_at_s = float("-inf")
+        self._shown_step = -1
+        self._newest = (0, "")
+        self._width = 0
+
+    def show(self, step: int, total: int, values: Mapping[str, float]) -> None:
+        """Show the figures of ``step``, unless the ones before have just been shown."""
+        if "loss" not in values:
+            return
+        parts = [f"step {fmt.count(step)}/{fmt.count(total)}", f"loss {fmt.figure(values['loss'])}"]
+        rate = values.get("samples_per_s", 0.0)
+        if rate > 0.0:
+            parts.append(f"{fmt.rate(rate)} samples/s")
+        if step_s := values.get("step_s", 0.0):
+            parts.append(f"eta {fmt.duration(max(0, total - step) * step_s)}")
+        self._newest = (step, "  ".join(parts))
+        every_s = _REDRAWN_EVERY_S if _can_redraw() else _LINE_EVERY_S
+        if self._now_s() - self._shown_at_s >= every_s:
+            self._draw()
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.finish()
+        _write(f"{text}\n")
+
+    def finish(self) -> None:
+        """Show the last figures, and leave the line."""
+        if self._newest[0] > 0 and self._newest[0] != self._shown_step:
+            self._draw()
+        if self._width:
+            _write("\n")
+        self._width = 0
+
+    def _draw(self) -> None:
+        self._shown_at_s = self._now_s()
+        self._shown_step, text = self._newest
+        if _can_redraw():
+            _write(f"\r{text:<{self._width}}")
+            self._width = max(self._width, len(text))
+        else:
+            _write(f"{text}\n")
+
+
+def _can_redraw() -> bool:
+    """Whether the reader takes a carriage return as one: a terminal, or a notebook's output."""
+    if "ipykernel" in sys.modules:
+        return True
+    try:
+        return sys.stdout.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # nobody reads
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+# Keeps torch's advice about settings that are this runner's own choice off a program's output.
+
+_VARIABLE = "TORCH_CPP_LOG_LEVEL"
+_ERROR = 2  # of torch's C++ log: information, warning, error
+
+
+def quiet_torch() -> None:
+    """Let torch's C++ part log errors only, unless the user has set its level.
+
+    Ranks of a supervisor have the variable in their environment; it is read when torch is imported,
+    which is long past where a trainer is made by hand.
+    """
+    if _VARIABLE in os.environ:
+        return
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    with contextlib.suppress(OSError, ValueError):  # another build of torch: it says what it says
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+        level.value = max(level.value, _ERROR)

@@ -10,10 +10,10 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli import doctor
-from ddp_runner.cli.amd_checks import amd_checks, check_access, check_driver, check_variables
 from ddp_runner.cli.amd_gpus import find_amd_gpus, parse_amd_smi, parse_rocm_smi, visible_amd
 from ddp_runner.cli.checks import Verdict
 from ddp_runner.cli.devices import find_gpus
+from ddp_runner.cli.doctor import amd_checks, check_access, check_driver, check_variables
 from ddp_runner.cli.gpus import Gpu
 from ddp_runner.cli.machine import TorchBuild, torch_build
 from ddp_runner.cli.modes import find_collectives

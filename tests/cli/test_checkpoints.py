@@ -11,10 +11,9 @@ from ddp_runner import config
 from ddp_runner.__main__ import main
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.left_out import START
-from ddp_runner.checkpoint.pruning import perform_pruning, plan_pruning
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.weights import load_weights
-from ddp_runner.cli.checkpoints import run
+from ddp_runner.cli.checkpoints import perform_pruning, plan_pruning, run
 from ddp_runner.config import from_flat
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.training.begun_weights import built_model

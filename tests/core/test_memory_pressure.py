@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from ddp_runner.core.memory_pressure import Level, may_collect_fully, next_level
+from ddp_runner.memory.manager import Level, may_collect_fully, next_level
 
 OK, WARN, REACT, LIMIT = Level
 #          share: at each current level (OK, WARN, REACT, LIMIT) -> next

@@ -3,22 +3,51 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_runner.core import fork_specs as specs
 from ddp_runner.core import messages
 from ddp_runner.core.board import CELLS_PER_SLOT, SLOT_BYTES, Board, Cell
 from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.fork_specs import ForkKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import CheckpointSettings, LogSettings
+from ddp_runner.core.spare import SpareKind
 from ddp_runner.core.step_schedule import RunLength, due_after, last_save_due, run_length
 
 FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=1, step=3, cause="ValueError: ü", detail="trace")
+AROUND = {
+    "settings": {"run": {"seed": 1}, "data": {"inputs": ["a"]}},
+    "device": "cuda:1", "other_devices": ("cuda:2",), "mode": "distributed", "code": "4f2a91",
+    "world_size": 3, "local_world_size": 3, "threads": 2, "detect_anomaly": True, "node": 1,
+    "log_folder": 1, "term": "t", "local_addr": "127.0.0.1", "store_host": "127.0.0.1",
+    "store_port": 5, "preload": ("p",), "memory_slots": ("m", "n"), "saver_bell": "b",
+    "saver_trouble": "d",
+}  # fmt: skip
+PROGRAM = specs.Program(path="a.py", module="", arguments=("--x", "1"), source="/proc/1/fd/9")
+CALL = specs.ScriptCall(
+    path="a.py", module="", arguments=("--x", "1"), is_program=False, plain_saves=True,
+    log_file="l", error_file="e", run_id="r", role="default", attempt=2, max_restarts=3,
+)  # fmt: skip
+RANK = specs.RankSpec(**AROUND, loads=True, resume="auto", injections_left={0: 2}, log_seal="s")
+SPECS = {
+    ForkKind.RANK: RANK,
+    ForkKind.LOOP: replace(RANK, program=PROGRAM),
+    ForkKind.SCRIPT: specs.ScriptSpec(**AROUND, call=CALL),
+    ForkKind.STORE: specs.NothingMore(),
+    ForkKind.SPARE: specs.SpareSpec(**AROUND, kind=SpareKind.MODEL),
+    ForkKind.STANDBY: specs.NothingMore(),
+    ForkKind.DRILL: specs.DrillSpec(**AROUND, rank=1, step=3, folder="f"),
+    ForkKind.SAVER: specs.SaverSpec(folder="f", memory_slots=("m",)),
+    ForkKind.IMPORTS: specs.ImportsSpec(wanted="a,b"),
+}
+FORKS = [messages.Fork(token=3, kind=kind, spec=SPECS[kind]) for kind in ForkKind]
 SAMPLES = [
     messages.Form(generation=2, rank=1, world_size=3, local_rank=1, local_world_size=3,
                   run_id="r", secret="s"),
@@ -57,7 +86,7 @@ SAMPLES = [
     messages.Proved(rank=0, step=2, what="repeated"),
     messages.DrillPart(rank=0, step=2, part="state", problem="no"),
     messages.Drilled(rank=0, step=2, differs="layer.weight", problem=""),
-    messages.Fork(token=3, rank=1, local_rank=1, spec={"x": 1}),
+    *FORKS,
     messages.Forked(token=3, pid=77),
     messages.ZygoteReady(torch_version="2", import_s=1.0, warning="2 threads run"),
     messages.StoreReady(port=5),
@@ -69,6 +98,14 @@ SAMPLES = [
 def test_a_message_survives_the_wire(message):
     """What is decoded equals what was encoded."""
     assert messages.decode(messages.encode(message)) == message
+
+
+def test_a_fork_that_is_told_too_little_is_refused():
+    """Not found out by the process that is forked."""
+    body = json.loads(messages.encode(messages.Fork(token=3, kind=ForkKind.RANK, spec=RANK)))
+    del body["spec"]["store_port"]
+    with pytest.raises(messages.WireError, match=r"bad Fork: .*store_port"):
+        messages.decode(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize("filling", ["x", "\N{FIRE}", "\0"])

@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.data.text.byte_dataset import ByteWindows
 from ddp_runner.data.text.corpus import (
     fingerprint,
     scan_standard_library,
@@ -18,6 +17,7 @@ from ddp_runner.data.text.corpus import (
     split_by_file,
     standard_library_root,
 )
+from ddp_runner.tasks.bytes_lm import ByteWindows
 from tests.processes import open_files_in
 
 
@@ -167,7 +167,7 @@ def _text(tmp_path, content):
 
 def test_windows_open_few_maps_and_travel_without_them(tmp_path, monkeypatch):
     """Maps are bounded, and a pickled dataset carries none."""
-    monkeypatch.setattr("ddp_runner.data.text.byte_dataset._OPEN_MAPS_MAX", 2)
+    monkeypatch.setattr("ddp_runner.tasks.bytes_lm._OPEN_MAPS_MAX", 2)
     for number in range(6):
         (tmp_path / str(number)).write_bytes(b"abcdefghij")
     windows = ByteWindows(scan_text_files(tmp_path), seq_len=9)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.core.faults import FaultError, FaultKind
-from ddp_runner.core.memory_pressure import Level
 from ddp_runner.core.settings import MemorySettings
-from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.memory.manager import Level, MemoryManager
 from ddp_runner.memory.readings import Reading
 
 GB = 1_000_000_000

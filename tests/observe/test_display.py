@@ -375,7 +375,7 @@ def test_importing_the_display_pulls_neither_torch_nor_rich():
     """The supervisor pays for rich only where the live display is chosen, and never for torch."""
     script = (
         "import sys, ddp_runner.observe.display, ddp_runner.observe.logger, "
-        "ddp_runner.observe.console, ddp_runner.observe.journal, ddp_runner.observe.status\n"
+        "ddp_runner.observe.console, ddp_runner.observe.journal, ddp_runner.observe.view\n"
         "assert not {'torch', 'numpy', 'rich', 'pydantic'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=200)

@@ -16,9 +16,9 @@ from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe import files
 from ddp_runner.observe.journal import Journal, MetricsFile
 from ddp_runner.observe.logger import DDPLogger
-from ddp_runner.observe.status import StatusFile
 from ddp_runner.observe.summary import goodput, read_summary, write_summary
 from ddp_runner.observe.view import status_record
+from ddp_runner.supervisor.reporting.outputs import StatusFile
 from tests.observe.views import run_summary, run_view
 
 

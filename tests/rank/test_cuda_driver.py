@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from ddp_runner.cli.machine import torch_build
+from ddp_runner.core.fork_specs import ForkKind, RankSpec
 from ddp_runner.core.messages import Fork, Ready, SpareReady
 from ddp_runner.core.spare import SpareKind, SparePlan
 from ddp_runner.system.control_channel import Channel
@@ -152,12 +153,16 @@ def _spare(me, folder, nvidia, changes):
     facts["has_it"] = _has_driver(pid)
     spare = played.node.spare
     spare.is_ready = True
-    elsewhere = Fork(
-        token=99,
-        rank=1,
-        local_rank=1,
-        spec={"device": "cuda:1", "settings": played.node.settings_record},
+    spec = RankSpec(
+        settings=played.node.settings_record,
+        device="cuda:1",
+        world_size=2,
+        local_world_size=2,
+        threads=1,
+        store_host="",
+        store_port=0,
     )
+    elsewhere = Fork(token=99, kind=ForkKind.RANK, rank=1, local_rank=1, spec=spec)
     spare.plan = SparePlan(kind=SpareKind.DEVICE, device="cuda:0")  # it would serve another GPU
     theirs = Channel.pair()[1]
     facts["elsewhere"] = spare.becomes(elsewhere, [theirs.fileno()])

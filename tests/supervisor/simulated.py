@@ -19,13 +19,10 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.fork_specs import ForkKind
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.messages import (
-    DRILL_RANK,
     NO_PROCESS,
-    SAVER_RANK,
-    SPARE_RANK,
-    STANDBY_RANK,
     Abort,
     AbortHeard,
     Checkpoint,
@@ -63,12 +60,17 @@ IMPORT_S, FORK_S, STARTUP_S, FORM_S, EXIT_S = 1.0, 0.01, 0.05, 0.03, 0.005
 ITS_STACKS = b'Current thread 0x0001 (most recent call first):\n  File "task.py", line 3 in loss\n'
 WARM_S = 0.04  # until a spare is ready
 SPARE, STANDBY, DRILL, SAVER = -3, -4, -5, -6  # as processes
-_KIND = {SPARE_RANK: SPARE, STANDBY_RANK: STANDBY, DRILL_RANK: DRILL, SAVER_RANK: SAVER}
+_KIND = {
+    ForkKind.SPARE: SPARE,
+    ForkKind.STANDBY: STANDBY,
+    ForkKind.DRILL: DRILL,
+    ForkKind.SAVER: SAVER,
+}
 
 _REFUSED = {
-    SPARE_RANK: "spares_refused",
-    DRILL_RANK: "drills_refused",
-    SAVER_RANK: "savers_refused",
+    ForkKind.SPARE: "spares_refused",
+    ForkKind.DRILL: "drills_refused",
+    ForkKind.SAVER: "savers_refused",
 }
 
 
@@ -424,9 +426,9 @@ class Simulation:
 
     def fork(self, machine, request, descriptors):  # noqa: C901 - one row a kind
         """The zygote's answer to a request."""
-        if request.rank == SPARE_RANK:
+        if request.kind is ForkKind.SPARE:
             self.spares_asked.append([handle.state.name for handle in self.world.ranks])
-            self.spare_kinds.append((request.spec["kind"], request.spec["device"]))
+            self.spare_kinds.append((request.spec.kind.value, request.spec.device))
         channel = Channel.from_descriptor(os.dup(descriptors[0]))
         self._unborn.append(channel)
         zygote = machine.zygote
@@ -439,26 +441,26 @@ class Simulation:
                 self.later(0.01, born)
                 return
             self._unborn.remove(channel)
-            refused = _REFUSED.get(request.rank, "")
+            refused = _REFUSED.get(request.kind, "")
             if refused and getattr(self, refused):
                 setattr(self, refused, getattr(self, refused) - 1)
                 channel.close()
                 self.send(zygote, Forked(token=request.token, pid=NO_PROCESS))
                 return
-            process = self._new(_KIND.get(request.rank, request.rank), channel, machine)
+            process = self._new(_KIND.get(request.kind, request.rank), channel, machine)
             answer = Forked(token=request.token, pid=process.pid)
             if self.answers_s:
                 self.later(self.answers_s, lambda: self.send(zygote, answer))
             else:
                 self.send(zygote, answer)
-            if request.rank == DRILL_RANK:
-                self.drills_asked.append((request.spec["step"], request.spec["rank"]))
-            if request.rank in (STANDBY_RANK, DRILL_RANK, SAVER_RANK):
+            if request.kind is ForkKind.DRILL:
+                self.drills_asked.append((request.spec.step, request.spec.rank))
+            if request.kind in (ForkKind.STANDBY, ForkKind.DRILL, ForkKind.SAVER):
                 return
-            if request.rank == SPARE_RANK:
-                self.later(WARM_S, lambda: self._warm(process, str(request.spec["device"])))
+            if request.kind is ForkKind.SPARE:
+                self.later(WARM_S, lambda: self._warm(process, request.spec.device))
                 return
-            if request.rank < 0:
+            if request.kind is ForkKind.STORE:
                 message = StoreReady(port=1)
                 self.later(STARTUP_S, lambda: self.send(process, message))
                 return
@@ -468,12 +470,12 @@ class Simulation:
 
     def _start(self, process, request):
         self.stamp(process, Phase.STARTUP)
-        if place := request.spec["settings"].get("stage"):
+        if place := request.spec.settings.get("stage"):
             process.stage = place["number"]
             process.first_generation = place["first_generation"]
             assert place["first_step"] == [0, *self.stage_ends][process.stage]
-        loads = bool(request.spec["loads"])
-        self.resumed += [request.spec["resume"]] if loads else []
+        loads = request.spec.loads
+        self.resumed += [request.spec.resume] if loads else []
         for number in range(self.preload_stamps):
             self.later(
                 self.preload_s * number / self.preload_stamps,

@@ -11,7 +11,7 @@ from ddp_runner.supervisor.processes.environment import (
     kept_against_advice,
     zygote_environment,
 )
-from ddp_runner.supervisor.processes.zygote_imports import what_to_import
+from ddp_runner.supervisor.processes.node import what_to_import
 
 ON_PATH = str(Path(ddp_runner.__file__).resolve().with_name("on_path"))
 

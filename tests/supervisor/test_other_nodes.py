@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ddp_runner.cli.node_checks import ask
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
@@ -32,7 +33,6 @@ from ddp_runner.core.node_messages import (
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.recovery import GiveUp
 from ddp_runner.supervisor.nodes.admission import Meeting
-from ddp_runner.supervisor.nodes.asking import ask
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import (
     STRANGERS_MAX,

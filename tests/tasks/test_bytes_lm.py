@@ -14,7 +14,7 @@ from ddp_runner.tasks.bytes_lm import BytesTask
 from ddp_runner.training.task import NamesLoss, ReportsSample, TakesSettings, Task
 
 if TYPE_CHECKING:
-    from ddp_runner.data.text.byte_dataset import ByteWindows
+    from ddp_runner.tasks.bytes_lm import ByteWindows
 
 
 def task(

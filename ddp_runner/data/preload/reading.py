@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddp_runner.core import preload_room
 from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.data.preload.memory import SampleMemory, Unread
 from ddp_runner.data.preload.packing import new_memory, pack, unpack
@@ -69,7 +68,7 @@ class Reading:
         memory = self._memory
         with generators_kept():
             ahead = self._look_ahead()
-            mean = preload_room.estimated_bytes([len(one) for one in ahead.values()], samples=1)
+            mean = estimated_bytes([len(one) for one in ahead.values()], samples=1)
             at_once = max(1, min(_AT_ONCE, _WRITTEN_BYTES // max(1, mean)))
             step = at_once if self._gives_many else 1
             index = self._filling.done
@@ -88,7 +87,7 @@ class Reading:
     def _look_ahead(self) -> dict[int, bytearray]:
         """The first samples to look at, packed. Raises NoRoomError where all of them would not fit."""
         memory, found, size_bytes = self._memory, {}, 0
-        for index in preload_room.probes(memory.samples):
+        for index in probes(memory.samples):
             if index < self._filling.done:
                 continue
             (sample,) = self._samples((index,))
@@ -100,8 +99,8 @@ class Reading:
             if size_bytes > _AHEAD_BYTES:
                 break
         left = memory.samples - self._filling.done
-        needed = preload_room.estimated_bytes([len(one) for one in found.values()], samples=left)
-        if not preload_room.fits(needed, available_bytes=self._room_bytes):
+        needed = estimated_bytes([len(one) for one in found.values()], samples=left)
+        if not fits(needed, available_bytes=self._room_bytes):
             raise NoRoomError(needed, self._room_bytes)
         return found
 
@@ -141,7 +140,7 @@ class Reading:
 
     def _write(self) -> None:
         available = self._room()
-        if not preload_room.may_go_on(available, first_available_bytes=self._room_bytes):
+        if not may_go_on(available, first_available_bytes=self._room_bytes):
             raise NoRoomError(0, available)
         if self._pending:
             self._memory.append(self._pending, filling=self._filling)
@@ -167,3 +166,30 @@ def _compare(sample: Any, packed: bytearray, index: int) -> None:
         raise NotKeptError(f"sample {index} cannot be made of its pickle: {error}") from error
     if type(back) is not type(sample) or sample_hash(back) != sample_hash(sample):
         raise NotKeptError(f"sample {index} is another one when it comes back from its pickle")
+
+
+# Whether the samples that are preloaded fit into memory. Values only.
+
+PROBES = 32  # samples by whose size that of all is estimated
+SHARE_MAX = 0.9  # of what is available: training needs some as well
+
+
+def probes(samples: int) -> tuple[int, ...]:
+    """The samples to look at first, spread over all of them."""
+    count = min(PROBES, samples)
+    return tuple(number * (samples - 1) // max(1, count - 1) for number in range(count))
+
+
+def estimated_bytes(sizes: Sequence[int], *, samples: int) -> int:
+    """What ``samples`` need, of which some have these ``sizes``."""
+    return -(-sum(sizes) * samples // len(sizes)) if sizes else 0
+
+
+def fits(needed_bytes: int, *, available_bytes: int) -> bool:
+    """Whether so much may be taken of what is available before the first sample is read."""
+    return needed_bytes <= SHARE_MAX * available_bytes
+
+
+def may_go_on(available_bytes: int, *, first_available_bytes: int) -> bool:
+    """Whether there is still enough beside what was taken: samples may be larger than estimated."""
+    return available_bytes >= (1 - SHARE_MAX) * first_available_bytes / 2

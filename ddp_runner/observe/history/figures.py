@@ -13,7 +13,6 @@ from ddp_runner.core.monitor import ALONE, LOSS, figure_name, is_of_evaluation, 
 from ddp_runner.observe.history.fault_rows import MARK_KINDS, Mark
 from ddp_runner.observe.history.json_lines import number
 from ddp_runner.observe.history.metrics_history import Curves, Series
-from ddp_runner.observe.history.thinning import smoothed, thinned
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
 from ddp_runner.observe.summary import TIME_NAMES
 
@@ -442,3 +441,44 @@ def time_shares(time_s: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Where the time of a run went, as (what, seconds), in the order of a run."""
     found = ((shown, number(time_s.get(name))) for name, shown in TIME_NAMES.items())
     return [(shown, seconds) for shown, seconds in found if seconds]
+
+
+# Fewer points that look the same, and smooth ones. Pure.
+
+Points = tuple[list[float], list[float]]
+
+
+def thinned(xs: Sequence[float], ys: Sequence[float], *, points_max: int) -> Points:
+    """At most ``points_max`` of the points: first, lowest, highest and last of each stretch.
+
+    So a single spike among a million points is still there, at its place.
+    """
+    if len(xs) <= points_max:
+        return list(xs), list(ys)
+    stretches = max(1, points_max // 4)
+    kept: list[int] = []
+    for stretch in range(stretches):
+        begin = stretch * len(xs) // stretches
+        end = (stretch + 1) * len(xs) // stretches
+        known = [i for i in range(begin, end) if not math.isnan(ys[i])]
+        if not known:
+            kept.append(begin)  # a gap stays one
+            continue
+        lowest, highest = min(known, key=ys.__getitem__), max(known, key=ys.__getitem__)
+        kept += sorted({known[0], lowest, highest, known[-1]})
+    return [xs[i] for i in kept], [ys[i] for i in kept]
+
+
+def smoothed(ys: Sequence[float], share: float) -> list[float]:
+    """An exponential average that begins at the first value: each counts ``1 - share``; 0 changes nothing."""
+    if share <= 0:
+        return list(ys)
+    found, weight, total = [], 0.0, 0.0
+    for y in ys:
+        if math.isnan(y):
+            found.append(y)
+            continue
+        total = share * total + (1 - share) * y
+        weight = share * weight + (1 - share)
+        found.append(total / weight)
+    return found

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from ddp_runner.core.messages import IMPORT_RANK, Fork
+from ddp_runner.core.fork_specs import ForkKind, ImportsSpec
+from ddp_runner.core.messages import Fork
 from ddp_runner.supervisor.processes.guardian_process import tidies_up
 from ddp_runner.supervisor.processes.zygote_start import StartedZygote
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -97,9 +98,7 @@ class Zygote:
     def send_import(self, wanted: str) -> None:
         """Have one that was started ahead import the rest too; its end, if it has ended, follows."""
         with contextlib.suppress(ChannelClosedError):
-            self.channel.send(
-                Fork(token=0, rank=IMPORT_RANK, local_rank=0, spec={"wanted": wanted})
-            )
+            self.channel.send(Fork(token=0, kind=ForkKind.IMPORTS, spec=ImportsSpec(wanted=wanted)))
 
     def fork(self, request: Fork, descriptors: Sequence[int]) -> None:
         """Ask for a fork; ``Forked`` with the same token answers. Raises ChannelClosedError."""

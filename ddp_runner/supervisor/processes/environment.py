@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.start import IMPORT_FOLDER, PACKAGE_PARENT
 from ddp_runner.system.torch_versions import USE_NCCL2
@@ -132,12 +132,12 @@ def _with_package(path: str) -> str:
 COORDINATORS_LOGS = 0  # the number of the coordinator's machine
 
 
-def of_plan(plan: LaunchPlan, rank: int, *, term: str, shares_logs: bool) -> dict[str, object]:
-    """What a rank is given of the plan, and for being on one of several machines."""
+def of_plan(plan: LaunchPlan, rank: int, *, term: str, shares_logs: bool) -> dict[str, Any]:
+    """The fields of Surroundings that follow from the plan, and from being on one of several machines."""
     node = rank // plan.ranks_per_node
     return {
         "device": plan.devices[rank].device,
-        "other_devices": list(plan.devices[rank].others),
+        "other_devices": plan.devices[rank].others,
         "mode": plan.mode,
         "code": plan.code,
         "world_size": plan.world_size,

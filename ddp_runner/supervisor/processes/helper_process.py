@@ -5,15 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ddp_runner.core.messages import (
-    DRILL_RANK,
-    SAVER_RANK,
-    SPARE_RANK,
-    STANDBY_RANK,
-    STORE_RANK,
-    Fork,
-    SpareReady,
-)
+from ddp_runner.core.fork_specs import ForkKind, RankSpec, Spec
+from ddp_runner.core.messages import Fork, SpareReady
 from ddp_runner.core.spare import SpareKind, SparePlan
 from ddp_runner.supervisor.processes.children import make_output_file, read_output
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -26,14 +19,13 @@ class Helper:
     closes it and forgets it.
     """
 
-    name: str  # in messages, and of its output file
-    rank: int  # what the zygote knows it by: a number that no rank has
+    kind: ForkKind
 
     def __init__(self, *, token: int, now_s: float) -> None:
         # The child's end, until it goes with the fork request; and ours, open until close().
         self.channel, self._theirs = Channel.pair()
         # A file in memory that it writes to, open until close().
-        self._output = make_output_file(self.name)
+        self._output = make_output_file(self.kind.value)
         # What the zygote's answer is known by. No two forks of a run have the same.
         self.token = token
         # When it was asked for, and once its pid is known, since then.
@@ -43,9 +35,14 @@ class Helper:
         # Whether it has said so. Never taken back.
         self.is_ready = False
 
-    def request(self, spec: dict[str, object]) -> Fork:
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return self.kind.value
+
+    def request(self, spec: Spec) -> Fork:
         """What the zygote is asked for."""
-        return Fork(token=self.token, rank=self.rank, local_rank=self.rank, spec=spec)
+        return Fork(token=self.token, kind=self.kind, spec=spec)
 
     def descriptors(self, *inherited: int) -> list[int]:
         """The child's ends, for the fork request; the caller closes the first."""
@@ -69,13 +66,13 @@ class Helper:
 class StoreHost(Helper):
     """Serves the store through which ranks find each other."""
 
-    name, rank = "store", STORE_RANK
+    kind = ForkKind.STORE
 
 
 class Spare(Helper):
     """Waits to become a rank; no rank, until it is made one."""
 
-    name, rank = "spare", SPARE_RANK
+    kind = ForkKind.SPARE
 
     def __init__(self, plan: SparePlan, *, token: int, now_s: float, settings: object) -> None:
         """``settings``: of the ranks, as a record."""
@@ -98,7 +95,8 @@ class Spare(Helper):
 
         False where that needs an ordinary fork: it is gone, serves another GPU, or has built something else.
         """
-        if not self.fits(str(request.spec["device"]), request.spec["settings"]):
+        spec = request.spec
+        if not isinstance(spec, RankSpec) or not self.fits(spec.device, spec.settings):
             return False
         try:
             self.channel.send(request, descriptors=descriptors)
@@ -110,7 +108,7 @@ class Spare(Helper):
 class Standby(Helper):
     """A fork of the zygote that forks nobody until it takes the zygote's place."""
 
-    name, rank = "standby", STANDBY_RANK
+    kind = ForkKind.STANDBY
 
     def take_over(self) -> PromotedZygote | None:
         """The zygote that it is from now on; None where its fork has not been answered."""
@@ -120,13 +118,13 @@ class Standby(Helper):
 class Drill(Helper):
     """Computes what a replacement would, beside the run; never becomes a rank."""
 
-    name, rank = "drill", DRILL_RANK
+    kind = ForkKind.DRILL
 
 
 class Saver(Helper):
     """Writes checkpoints of what ranks have left in memory."""
 
-    name, rank = "saver", SAVER_RANK
+    kind = ForkKind.SAVER
 
 
 class PromotedZygote:

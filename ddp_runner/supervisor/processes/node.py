@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ddp_runner import config
 from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.fork_specs import (
+    DrillSpec,
+    ForkKind,
+    NothingMore,
+    RankSpec,
+    ScriptSpec,
+    SpareSpec,
+    Spec,
+)
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
+from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.core.spare import SparePlan
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
@@ -37,7 +49,6 @@ from ddp_runner.supervisor.processes.resources import (
     SharedByRanks,
     StorePlace,
 )
-from ddp_runner.supervisor.processes.zygote_imports import what_to_import
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.proc_state import StoppedWatch
@@ -151,7 +162,7 @@ class Node:
     def start_standby(self) -> None:
         """Fork the next zygote ahead of need."""
         self.standby = Standby(token=self._take_token(), now_s=self._clock.monotonic())
-        self._start(self.standby, {})
+        self._start(self.standby, NothingMore())
 
     def promote_standby(self) -> bool:
         """Have who stands by fork from now on; False where nobody does, or it is stopped."""
@@ -178,13 +189,13 @@ class Node:
     def start_store(self) -> None:
         """Fork a store host on the listening socket; ``StoreReady`` follows."""
         self.store = StoreHost(token=self._take_token(), now_s=self._clock.monotonic())
-        self._start(self.store, {}, self.store_at.fileno())
+        self._start(self.store, NothingMore(), self.store_at.fileno())
 
     def start_drill(self, rank: int, *, step: int, folder: str) -> None:
         """Fork a process that computes the share of ``rank`` of ``step``; ``Drilled`` follows."""
         self.drill = Drill(token=self._take_token(), now_s=self._clock.monotonic())
-        spec = {**self._surroundings(rank), "rank": rank, "step": step, "folder": folder}
-        self._start(self.drill, spec)
+        surroundings = self._surroundings(rank)
+        self._start(self.drill, DrillSpec(**surroundings, rank=rank, step=step, folder=folder))
 
     def start_saver(self) -> None:
         """Fork the process that writes checkpoints; it begins with what is owed."""
@@ -196,7 +207,8 @@ class Node:
         """Fork a process ahead of need; ``SpareReady`` follows."""
         token, now_s, record = self._take_token(), self._clock.monotonic(), self.settings_record
         self.spare = Spare(plan, token=token, now_s=now_s, settings=record)
-        self._start(self.spare, {**self._surroundings(self.ranks[0]), **plan.record})
+        surroundings = {**self._surroundings(self.ranks[0]), "device": plan.device}
+        self._start(self.spare, SpareSpec(**surroundings, kind=plan.kind))
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none: the spare, or else a fork, which is owed then."""
@@ -208,17 +220,9 @@ class Node:
         assert process.channel is not None
         process.channel.set_blocking(blocking=False)
         self._watch(process.channel, rank)
-        spec = {
-            **self._surroundings(rank),
-            "loads": start.loads,
-            "resume": start.resume,
-            "short_of_memory_in": start.short_of_memory_in,
-            "device_free_bytes": start.device_free_bytes * self._plan.has_own_device(rank),
-            "injections_left": dict(start.injections_left),
-            "log_seal": self.log_seal,
-            **(start.script or {}),
-        }
-        request = Fork(token=token, rank=rank, local_rank=self.ranks.index(rank), spec=spec)
+        kind, spec = self._of_rank(rank, start)
+        local_rank = self.ranks.index(rank)
+        request = Fork(token=token, kind=kind, rank=rank, local_rank=local_rank, spec=spec)
         descriptors = [theirs, self._memory.descriptor, output, *([0] if start.reads_stdin else [])]
         started = StartedBy.NOBODY
         if start.may_take_spare and self._spare_becomes(process, request, descriptors):
@@ -434,15 +438,31 @@ class Node:
         if self._program is not None:
             self._program.close()
 
-    def _surroundings(self, rank: int) -> dict[str, object]:
-        """What user code finds around it in this rank."""
+    def _of_rank(self, rank: int, start: RankStart) -> tuple[ForkKind, RankSpec | ScriptSpec]:
+        """What the process of a rank is, and what it is told."""
+        surroundings = self._surroundings(rank)
+        if start.script is not None:
+            spec = ScriptSpec(**surroundings, call=start.script, log_seal=self.log_seal)
+            return ForkKind.SCRIPT, spec
+        return (ForkKind.LOOP if self._program else ForkKind.RANK), RankSpec(
+            **surroundings,
+            loads=start.loads,
+            resume=start.resume,
+            short_of_memory_in=start.short_of_memory_in,
+            device_free_bytes=start.device_free_bytes * self._plan.has_own_device(rank),
+            injections_left=dict(start.injections_left),
+            log_seal=self.log_seal,
+            program=None if self._program is None else self._program.program,
+        )
+
+    def _surroundings(self, rank: int) -> dict[str, Any]:
+        """The fields of Surroundings, for this rank."""
         return {
             **of_plan(self._plan, rank, term=self.term, shares_logs=self.shares_logs),
             "settings": self.settings_record,
             "store_host": self.store_at.host,
             "store_port": self.store_at.port,
-            **self.shared.record,
-            **({} if self._program is None else {"program": self._program.record}),
+            **self.shared.paths,
         }
 
     def _is_warm(self, spare: Spare) -> bool:
@@ -478,7 +498,7 @@ class Node:
             if getattr(self, name) is helper:
                 setattr(self, name, None)
 
-    def _start(self, helper: Helper, spec: dict[str, object], *inherited: int) -> None:
+    def _start(self, helper: Helper, spec: Spec, *inherited: int) -> None:
         self._watch(helper.channel, None)
         descriptors = helper.descriptors(*inherited)
         self._fork(helper.request(spec), descriptors)
@@ -501,3 +521,20 @@ class Node:
         """Stop reading a channel whose other end is closed; its process is reaped by itself."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
+
+
+# What the zygote of a run imports beside torch, so that none of its forks has to. Pure.
+
+_NAME_IN_TASK = re.compile(r":\w+$")  # behind the file or module
+
+
+def what_to_import(plan: LaunchPlan) -> str:
+    """What the zygote is sent: the task, or that its forks run programs, and modules to import for them."""
+    if plan.script is not None:
+        return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
+    if plan.loop is not None:
+        return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
+    # What a stage's task imports, all forks would have: also a later stage's, whose folder may have another
+    # module of that name.
+    tasks = {_NAME_IN_TASK.sub("", one.run.task) for one in plan.stages}
+    return "" if len(tasks) > 1 else plan.settings.run.task

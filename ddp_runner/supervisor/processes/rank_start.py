@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddp_runner.core.fork_specs import ScriptCall
+
 
 class StartedBy(enum.Enum):
     """Where the process of a rank comes from."""
@@ -24,7 +26,7 @@ class RankStart:
     loads: bool = False
     resume: str = "none"
     # Number -> times, of the injections that are still to happen to it.
-    injections_left: Mapping[str, int] = field(default_factory=dict)
+    injections_left: Mapping[int, int] = field(default_factory=dict)
     # The phase in which its predecessor had too little memory, so that this one halves the micro-batch,
     # or what it evaluates at a time; empty where it did not.
     short_of_memory_in: str = ""
@@ -33,6 +35,6 @@ class RankStart:
     # One that is tried again may take its time: it leaves the spare to those that are missed.
     may_take_spare: bool = False
     # Of a script: what the rank is given beside its surroundings, and the log file of this attempt.
-    script: Mapping[str, object] | None = None
+    script: ScriptCall | None = None
     log_file: Path | None = None
     reads_stdin: bool = False  # it has the standard input of this command

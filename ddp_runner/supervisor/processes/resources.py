@@ -9,10 +9,12 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ddp_runner.checkpoint.save_orders import SaveOrder, is_written, open_orders
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.fork_specs import Program, SaverSpec
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.script import LoopPlan
 from ddp_runner.supervisor.processes.helper_process import Saver
@@ -108,14 +110,14 @@ class BoardMemory:
 
 
 class SharedMemory:
-    """Memory files that ranks share, such as samples, or copies of the state. ``record``: how ranks open them.
+    """Memory files that ranks share, such as samples, or copies of the state. ``paths``: how ranks open them.
 
     They have no name, and are this process's: no rank's end takes them along.
     """
 
     def __init__(self, *names: str) -> None:
         self._descriptors = [os.memfd_create(name) for name in names]
-        self.record = [f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors]
+        self.paths = tuple(f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -132,25 +134,25 @@ class SaverLines:
     """What leads to the saver, the process that writes ranks' copies to files.
 
     Held by the supervisor, so that no rank's end cuts it. A pipe, the bell: a byte in it wakes the saver. With ``--inject`` also memory that says what its disk is to do wrong.
-    ``is_used``: whether there is to be a saver. ``record``: the paths of both, for ranks and saver.
+    ``is_used``: whether there is to be a saver. ``bell_path``, ``trouble_path``: of both, for ranks and saver.
     """
 
     def __init__(self, plan: LaunchPlan, copies: SharedMemory) -> None:
         settings = plan.settings
         # On several machines who may write is a matter of leases, which only a rank has.
-        self.is_used = bool(copies.record and plan.script is None and plan.nodes is None)
-        self.record = {"saver_bell": "", "saver_trouble": ""}
+        self.is_used = bool(copies.paths and plan.script is None and plan.nodes is None)
+        self.bell_path = self.trouble_path = ""
         self._copies = copies
         self._descriptors: list[int] = []
         if not self.is_used:
             return
         self._descriptors += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.record["saver_bell"] = f"/proc/{os.getpid()}/fd/{self._descriptors[1]}"
+        self.bell_path = f"/proc/{os.getpid()}/fd/{self._descriptors[1]}"
         if settings.run.inject:
             trouble = os.memfd_create("disk_trouble")
             os.ftruncate(trouble, mmap.PAGESIZE)
             self._descriptors.append(trouble)
-            self.record["saver_trouble"] = f"/proc/{os.getpid()}/fd/{trouble}"
+            self.trouble_path = f"/proc/{os.getpid()}/fd/{trouble}"
 
     def make_saver(self, *, token: int, now_s: float) -> Saver:
         """One that is not forked yet."""
@@ -177,10 +179,13 @@ class SaverLines:
             time.sleep(_POLL_S)
             now_s = time.monotonic()
 
-    def spec(self, plan: LaunchPlan) -> dict[str, object]:
+    def spec(self, plan: LaunchPlan) -> SaverSpec:
         """What the saver is sent when it is forked."""
-        folder = plan.settings.run.checkpoint_dir
-        return {**self.record, "memory_slots": self._copies.record, "folder": folder}
+        return SaverSpec(
+            folder=plan.settings.run.checkpoint_dir,
+            memory_slots=self._copies.paths,
+            saver_trouble=self.trouble_path,
+        )
 
     def close(self) -> None:
         """Nobody rings any more."""
@@ -197,10 +202,12 @@ class SharedByRanks:
         copies = ("state_copy_0", "state_copy_1") if settings.checkpoint.memory_every else ()
         self._samples, self._copies = SharedMemory(*samples), SharedMemory(*copies)
         self.saver = SaverLines(plan, self._copies)
-        self.record: dict[str, object] = {
-            "preload": self._samples.record,
-            "memory_slots": self._copies.record,
-            **self.saver.record,
+        # The fields of Surroundings that say where all that is.
+        self.paths: dict[str, Any] = {
+            "preload": self._samples.paths,
+            "memory_slots": self._copies.paths,
+            "saver_bell": self.saver.bell_path,
+            "saver_trouble": self.saver.trouble_path,
         }
 
     def close(self) -> None:
@@ -210,7 +217,7 @@ class SharedByRanks:
 
 
 class ProgramMemory:
-    """What the user's program held at launch, for ranks that come later. ``record``: what they are sent."""
+    """What the user's program held at launch, for ranks that come later. ``program``: what they are sent."""
 
     def __init__(self, loop: LoopPlan) -> None:
         self._descriptor: int | None = None
@@ -220,12 +227,9 @@ class ProgramMemory:
             with open(self._descriptor, "wb", closefd=False) as file:
                 file.write(loop.source)
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.record: dict[str, object] = {
-            "path": loop.path,
-            "module": loop.module,
-            "arguments": list(loop.arguments),
-            "source": path,
-        }
+        self.program = Program(
+            path=loop.path, module=loop.module, arguments=tuple(loop.arguments), source=path
+        )
 
     def close(self) -> None:
         """No rank comes any more."""

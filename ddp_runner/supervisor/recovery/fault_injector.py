@@ -49,10 +49,10 @@ class FaultInjector:
             None  # rank and number of the process that an injection ends
         )
 
-    def left_for(self, rank: int) -> dict[str, int]:
+    def left_for(self, rank: int) -> dict[int, int]:
         """Number -> times, of what is still to happen to ``rank``."""
         return {
-            str(number): times
+            number: times
             for (number, its_rank), times in self._left.items()
             if times and its_rank == rank
         }

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp_runner import config
 from ddp_runner.core.events import Event
@@ -15,15 +16,17 @@ from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.console import ConsoleLine, LogTail
 from ddp_runner.observe.display import make_display
-from ddp_runner.observe.files import LineFile, Warn
+from ddp_runner.observe.files import LineFile, Outage, Warn, encode_record
 from ddp_runner.observe.journal import Journal, MetricsFile
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.script_summary import ScriptSummary
-from ddp_runner.observe.status import StatusFile
 from ddp_runner.observe.summary import RunSummary, write_summary
 from ddp_runner.observe.view import RunView, status_record
 from ddp_runner.supervisor.processes.resources import remove_temporary_files
 from ddp_runner.system.run_files import is_regular, replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class _Files:
@@ -239,3 +242,29 @@ class Outputs:
             "ERROR": self._files.logger.error,
         }.get(level, self._files.logger.info)
         write(text)
+
+
+# Owns status.json: the newest state of the run, readable whole at every moment. Never raises.
+
+
+class StatusFile:
+    """Replaces status.json; not synced, since it is worth nothing after a power cut."""
+
+    def __init__(self, path: Path, *, warn: Warn | None = None) -> None:
+        self._path = path
+        self._outage = Outage(path, warn)
+
+    @property
+    def writes_lost(self) -> int:
+        """How many writes a failing disk has cost."""
+        return self._outage.lost_total
+
+    def write(self, record: Mapping[str, object]) -> bool:
+        """Replace the file by ``record``; False where the old one had to stay."""
+        try:
+            replace_file(self._path, encode_record(record))
+        except OSError as error:
+            self._outage.failed(error)
+            return False
+        self._outage.ended()
+        return True

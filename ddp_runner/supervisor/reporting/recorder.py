@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ddp_runner import config
 from ddp_runner.checkpoint.unreported import Published
@@ -14,8 +15,11 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.reports import Reported, events_of
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.console import ConsoleLine
-from ddp_runner.observe.history.launches_before import faults_before
+from ddp_runner.observe.files import read_tail
+from ddp_runner.observe.history.fault_rows import FaultRow, FaultRows
+from ddp_runner.observe.history.json_lines import epoch_s, parsed
 from ddp_runner.observe.loss_history import LossHistory
+from ddp_runner.observe.summary import FaultRecord
 from ddp_runner.supervisor.reporting.completed_run import lines_of_kept
 from ddp_runner.supervisor.reporting.event_log import EventLog, lines_of_begin
 from ddp_runner.supervisor.reporting.outputs import Outputs
@@ -214,3 +218,58 @@ def _no_host(rank: int) -> str:
 def _nobody_asks(path: str) -> None:
     """What ``on_saved`` is until somebody does."""
     del path
+
+
+# The faults of launches whose ranks a coordinator has taken over, from the journal. Never
+# raises for a file.
+
+_READ_BYTES_MAX = 16 << 20  # of the end of a journal
+
+
+def faults_before(path: Path, *, run_id: str) -> tuple[FaultRecord, ...]:
+    """Those of the newest launch in the journal, and of those that it took over in its turn; oldest first."""
+    launches: list[list[Mapping[str, Any]]] = []
+    for event in parsed(read_tail(path, _READ_BYTES_MAX)):
+        if event.get("event") == "run_begins":
+            launches.append([])
+        if launches:
+            launches[-1].append(event)
+    found: list[FaultRecord] = []
+    for ago, launch in enumerate(reversed(launches), start=1):
+        if launch[0].get("run_id") != run_id:
+            break
+        found = [*_faults_of(launch, ago), *found]
+        if not launch[0].get("took_over"):
+            break
+    return tuple(found)
+
+
+def _faults_of(launch: list[Mapping[str, Any]], ago: int) -> Iterator[FaultRecord]:
+    rows = FaultRows()
+    for event in launch:
+        rows.add(event)
+    for row in rows.rows:
+        if not row.is_tolerated:
+            yield _record(row, ago, began_s=epoch_s(launch[0].get("utc")) or 0.0)
+
+
+def _record(row: FaultRow, ago: int, *, began_s: float) -> FaultRecord:
+    detected_s, repair_s = round(row.at_s - began_s, 3), row.repair_s
+    return FaultRecord(
+        kind=row.kind,
+        rank=row.rank,
+        step=row.step,
+        cause=row.text,
+        detected_s=detected_s,
+        recovered_s=None if repair_s is None else round(detected_s + repair_s, 3),
+        steps_lost=row.steps_lost,
+        generation=row.generation,
+        detail=row.detail,
+        victims=row.victims,
+        all_ranks_dead=row.all_ranks_dead,
+        seconds={} if repair_s is None else {"total": repair_s},
+        phase=row.phase,
+        action=row.plan,
+        host=row.host,
+        launches_ago=ago,
+    )

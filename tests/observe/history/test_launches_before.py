@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.observe.history.launches_before import faults_before
 from ddp_runner.observe.journal import Journal
+from ddp_runner.supervisor.reporting.recorder import faults_before
 
 
 def launch(journal, *, run_id="a", took_over=False, kinds=("rank_killed",)):

@@ -19,6 +19,8 @@ from ddp_runner.observe.history.figures import (
     curves_figure,
     hover_text,
     panels,
+    smoothed,
+    thinned,
     time_shares,
     timeline_figure,
 )
@@ -29,7 +31,6 @@ from ddp_runner.observe.history.metrics_history import (
     MetricsHistory,
 )
 from ddp_runner.observe.history.run_history import ROOT, RunHistory, runs_below
-from ddp_runner.observe.history.thinning import smoothed, thinned
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
 from ddp_runner.system.run_directories import LOG_LOCK_NAME
 from ddp_runner.system.run_holder import holder_of, signal_holder

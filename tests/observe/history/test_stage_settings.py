@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from types import SimpleNamespace
 
+from ddp_runner.cli.report_comparison import differing_settings
 from ddp_runner.observe.history.run_history import RunHistory
-from ddp_runner.observe.reports.comparison import differing_settings
 
 
 def test_what_a_stage_has_of_its_own_is_a_setting(tmp_path):

@@ -1,0 +1,186 @@
+"""Kinds of process that the zygote forks, and what each is told, as values with a wire form. Forks nothing."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ddp_runner.core.spare import SpareKind
+
+
+class ForkKind(enum.Enum):
+    """What a fork of the zygote is to be."""
+
+    RANK = "rank"
+    LOOP = "loop"  # a rank that is a program of the user's own, whose loop attaches
+    SCRIPT = "script"  # a rank of a script
+    STORE = "store"
+    SPARE = "spare"
+    STANDBY = "standby"  # the next zygote
+    DRILL = "drill"
+    SAVER = "saver"
+    IMPORTS = "imports"  # no fork: what the zygote imports beside torch, sent first of all
+
+
+# The run goes on without these where no further process can be forked.
+DISPENSABLE = frozenset({ForkKind.SPARE, ForkKind.STANDBY, ForkKind.DRILL, ForkKind.SAVER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What user code finds around it in any process that runs it.
+
+    ``settings``: of the run, as a record. ``local_world_size``: ranks of this machine. ``node``: its number;
+    ``log_folder``: that of the machine whose folder has the logs. ``local_addr``: its address among several;
+    ``term``: of :class:`~ddp_runner.system.folder_owner.FolderOwner`. The last four are paths of what
+    the ranks of a machine share.
+    """
+
+    settings: dict[str, object]
+    device: str
+    other_devices: tuple[str, ...] = ()
+    mode: str = ""
+    code: str = ""
+    world_size: int
+    local_world_size: int
+    threads: int
+    detect_anomaly: bool = False
+    node: int = 0
+    log_folder: int = 0
+    term: str = ""
+    local_addr: str = ""
+    store_host: str
+    store_port: int
+    preload: tuple[str, ...] = ()
+    memory_slots: tuple[str, ...] = ()
+    saver_bell: str = ""
+    saver_trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A user's program whose loop attaches. ``source``: the path of what it held at launch; empty: of no file."""
+
+    path: str
+    module: str
+    arguments: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec(Surroundings):
+    """For a rank. ``loads``: it reads the checkpoint ``resume``, as no other rank has a state to give it.
+
+    ``short_of_memory_in``: the phase in which its predecessor had too little memory. ``device_free_bytes``: when
+    the first process of the rank came; 0: not known. ``injections_left``: number -> times.
+    """
+
+    loads: bool = False
+    resume: str = "none"
+    short_of_memory_in: str = ""
+    device_free_bytes: int = 0
+    injections_left: dict[int, int] = field(default_factory=dict)
+    log_seal: str = field(default="", repr=False)
+    program: Program | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptCall:
+    """How a script is called, and what torchrun tells it. ``is_program``: it is no Python file."""
+
+    path: str
+    module: str
+    arguments: tuple[str, ...]
+    is_program: bool
+    plain_saves: bool
+    log_file: str
+    error_file: str
+    run_id: str
+    role: str
+    attempt: int
+    max_restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptSpec(Surroundings):
+    """For a rank of a script."""
+
+    call: ScriptCall
+    log_seal: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareSpec(Surroundings):
+    """For a process that waits to become a rank, and what it prepares."""
+
+    kind: SpareKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillSpec(Surroundings):
+    """For a process that computes the share of ``rank`` of ``step``, with what lies in ``folder``."""
+
+    rank: int
+    step: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverSpec:
+    """For the process that writes checkpoints into ``folder``."""
+
+    folder: str
+    memory_slots: tuple[str, ...]
+    saver_trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportsSpec:
+    """For the zygote: what it imports."""
+
+    wanted: str
+
+
+@dataclass(frozen=True, slots=True)
+class NothingMore:
+    """For a process that needs nothing but its descriptors: a store, a standby."""
+
+
+Spec = RankSpec | ScriptSpec | SpareSpec | DrillSpec | SaverSpec | ImportsSpec | NothingMore
+_SPECS: dict[ForkKind, type[Spec]] = {
+    ForkKind.RANK: RankSpec,
+    ForkKind.LOOP: RankSpec,
+    ForkKind.SCRIPT: ScriptSpec,
+    ForkKind.STORE: NothingMore,
+    ForkKind.SPARE: SpareSpec,
+    ForkKind.STANDBY: NothingMore,
+    ForkKind.DRILL: DrillSpec,
+    ForkKind.SAVER: SaverSpec,
+    ForkKind.IMPORTS: ImportsSpec,
+}
+
+
+def spec_of(kind: ForkKind, record: Mapping[str, Any]) -> Spec:
+    """The spec of what came as JSON. Raises KeyError, TypeError and ValueError if it is none."""
+    spec: Spec = _built(_SPECS[kind], record)
+    return spec
+
+
+def _built(kind: type[Any], record: Mapping[str, Any]) -> Any:
+    names = {one.name for one in fields(kind)}
+    return kind(**{name: _value(name, value) for name, value in record.items() if name in names})
+
+
+def _value(name: str, value: Any) -> Any:
+    """JSON has no tuples, no numbers as keys, and no classes."""
+    if name == "injections_left":
+        return {int(number): int(times) for number, times in value.items()}
+    if name == "kind":
+        return SpareKind(value)
+    if name == "call":
+        return _built(ScriptCall, value)
+    if name == "program":
+        return None if value is None else _built(Program, value)
+    return tuple(value) if isinstance(value, list) else value
