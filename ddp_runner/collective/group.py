@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import socket
 import sys
@@ -30,7 +31,7 @@ from ddp_runner.collective.communicators import Communicators, EnteredGroup, end
 from ddp_runner.collective.signed import SignedStore, key_prefix, proof, tampered
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.collective.waits import GroupOfReducer, SumsOfBuckets, Waits
-from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 
 UNUSED_TAG = 2**30  # of a message that nobody sends
 PROOF_TAG = UNUSED_TAG - 1  # of the first message between two ranks
@@ -39,6 +40,7 @@ _never_freed: list[
 ] = []  # groups of generations that could not be left without an abort
 # Of the generation that this process has left and whose abort may not have ended; one at most.
 _left: list[Communicators] = []
+_uses = itertools.count()  # of a group that the program has formed
 PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to the last
 
 
@@ -47,7 +49,7 @@ class Membership:
     """One agreed membership.
 
     ``secret`` is known to its members alone; empty where nobody could hand one out. ``owes_drill``: as of
-    :class:`~ddp_runner.core.messages.Form`.
+    :class:`~ddp_runner.core.messages.Form`. ``is_programs``: the group is there, the program itself has formed it.
     """
 
     generation: int
@@ -57,6 +59,7 @@ class Membership:
     local_world_size: int
     secret: str = field(default="", repr=False)
     owes_drill: bool = False
+    is_programs: bool = False
 
 
 class Group:
@@ -212,7 +215,7 @@ def _use_loopback(host: str) -> None:
 
 
 @contextlib.contextmanager
-def joined(
+def joined(  # noqa: C901 - one way in and one out, for each kind of group
     membership: Membership,
     *,
     link: StoreLink,
@@ -226,6 +229,10 @@ def joined(
     Every rank of the membership must enter. Raises RuntimeError or torch.distributed.DistError when
     a peer does not come within ``timeout_s``, or at once when ``switch`` is tripped meanwhile.
     """
+    if membership.is_programs:
+        with _used(membership, device=device, timeout_s=link.timeout_s, switch=switch) as group:
+            yield group
+        return
     _use_loopback(link.host)
     _end_last(membership.rank)
     is_silent = ends_in_silence(backend)
@@ -279,6 +286,41 @@ def joined(
     else:
         if dist.is_initialized():
             dist.destroy_process_group()
+    finally:
+        switch.close()
+
+
+def has_programs_group() -> bool:
+    """Whether the program has called ``init_process_group`` itself."""
+    return dist.is_available() and dist.is_initialized() and not _left
+
+
+@contextlib.contextmanager
+def _used(
+    membership: Membership, *, device: torch.device, timeout_s: float, switch: AbortSwitch
+) -> Iterator[Group]:
+    """Use the group that the program has formed; it stays the program's to destroy.
+
+    Raises BadInputError where it is for another kind of device.
+    """
+    group, store = _default_group(), dist.distributed_c10d._get_default_store()  # noqa: SLF001 - as above
+    try:
+        backend = group._get_backend(device).name()  # noqa: SLF001 - there is no public name
+    except RuntimeError:
+        expected = f"has no backend for {device.type}: give one, or leave the call out"
+        raise BadInputError("init_process_group", dist.get_backend(), expected) from None
+    # Each trainer of a program has keys of its own: what one has agreed on is nothing to the next.
+    own = store.clone() if hasattr(store, "clone") else store
+    keys = PrefixStore(f"ddp_runner/{next(_uses)}", own)
+    keys.set_timeout(timedelta(seconds=timeout_s))  # the group's own is half an hour
+    is_silent = ends_in_silence(backend)
+    communicators = Communicators(group, switch, device) if is_silent else None
+    try:
+        yield Group(membership, keys, device=device, switch=switch, communicators=communicators)
+    except BaseException:
+        if backend == "gloo":
+            _fail_operations(group)  # peers may wait in a collective that this rank will not enter
+        raise
     finally:
         switch.close()
 

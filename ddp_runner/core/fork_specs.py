@@ -1,4 +1,4 @@
-"""Kinds of process that the zygote forks, and what each is told, as values with a wire form. Forks nothing."""
+"""Kinds of process that the zygote forks, and what each gets to know, as values with a wire form. Forks nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RankSpec(Surroundings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCall:
-    """How a script is called, and what torchrun tells it. ``is_program``: it is no Python file."""
+    """How a script is called, and what torchrun has it know. ``is_program``: it is no Python file."""
 
     path: str
     module: str

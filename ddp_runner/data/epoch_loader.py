@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_runner.data import loader
 from ddp_runner.data.by_number import gives_by_number
-from ddp_runner.data.order import SampleOrder, WholeOrder
+from ddp_runner.data.order import SampleOrder, SamplerOrder, WholeOrder
 from ddp_runner.data.quarantine import Quarantine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ddp_runner.data.loader_faults import LoadingRepaired
 
@@ -32,7 +34,9 @@ class SafeDataLoader(loader.SafeDataLoader):
     ``shuffle``, ``drop_last``, ``num_workers``, ``pin_memory``, ``prefetch_factor`` and ``persistent_workers`` are as torch's;
     ``seed`` is that of order and samples. With ``world_size`` above 1 this is the part of ``rank`` of each
     ``batch_size * world_size`` samples, and ``drop_last`` must be true, so that all ranks have equally many
-    batches. ``on_bad_sample``: ``stop``, or ``substitute`` another one, for at most ``max_bad_samples`` samples.
+    batches. ``sampler``, ``timeout`` and ``worker_init_fn`` are torch's, too: a sampler gives this rank's samples of an
+    epoch, whose workers are then new in each; ``timeout`` is another name of ``timeout_s``, with 0 for no limit;
+    ``worker_init_fn(number)`` runs in each worker before it loads, and never in this process. ``on_bad_sample``: ``stop``, or ``substitute`` another one, for at most ``max_bad_samples`` samples.
 
     Raises TypeError for a dataset without a length or items by number, ValueError for numbers that do
     not fit, and, while it is iterated, FaultError for a sample that cannot be loaded. Use it from the
@@ -53,6 +57,9 @@ class SafeDataLoader(loader.SafeDataLoader):
         prefetch_factor: int = 2,
         persistent_workers: bool = False,
         timeout_s: float = 60.0,
+        timeout: float | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        sampler: Iterable[int] | None = None,
         on_bad_sample: Literal["stop", "substitute"] = "stop",
         max_bad_samples: int = 10,
         rank: int = 0,
@@ -69,10 +76,25 @@ class SafeDataLoader(loader.SafeDataLoader):
             )
         if on_bad_sample not in {"stop", "substitute"}:
             raise ValueError(f"on_bad_sample={on_bad_sample!r}: stop or substitute")
-        make = SampleOrder if drop_last else WholeOrder
-        order = make(
-            seed=seed, dataset_size=size, global_batch_size=batch_size * world_size, shuffle=shuffle
-        )
+        if timeout is not None and timeout < 0:
+            raise ValueError(f"timeout={timeout}: 0, for no limit, or more")
+        if sampler is None:
+            make = SampleOrder if drop_last else WholeOrder
+            order = make(
+                seed=seed,
+                dataset_size=size,
+                global_batch_size=batch_size * world_size,
+                shuffle=shuffle,
+            )
+        else:
+            _refuse_with_sampler(shuffle, world_size, on_bad_sample)
+            order = SamplerOrder(
+                seed=seed,
+                dataset_size=_size_of_sampler(sampler),
+                global_batch_size=batch_size,
+                shuffle=False,
+                drop_last=drop_last,
+            )
         bad_max = max_bad_samples if on_bad_sample == "substitute" else 0
         super().__init__(
             dataset,
@@ -85,15 +107,18 @@ class SafeDataLoader(loader.SafeDataLoader):
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s if timeout is None else timeout or math.inf,
             collate_fn=collate_fn,
+            worker_init=worker_init_fn,
             on_repaired=_warn,
             quarantine=Quarantine(seed=seed, dataset_size=size, bad_max=bad_max),
         )
         self.dataset = dataset
         self.batch_size = batch_size
         self.epoch = 0  # that the next iter() gives
-        self._persistent_workers = persistent_workers
+        self.sampler: Any = sampler
+        # The samples of the next epoch are the sampler's to say, once that begins.
+        self._persistent_workers = persistent_workers and sampler is None
         self._steps_per_epoch = order.steps_per_epoch
         self._iterations = 0
 
@@ -106,11 +131,16 @@ class SafeDataLoader(loader.SafeDataLoader):
         if not 0 <= epoch < _EPOCHS_MAX:
             raise ValueError(f"epoch={epoch}: 0 to {_EPOCHS_MAX - 1}")
         self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch. An iterator that is not at its end ends with the next one."""
         epoch, self.epoch = self.epoch, self.epoch + 1
         self._iterations += 1
+        if self.sampler is not None and isinstance(self._order, SamplerOrder):
+            self.pause()
+            self._order.take(operator.index(index) for index in self.sampler)
         return self._batches(epoch, self._iterations)
 
     def _batches(self, epoch: int, iteration: int) -> Iterator[Any]:
@@ -137,6 +167,28 @@ def _size_of(dataset: Any) -> int:
     with contextlib.suppress(TypeError, AttributeError):
         return len(dataset)
     raise TypeError(f"{type(dataset).__name__} has no length (__len__)")
+
+
+def _size_of_sampler(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except TypeError:
+        raise TypeError(f"sampler: {type(sampler).__name__} has no length (__len__)") from None
+
+
+def _refuse_with_sampler(shuffle: bool, world_size: int, on_bad_sample: str) -> None:
+    if shuffle:
+        raise ValueError("shuffle=True: the sampler decides the order; leave one of them out")
+    if world_size > 1:
+        raise ValueError(
+            f"world_size={world_size}: the sampler gives the samples of this rank alone (as"
+            " DistributedSampler does); leave rank and world_size out"
+        )
+    if on_bad_sample != "stop":
+        raise ValueError(
+            f"on_bad_sample={on_bad_sample!r}: would take samples that the sampler leaves out;"
+            " stop is possible"
+        )
 
 
 def _warn(repaired: LoadingRepaired) -> None:

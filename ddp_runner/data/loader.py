@@ -107,8 +107,10 @@ class SafeDataLoader:
         phase: Phase = Phase.DATA,
         on_sample: Callable[[int | None], None] = _ignore,
         suspect: int | None = None,
+        worker_init: Callable[[int], None] | None = None,
     ) -> None:
-        self._source = SampleSource(dataset, seed=seed, collate=collate_fn or collate_batch)
+        collate = collate_fn or collate_batch
+        self._source = SampleSource(dataset, seed=seed, collate=collate, worker_init=worker_init)
         self._order = order
         self._rank = rank
         self._world_size = world_size

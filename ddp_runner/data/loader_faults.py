@@ -172,7 +172,7 @@ def fault_of_failure(
 def refuse_dataset(failed: SampleFailed) -> None:
     """Raise BadInputError where no other sample and no other worker would help."""
     if failed.refused:
-        raise BadInputError("--task", "", failed.refused)
+        raise BadInputError(failed.option, "", failed.refused)
 
 
 def worker_report(pool: WorkerPool, worker: int, *, for_memory: bool) -> str:

@@ -6,7 +6,7 @@ so neither changes which samples a step takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -171,6 +171,38 @@ class WholeOrder(SampleOrder):
     def steps_per_epoch(self) -> int:
         """Global batches in the dataset."""
         return -(-self.dataset_size // self.global_batch_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOrder(SampleOrder):
+    """The order in which a torch ``Sampler`` gives them, which decides it in each epoch.
+
+    ``dataset_size`` is the sampler's. The last batch may be a smaller one, unless ``drop_last``.
+    """
+
+    drop_last: bool = False
+    _taken: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """No batch has to be whole, as in torch."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in an epoch."""
+        whole = self.dataset_size // self.global_batch_size
+        return whole if self.drop_last else -(-self.dataset_size // self.global_batch_size)
+
+    def take(self, indices: Iterable[int]) -> None:
+        """Have the next epoch consist of these. Raises ValueError for another number of them."""
+        self._taken[:] = indices
+        if len(self._taken) != self.dataset_size:
+            said = f"the sampler gives {len(self._taken)} samples"
+            raise ValueError(f"{said}, and its length is {self.dataset_size}")
+
+    def _part_of(self, step: int, *, first: int, count: int) -> Indices:
+        _, step_in_epoch = self.position(step)
+        begin = step_in_epoch * self.global_batch_size + first
+        return np.asarray(self._taken[begin : begin + count], dtype=np.int64)
 
 
 def share_size(total: int, *, rank: int, world_size: int) -> int:

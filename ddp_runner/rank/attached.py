@@ -19,9 +19,9 @@ def run(request: Fork, descriptors: list[int]) -> int:
     """
     settings, runtime = process.begin(request, descriptors)
     attach.be_supervised(settings, runtime)
-    assert isinstance(request.spec, RankSpec), "a rank is told what a rank needs"
+    assert isinstance(request.spec, RankSpec)
     program = request.spec.program
-    assert program is not None, "it is a program's"
+    assert program is not None
     source = Path(program.source).read_bytes() if program.source else None
 
     def failed(error: BaseException) -> None:

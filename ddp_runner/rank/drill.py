@@ -36,7 +36,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     """Run one drill; returns its exit status. ``descriptors``: control channel, output."""
     control, output = descriptors
     spec = request.spec
-    assert isinstance(spec, DrillSpec), "a drill is told what a drill needs"
+    assert isinstance(spec, DrillSpec)
     parent_death.set_process_name("ddp:drill")
     stand_back()
     parent_death.mark_own_children()

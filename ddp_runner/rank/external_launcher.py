@@ -14,17 +14,14 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from ddp_runner.collective.device import visible_gpu
 from ddp_runner.collective.group import holds_communicators
-from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.config.relations import check_relations
 from ddp_runner.config.unread import unread_warning
 from ddp_runner.core.board import Cell
@@ -89,6 +86,8 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of th
 class OutsideRuntime(LocalRuntime):
     """One generation per restart of the launcher; signals ask for a stop or a save after the step."""
 
+    may_find_store = False  # it would be another job's
+
     def __init__(
         self, *, rank_info: RankInfo, settings: Settings, origins: Mapping[str, str] = NO_ORIGINS
     ) -> None:
@@ -120,7 +119,6 @@ class OutsideRuntime(LocalRuntime):
         self._stop_at_s = math.inf if limit is None else time.monotonic() + limit.seconds
         self._save_is_asked = False
         self.directories: RunDirectories | None = None  # where this rank has taken hold of them
-        self._store: TCPStore | None = None
         is_first = rank_info.rank == 0
         self._metrics = MetricsFile(log_dir / "metrics.jsonl") if is_first else None
         numbers = [*_STOP_SIGNALS, _SAVE_SIGNAL]
@@ -137,20 +135,6 @@ class OutsideRuntime(LocalRuntime):
             warnings = (f"warning: {line}" for line in found)
             print(*ready.block, *ready.notes, *warnings, sep="\n", flush=True)
         return super().next_generation(ready)
-
-    def store_link(self) -> StoreLink:
-        """The launcher's store; without one (srun), rank 0 hosts it on the port that is named."""
-        link = super().store_link()
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.rank_info.rank == 0:
-            self._store = TCPStore(
-                link.host,
-                link.port,
-                world_size=None,
-                is_master=True,
-                timeout=timedelta(seconds=STORE_TIMEOUT_S),
-                wait_for_workers=False,
-            )
-        return link
 
     def report(self, message: Message) -> None:
         """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""

@@ -55,7 +55,7 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
     """Become the rank that ``request`` says; with what it resumes. ``descriptors``: as of :func:`main`."""
     control, board, output_descriptor = descriptors
     spec = request.spec
-    assert isinstance(spec, RankSpec), "a rank is told what a rank needs"
+    assert isinstance(spec, RankSpec)
     parent_death.set_process_name(f"ddp:rank{request.rank}")
     parent_death.mark_own_children()
     settings = config.from_record(spec.settings)

@@ -33,7 +33,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     """Write until the supervisor hangs up. ``descriptors``: control channel, the bell's end, output."""
     control, bell, output = descriptors
     spec = request.spec
-    assert isinstance(spec, SaverSpec), "a saver is told what a saver needs"
+    assert isinstance(spec, SaverSpec)
     parent_death.set_process_name("ddp:saver")
     for number in (signal.SIGINT, *RUN_SIGNALS):  # which the supervisor decides about
         signal.signal(number, signal.SIG_IGN)

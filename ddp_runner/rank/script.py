@@ -77,7 +77,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
     """
     control, board, output, *stdin = descriptors
     spec = request.spec
-    assert isinstance(spec, ScriptSpec), "a script's rank is told what that needs"
+    assert isinstance(spec, ScriptSpec)
     call = spec.call
     parent_death.set_process_name(f"ddp:rank{request.rank}")
     parent_death.mark_own_children()

@@ -57,7 +57,7 @@ def wait(request: Fork, descriptors: list[int]) -> int:
         os.dup2(output, stream)
     channel = Channel.from_descriptor(control)
     spec = request.spec
-    assert isinstance(spec, SpareSpec), "a spare is told what a spare needs"
+    assert isinstance(spec, SpareSpec)
     torch.set_num_threads(spec.threads)
     kind, settings = spec.kind, config.from_record(spec.settings)
     if kind is SpareKind.LIBRARIES:

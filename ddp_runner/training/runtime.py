@@ -14,15 +14,18 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.device import visible_gpu
-from ddp_runner.collective.group import Membership
+from ddp_runner.collective.group import Membership, has_programs_group
 from ddp_runner.collective.loss import Loss
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell, Slot
@@ -40,6 +43,7 @@ from ddp_runner.core.messages import (
     brief,
 )
 from ddp_runner.core.modes import refuse_of_processes
+from ddp_runner.core.plain_rank import PLAIN_RANK, plain_rank
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe import format as fmt
 from ddp_runner.observe.logger import DDPLogger
@@ -146,6 +150,7 @@ class LocalRuntime:
     generation = 1
     is_watched = False
     store_timeout_s = STORE_TIMEOUT_S
+    may_find_store = True  # on the port where this rank would host one
 
     def __init__(
         self,
@@ -155,13 +160,18 @@ class LocalRuntime:
         debug: bool,
         line: ProgressLine | None = None,
         records_as: str | None = None,
+        uses_group: bool = False,
     ) -> None:
         """``line``: where a person sees how far it is; None for nowhere.
+
+        ``uses_group``: the one that the program has formed.
 
         ``records_as``: rank 0 writes metrics.jsonl and summary.json for a run of that name; None: nobody does.
         """
         self._line = line
         self._records_as = records_as
+        self._uses_group = uses_group
+        self._store: TCPStore | None = None  # that this rank hosts
         self._log_dir = log_dir
         self._began_s = time.monotonic()
         self._record: PlainRecord | None = None
@@ -213,18 +223,40 @@ class LocalRuntime:
             world_size=self.rank_info.world_size,
             local_rank=self.rank_info.local_rank,
             local_world_size=self.rank_info.local_world_size,
+            is_programs=self._uses_group,
         )
-        link = StoreLink("127.0.0.1", 0, timeout_s=STORE_TIMEOUT_S) if alone else self.store_link()
+        needs_none = alone or self._uses_group
+        link = (
+            StoreLink("127.0.0.1", 0, timeout_s=STORE_TIMEOUT_S)
+            if needs_none
+            else self.store_link()
+        )
         return Generation(membership=membership, link=link, switch=AbortSwitch())
 
     def store_link(self) -> StoreLink:
-        """The store that the launcher names. Raises BadInputError where it names none."""
+        """The launcher's store; without one (srun, mp.spawn), rank 0 hosts it on the port that is named.
+
+        Raises BadInputError where none is named.
+        """
         try:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         except (KeyError, ValueError):
             raise BadInputError(
                 "MASTER_ADDR, MASTER_PORT", "", "must name the store, with more than one rank"
             ) from None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.rank_info.rank == 0:
+            try:
+                self._store = TCPStore(
+                    host,
+                    port,
+                    world_size=None,
+                    is_master=True,
+                    timeout=timedelta(seconds=STORE_TIMEOUT_S),
+                    wait_for_workers=False,
+                )
+            except RuntimeError:  # the port is taken: perhaps by a store of the program's
+                if not self.may_find_store:
+                    raise
         return StoreLink(host, port, timeout_s=self.store_timeout_s)
 
     def report(self, message: Message) -> None:
@@ -274,6 +306,12 @@ def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
 
 def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntime:
     """The surroundings of a trainer that a script or a notebook has made."""
+    uses_group = has_programs_group()
+    if uses_group:
+        rank, world_size = _of_group(rank, world_size)
+    elif world_size == 1 and (of_launcher := plain_rank(os.environ)):
+        # Alone each would train the same, over the others' files.
+        rank, world_size = of_launcher.rank, of_launcher.world_size
     refuse_of_processes(settings, world_size=world_size)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     rank_info = RankInfo(
@@ -293,7 +331,22 @@ def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntim
         debug=settings.run.debug,
         line=ProgressLine() if shows else None,
         records_as=settings.run.name,
+        uses_group=uses_group,
     )
+
+
+def _of_group(rank: int, world_size: int) -> tuple[int, int]:
+    """Rank and number in the group that the program has formed. Raises BadInputError for others."""
+    mine = dist.get_rank(), dist.get_world_size()
+    if os.environ.get(PLAIN_RANK) == "0":
+        expected = (
+            "each process trains alone, but init_process_group has formed a group: leave one out"
+        )
+        raise BadInputError(PLAIN_RANK, 0, expected)
+    if (rank, world_size) not in ((0, 1), mine):
+        expected = f"init_process_group has made this rank {mine[0]} of {mine[1]}: leave them out"
+        raise BadInputError("rank, world_size", f"{rank}, {world_size}", expected)
+    return mine
 
 
 def _local_device(settings: Settings, local_rank: int) -> str:

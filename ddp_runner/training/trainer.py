@@ -24,7 +24,6 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.phases import Phase, Stage
-from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.secrets import hidden_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
@@ -61,8 +60,9 @@ class DDPTrainer:
     In a plain script or notebook: ``DDPTrainer(MyTask, config={"epochs": 3}).train().model``. The
     first argument is a task class, or this process's rank; a class may also be the ``task`` of
     ``config``, which is a ``Settings``, or a mapping with flat or nested keys. With several ranks and no
-    runtime, every process makes its own trainer, and MASTER_ADDR and MASTER_PORT name a store that
-    runs already. Under torchrun rank and number are known: without a word about them they are those of
+    runtime, every process makes its own trainer. After ``init_process_group`` they train in that group, which stays
+    the program's; otherwise MASTER_ADDR and MASTER_PORT name a store, which rank 0 hosts where none runs. Under
+    torchrun rank and number are known: without a word about them they are those of
     RANK and WORLD_SIZE, unless DDP_RUNNER_PLAIN_RANK=0 says that each process trains alone.
     """
 
@@ -88,9 +88,6 @@ class DDPTrainer:
             expected = "needs a supervisor: start with ddp_runner train, or ddp_runner.launch()"
             raise BadInputError("stages", "", expected)
         self.settings = config
-        if runtime is None and world_size == 1 and (of_launcher := plain_rank(os.environ)):
-            # Alone each would train the same, over the others' files.
-            rank, world_size = of_launcher.rank, of_launcher.world_size
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
         if isinstance(self._runtime, LocalRuntime):
             self._runtime.unread = partial(configuration.unread_warning, config, origins)

@@ -100,7 +100,7 @@ def test_a_message_survives_the_wire(message):
     assert messages.decode(messages.encode(message)) == message
 
 
-def test_a_fork_that_is_told_too_little_is_refused():
+def test_a_fork_without_what_it_needs_is_refused():
     """Not found out by the process that is forked."""
     body = json.loads(messages.encode(messages.Fork(token=3, kind=ForkKind.RANK, spec=RANK)))
     del body["spec"]["store_port"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from ddp_runner import SafeDataLoader
-from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
 
 SIZE = 23
 
@@ -171,9 +172,126 @@ class Stream(IterableDataset):
         (Numbers(), {"world_size": 2}, ValueError, "drop_last"),
         (Numbers(), {"rank": 1}, ValueError, "rank=1"),
         (Numbers(), {"on_bad_sample": "skip"}, ValueError, "stop or substitute"),
+        (Numbers(), {"timeout": -1}, ValueError, "timeout=-1"),
+        (Numbers(), {"sampler": range(3), "shuffle": True}, ValueError, "shuffle=True"),
+        (Numbers(), {"sampler": iter(range(3))}, TypeError, "has no length"),
+        (
+            Numbers(),
+            {"sampler": range(3), "world_size": 2, "drop_last": True},
+            ValueError,
+            "of this rank",
+        ),
+        (
+            Numbers(),
+            {"sampler": range(3), "on_bad_sample": "substitute"},
+            ValueError,
+            "leaves out",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(dataset, options, error, said):
     """Before anything is loaded, with the reason."""
     with pytest.raises(error, match=said):
         SafeDataLoader(dataset, **options)
+
+
+class Once:
+    """A torch sampler that draws its order when it is asked, and never the same one."""
+
+    def __init__(self):
+        self.epochs = []
+        self._asked = 0
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        self._asked += 1
+        return iter([self._asked, 9, 8, 7, 6])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_sampler_decides_as_in_torch(workers, drop_last):
+    """Which samples an epoch has, in which order; it is asked once an epoch."""
+    options = {"batch_size": 2, "drop_last": drop_last, "num_workers": workers}
+    theirs = DataLoader(Numbers(), sampler=Once(), **options)
+    with SafeDataLoader(Numbers(), sampler=Once(), persistent_workers=True, **options) as mine:
+        for _ in range(2):
+            assert indices(mine) == indices(theirs)
+        assert len(mine) == len(theirs)
+        mine.set_epoch(4)
+        assert mine.sampler.epochs == [4]
+
+
+def test_an_epoch_of_a_sampler_outlives_its_worker():
+    """A worker that is killed costs no batch of it, and no other draw."""
+    loader = SafeDataLoader(Numbers(), batch_size=1, sampler=Once(), num_workers=1)
+    with loader, pytest.warns(RuntimeWarning, match="killed"):
+        found = killed_once(loader)
+    assert indices(found) == [[1], [9], [8], [7], [6]]
+
+
+def test_a_distributed_sampler_shares_out():
+    """The sampler of torch's own guides, one for each rank."""
+    seen = []
+    for rank in range(2):
+        sampler = DistributedSampler(Numbers(), num_replicas=2, rank=rank)
+        loader = SafeDataLoader(Numbers(), batch_size=3, sampler=sampler)
+        loader.set_epoch(1)
+        assert indices(loader) == indices(DataLoader(Numbers(), batch_size=3, sampler=sampler))
+        seen += [index for batch in indices(loader) for index in batch]
+    assert set(seen) == set(range(SIZE))
+
+
+class Opened(Numbers):
+    """Each sample is the number of the worker whose function has opened it."""
+
+    worker = -1.0
+
+    def __getitem__(self, index):
+        return torch.tensor([self.worker])
+
+
+def open_it(worker):
+    get_worker_info().dataset.worker = float(worker)
+
+
+def raise_it(worker):
+    raise OSError(f"no device for {worker}")
+
+
+def test_workers_are_set_up_as_in_torch():
+    """Each by its number, its copy of the dataset at hand; this process is not."""
+    for workers in (0, 2):
+        theirs = DataLoader(Opened(), 1, num_workers=workers, worker_init_fn=open_it)
+        with SafeDataLoader(Opened(), 1, num_workers=workers, worker_init_fn=open_it) as loader:
+            assert indices(loader) == indices(theirs)
+    loader = SafeDataLoader(Opened(), 1, num_workers=1, worker_init_fn=open_it)
+    with pytest.warns(RuntimeWarning, match="killed"):
+        assert indices(killed_once(loader)) == [[0]] * SIZE
+
+
+def test_a_worker_that_cannot_be_set_up_is_an_error():
+    """Of its function, which the line names; no sample is blamed and nothing loaded without it."""
+    loader = SafeDataLoader(Numbers(), 1, num_workers=2, worker_init_fn=raise_it)
+    with loader, pytest.raises(BadInputError, match="worker_init_fn: OSError: no device for 0"):
+        list(loader)
+
+
+class Slow(Numbers):
+    def __getitem__(self, index):
+        time.sleep(1.5)
+        return super().__getitem__(index)
+
+
+def test_a_time_limit_of_zero_is_none_as_in_torch():
+    """And any other one is the limit of a batch."""
+    with SafeDataLoader(Slow(), 1, num_workers=1, timeout=0, sampler=range(1)) as loader:
+        assert indices(loader) == [[0]]
+    loader = SafeDataLoader(Slow(), 1, num_workers=1, timeout=0.2, sampler=range(1))
+    with loader, pytest.warns(RuntimeWarning, match=r"no batch within 0\.2 s"):
+        assert indices(loader) == [[0]]

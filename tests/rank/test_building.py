@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_runner.core.fork_specs import Surroundings
 from ddp_runner.rank.building import (
     A_COPY,
     AsksForRankError,
@@ -22,15 +23,15 @@ from tests.processes import run_ranks
 
 from .supervising import plan_for
 
-WHERE = {
-    "world_size": 2,
-    "local_world_size": 2,
-    "device": "",
-    "other_devices": [],
-    "node": 0,
-    "store_host": "127.0.0.1",
-    "store_port": 1,
-}
+WHERE = Surroundings(
+    settings={},
+    device="",
+    world_size=2,
+    local_world_size=2,
+    threads=1,
+    store_host="127.0.0.1",
+    store_port=1,
+)
 
 
 def _draws():

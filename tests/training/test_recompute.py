@@ -186,3 +186,16 @@ def test_a_block_that_checkpoints_by_itself_may_be_inside():
     plain, other = gradient("off"), gradient("all")
     assert torch.isfinite(plain).all()
     assert torch.isfinite(other).all()
+
+
+class UnlikeBlock(nn.Sequential):
+    """Not in a list of alike ones."""
+
+
+def test_parts_are_named_by_their_class():
+    """Wherever they are in the model, beside parts that are named as before."""
+    model = nn.Sequential()
+    model.down, model.up = UnlikeBlock(nn.Linear(2, 2)), UnlikeBlock(nn.Tanh())
+    model.encoder = nn.Sequential(nn.Linear(2, 2))
+    asked = ("UnlikeBlock", "encoder.*")
+    assert checkpoint_activations(model, asked) == ("down", "up", "encoder.0")

@@ -7,8 +7,10 @@ sample that fails.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.utils.data import get_worker_info
 
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.data.by_number import gives_several_only, sample_at
@@ -47,7 +49,7 @@ class SampleFailed:
     """The dataset or the collate function raised. ``indices`` are the samples to suspect.
 
     ``for_memory``: an allocation was refused, which says nothing about any sample. ``refused``: what
-    is wrong with the dataset as a whole, and what to do; empty: nothing is.
+    is wrong with the dataset as a whole, and what to do; empty: nothing is. ``option``: by whose words.
     """
 
     indices: tuple[int, ...]
@@ -55,6 +57,7 @@ class SampleFailed:
     traceback: str
     for_memory: bool
     refused: str = ""
+    option: str = "--task"
 
 
 def seeding_base(*, seed: int, epoch: int) -> int:
@@ -79,8 +82,18 @@ class SampleSource:
     so for each sample.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+        worker_init: Callable[[int], None] | None = None,
+    ) -> None:
+        """``worker_init``: what a worker calls with its number before it loads."""
         self._dataset = dataset
+        self._worker_init = worker_init
+        self._unusable: SampleFailed | None = None  # this worker could not be set up
         self._seed = seed
         self._collate = collate
         self._deterministic = bool(getattr(dataset, "deterministic", False))
@@ -95,6 +108,20 @@ class SampleSource:
         other = copy.copy(self)
         other._many = None  # noqa: SLF001 - of its own class
         return other
+
+    def enter_worker(self, worker: int) -> None:
+        """Called once in each worker; a failure becomes that of each batch."""
+        if self._worker_init is None:
+            return
+        info = get_worker_info()
+        if info is not None:
+            # As in torch's workers, for the function that asks. The value is frozen.
+            object.__setattr__(info, "dataset", self._dataset)
+        try:
+            self._worker_init(worker)
+        except Exception as error:  # noqa: BLE001 - the loader-fetch boundary
+            refused = failed(error, indices=())
+            self._unusable = replace(refused, refused=refused.error, option="worker_init_fn")
 
     @property
     def dataset(self) -> Any:
@@ -111,6 +138,8 @@ class SampleSource:
 
         ``on_sample`` gets each index before it is loaded, where they are loaded one by one.
         """
+        if self._unusable is not None:
+            return self._unusable
         if self._many is None:
             samples = self._one_by_one(key, on_sample)
         else:

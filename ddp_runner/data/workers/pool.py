@@ -254,6 +254,7 @@ class WorkerPool:
                         rank=settings.rank,
                         rank_pid=os.getpid(),
                         stacks=self._stacks,
+                        then=source.enter_worker,
                     ),
                     multiprocessing_context="fork",
                     generator=torch.Generator(),  # or the rank's own generator would move
@@ -458,8 +459,11 @@ def run_signals_held() -> Iterator[None]:
 class WorkerStart:
     """The ``worker_init_fn`` of a rank's loader workers, which are forked from that rank."""
 
-    def __init__(self, *, rank: int, rank_pid: int, stacks: int) -> None:
+    def __init__(
+        self, *, rank: int, rank_pid: int, stacks: int, then: Callable[[int], None]
+    ) -> None:
         self._rank = rank
+        self._then = then  # what the worker's source has to do
         self._rank_pid = rank_pid
         self._stacks = stacks  # the file that its stack goes to, where it is asked for
 
@@ -479,6 +483,7 @@ class WorkerStart:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         let_go_of_devices()
+        self._then(worker)
 
 
 def let_go_of_devices(prefix: str = "/dev/nvidia") -> None:

@@ -158,6 +158,11 @@ class PackedSource:
         self._outboxes = outboxes
         self._stamps = stamps
 
+    def enter_worker(self, worker: int) -> None:
+        """As :meth:`SampleSource.enter_worker`; a stream has nothing to do."""
+        if isinstance(self._source, SampleSource):
+            self._source.enter_worker(worker)
+
     def __getitem__(self, numbered: tuple[int, BatchKey]) -> PackedBatch:
         """Load and send. Raises OSError if there is no memory for it."""
         info = get_worker_info()

@@ -439,7 +439,7 @@ class Node:
             self._program.close()
 
     def _of_rank(self, rank: int, start: RankStart) -> tuple[ForkKind, RankSpec | ScriptSpec]:
-        """What the process of a rank is, and what it is told."""
+        """What the process of a rank is, and what it gets."""
         surroundings = self._surroundings(rank)
         if start.script is not None:
             spec = ScriptSpec(**surroundings, call=start.script, log_seal=self.log_seal)

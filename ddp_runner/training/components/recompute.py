@@ -97,11 +97,15 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The outermost modules whose names match a pattern."""
+    """The outermost modules whose names match a pattern, or whose class has that name."""
     found: dict[str, nn.Module] = {}
     modules = {name: one for name, one in _named_modules(model).items() if name}
     for pattern in patterns:
-        matched = {name: one for name, one in modules.items() if fnmatchcase(name, pattern)}
+        matched = {
+            name: one
+            for name, one in modules.items()
+            if fnmatchcase(name, pattern) or type(one).__name__ == pattern
+        }
         if not matched:
             names = ", ".join(_nearest(pattern, model)) or "none: it has no parts"
             raise BadInputError(
