@@ -68,33 +68,16 @@ class SafeDataLoader(loader.SafeDataLoader):
         size = _size_of(dataset)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank}: 0 to {world_size - 1}, of world_size={world_size}")
-        if world_size > 1 and not drop_last:
-            raise ValueError(
-                "drop_last=False: must be true with several ranks, which else differ in batches"
-            )
-        if on_bad_sample not in {"stop", "substitute"}:
-            raise ValueError(f"on_bad_sample={on_bad_sample!r}: stop or substitute")
+        _refuse_rank(rank, world_size, drop_last)
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout={timeout}: 0, for no limit, or more")
-        if sampler is None:
-            make = SampleOrder if drop_last else WholeOrder
-            order = make(
-                seed=seed,
-                dataset_size=size,
-                global_batch_size=batch_size * world_size,
-                shuffle=shuffle,
-            )
-        else:
+        if on_bad_sample not in {"stop", "substitute"}:
+            raise ValueError(f"on_bad_sample={on_bad_sample!r}: stop or substitute")
+        if sampler is not None:
             _refuse_with_sampler(shuffle, world_size, on_bad_sample)
-            order = SamplerOrder(
-                seed=seed,
-                dataset_size=_size_of_sampler(sampler),
-                global_batch_size=batch_size,
-                shuffle=False,
-                drop_last=drop_last,
-            )
+        order = _order(
+            sampler, size, batch_size * world_size, seed=seed, shuffle=shuffle, drop_last=drop_last
+        )
         bad_max = max_bad_samples if on_bad_sample == "substitute" else 0
         super().__init__(
             dataset,
@@ -174,6 +157,38 @@ def _size_of_sampler(sampler: Any) -> int:
         return len(sampler)
     except TypeError:
         raise TypeError(f"sampler: {type(sampler).__name__} has no length (__len__)") from None
+
+
+def _refuse_rank(rank: int, world_size: int, drop_last: bool) -> None:  # noqa: FBT001
+    """Raise ValueError where the ranks would not have the same number of batches."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank}: 0 to {world_size - 1}, of world_size={world_size}")
+    if world_size > 1 and not drop_last:
+        raise ValueError(
+            "drop_last=False: must be true with several ranks, which else differ in batches"
+        )
+
+
+def _order(
+    sampler: Iterable[int] | None,
+    size: int,
+    batch_size: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+) -> SampleOrder:
+    """In which order the samples come: of ``sampler``, or of ``size`` samples."""
+    if sampler is None:
+        make = SampleOrder if drop_last else WholeOrder
+        return make(seed=seed, dataset_size=size, global_batch_size=batch_size, shuffle=shuffle)
+    return SamplerOrder(
+        seed=seed,
+        dataset_size=_size_of_sampler(sampler),
+        global_batch_size=batch_size,
+        shuffle=False,
+        drop_last=drop_last,
+    )
 
 
 def _refuse_with_sampler(shuffle: bool, world_size: int, on_bad_sample: str) -> None:
