@@ -96,8 +96,7 @@ class SafeDataLoader(loader.SafeDataLoader):
             on_repaired=_warn,
             quarantine=Quarantine(seed=seed, dataset_size=size, bad_max=bad_max),
         )
-        self.dataset = dataset
-        self.batch_size = batch_size
+        self.dataset, self.batch_size = dataset, batch_size
         self.epoch = 0  # that the next iter() gives
         self.sampler: Any = sampler
         # The samples of the next epoch are the sampler's to say, once that begins.
@@ -159,7 +158,7 @@ def _size_of_sampler(sampler: Any) -> int:
         raise TypeError(f"sampler: {type(sampler).__name__} has no length (__len__)") from None
 
 
-def _refuse_rank(rank: int, world_size: int, drop_last: bool) -> None:  # noqa: FBT001
+def _refuse_rank(rank: int, world_size: int, drop_last: bool) -> None:
     """Raise ValueError where the ranks would not have the same number of batches."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank}: 0 to {world_size - 1}, of world_size={world_size}")
