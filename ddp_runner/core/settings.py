@@ -322,7 +322,8 @@ class MemorySettings:
     activation_checkpointing: Literal["off", "all"] | tuple[str, ...] = "off"
     """Parts of the model that compute their activations again in backward instead of keeping them; the
     weights are the same. all: each block of a list of like modules, or what the model's own
-    gradient_checkpointing_enable turns on. Or patterns of module names: layers.*,head."""
+    gradient_checkpointing_enable turns on. Or patterns of module names, or names of their classes:
+    layers.*,head or UNetBlock."""
     warn_share: PerMachine[Fraction] = 0.80
     """Share of the tightest memory limit (machine, container, max_memory_gb, device) in use from
     which a warning is logged."""
