@@ -107,8 +107,8 @@ def _wait_in_own_group(me, port, config):
     return None
 
 
-def test_a_peer_that_is_killed_ends_the_training_at_once(tmp_path):
-    """There is nobody to replace it: a fault, and no wait."""
+def test_a_peer_that_is_killed_ends_the_training(tmp_path):
+    """There is nobody to replace it: a fault, at once in a collective, within a minute where the store is asked."""
     config = settings(tmp_path, max_steps=1_000_000)
     with ranks(_wait_in_own_group, 2, free_port(), config) as world:
         pids = [process.hear() for process in world]
