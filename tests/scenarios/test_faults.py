@@ -269,12 +269,19 @@ def test_an_exception_on_all_ranks_at_once_loses_no_step(fault_free, tmp_path, w
     # Nobody raises while a peer is still busy with the step before.
     raises = ("--inject", f"slow:rank=all,step=9,phase=forward,seconds={CATCH_UP_S}")
     raises += ("--inject", "raise:rank=all,step=9,phase=backward")
-    with Run(tmp_path, *QUICK, *PATIENT, *steps, *raises, world=world) as run:
-        assert run.wait() == 0, run.console
-    assert run.digest == fault_free(world).digest
-    faults = run.summary()["faults"]
-    assert {fault["kind"] for fault in faults} == {"rank_raised"}
-    assert sum(fault["steps_lost"] for fault in faults) == 0
+    for number in range(
+        4
+    ):  # on busy cores a rank may come so late that it is aborted before it raises
+        with Run(tmp_path / f"{number}", *QUICK, *PATIENT, *steps, *raises, world=world) as run:
+            assert run.wait() == 0, run.console
+        assert run.digest == fault_free(world).digest
+        faults = run.summary()["faults"]
+        assert {fault["kind"] for fault in faults} == {"rank_raised"}
+        assert sum(fault["steps_lost"] for fault in faults) == 0
+        if len(run.events("plan")) == 1:
+            break
+    else:
+        pytest.fail("the ranks never raised at once")
     kept = {record["rank"]: record["pid"] for record in run.events("rank_formed")}
     first = {record["rank"]: record["pid"] for record in reversed(run.events("rank_formed"))}
     assert sum(kept[rank] == first[rank] for rank in kept) == 1, "one process is kept"
