@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
+    from ddp_runner.cli.from_python import bench, find_batch_size, run
     from ddp_runner.cli.launch import launch
     from ddp_runner.cli.launch_async import launch_async
     from ddp_runner.collective.loss import Weighted
@@ -55,9 +56,12 @@ __all__ = [
     "Weighted",
     "__version__",
     "attach",
+    "bench",
+    "find_batch_size",
     "heartbeat",
     "launch",
     "launch_async",
+    "run",
 ]
 _HOME_OF_NAME = {
     "AttachedRun": "ddp_runner.training.own_loop.attached_run",
@@ -76,9 +80,12 @@ _HOME_OF_NAME = {
     "TextLines": "ddp_runner.data.shard_files",
     "Weighted": "ddp_runner.collective.loss",
     "attach": "ddp_runner.rank.attach",
+    "bench": "ddp_runner.cli.from_python",
+    "find_batch_size": "ddp_runner.cli.from_python",
     "heartbeat": "ddp_runner.system.heartbeat",
     "launch": "ddp_runner.cli.launch",
     "launch_async": "ddp_runner.cli.launch_async",
+    "run": "ddp_runner.cli.from_python",
 }
 
 

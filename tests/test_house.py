@@ -46,7 +46,7 @@ COUNTS = {
     "files with one importer and under 120 lines": 34,
     "functions of more than 60 lines": 20,
     "functions of nine parameters or more": 23,
-    "files": 495,
+    "files": 496,
 }
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.8
 STEPS = 4
+LARGEST = "the largest that fits is"
 _GB = 1_000_000_000
 _UNTIMED = 2  # steps at the begin, which are slower
 _REASON_CHARACTERS = 80
@@ -197,7 +198,7 @@ class _Search:
             )
             return
         step = global_batch(self._asked, world_size=ranks)
-        say_now(f"the largest that fits is {found:,}; to use it:")
+        say_now(f"{LARGEST} {found:,}; to use it:")
         for use in batch_search.uses(found, self._asked, world_size=ranks):
             than = "as asked" if use.step_samples == step else f"not {step:,} as asked"
             say_now(f"    {use.words:<44}  steps of {use.step_samples:,} samples, {than}")

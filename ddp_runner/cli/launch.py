@@ -24,7 +24,7 @@ from ddp_runner.start import FOLDERS_VARIABLE, IMPORT_FOLDER, LAUNCHED_VARIABLE
 from ddp_runner.system.run_files import from_json, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ddp_runner.core.settings import Settings
 
@@ -85,7 +85,7 @@ def launch(
     """
     refuse_in_rank("launch()")
     with prepared(task, nproc=nproc, config=config, arguments=arguments) as ready:
-        return ready.result(_run_child(ready))
+        return ready.result(run_child("train", ready.words, config_file=ready.config_file))
 
 
 def refuse_in_rank(called: str) -> None:
@@ -117,7 +117,7 @@ class Prepared:
     def result(self, exit_code: int) -> RunResult:
         """The run has ended."""
         summary_file = self.log_dir / "summary.json"
-        changed = _identity(summary_file) not in (None, self.before)
+        changed = identity(self.log_dir) not in (None, self.before)
         return RunResult(
             exit_code=exit_code,
             summary=from_json(read_small(summary_file))
@@ -146,12 +146,11 @@ def prepared(
     with _config_file({**config, **secrets}) as config_words:
         words += [*config_words, *arguments]
         settings = _settings(words)
-        summary_file = Path(settings.run.log_dir).absolute() / "summary.json"
         yield Prepared(
             words=words,
             config_file=config_words[1] if config_words else "",
             settings=settings,
-            before=_identity(summary_file),
+            before=identity(settings.run.log_dir),
         )
 
 
@@ -255,10 +254,10 @@ def _settings(words: Sequence[str]) -> Settings:
     return settings
 
 
-def _identity(file: Path) -> tuple[int, int] | None:
-    """What distinguishes a newly written file from an older one of the same name; None if there is none."""
+def identity(log_dir: str | Path) -> tuple[int, int] | None:
+    """What distinguishes a newly written summary.json from an older one; None if there is none."""
     try:
-        status = file.stat()
+        status = (Path(log_dir) / "summary.json").stat()
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_mtime_ns
@@ -272,14 +271,26 @@ def _kept(file: Path, exit_code: int) -> dict[str, Any] | None:
     return summary if summary.get("status") == RunStatus.COMPLETED.value else None
 
 
-def child_command(words: Sequence[str]) -> list[str]:
-    """Our own interpreter with ``train`` and these words; it ends with this process."""
-    return [sys.executable, "-c", _BEGINS + _HEARS + _CHILD, str(os.getpid()), "train", *words]
+def child_command(words: Sequence[str], command: str = "train") -> list[str]:
+    """Our own interpreter with ``command`` and these words; it ends with this process."""
+    return [sys.executable, "-c", _BEGINS + _HEARS + _CHILD, str(os.getpid()), command, *words]
 
 
-def _run_child(ready: Prepared) -> int:
-    """Run ``train``; forwards output and interrupts."""
+def run_child(
+    command: str,
+    words: Sequence[str],
+    *,
+    config_file: str = "",
+    take: Callable[[str], object] | None = None,
+) -> int:
+    """Run a command; forwards output and interrupts. ``take`` gets each line of its standard output instead."""
+    environment = child_environment(config_file)
+    if (
+        command != "train" or take is not None
+    ):  # it launches runs itself, whose ranks are marked then
+        del environment[LAUNCHED_VARIABLE]
     inherits = writes_to_descriptor_1()
+    is_piped = take is not None or not inherits
     # INVARIANT no-run-without-a-waiter: an interrupt comes once there is a child to pass it on to.
     # Broken if: it may be raised inside Popen, which leaves a run behind that nobody waits for.
     # Guarded by: test_an_interrupt_while_the_run_is_started_reaches_it.
@@ -288,11 +299,11 @@ def _run_child(ready: Prepared) -> int:
         # A session of its own: the terminal's Ctrl-C then reaches the run once, through us, and not
         # a second time as a member of the foreground group, which would end it without saving.
         subprocess.Popen(  # noqa: S603 - our own interpreter
-            child_command(ready.words),
-            env=child_environment(ready.config_file),
+            child_command(words, command),
+            env=environment,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
-            stdout=None if inherits else subprocess.PIPE,
+            stdout=subprocess.PIPE if is_piped else None,
             stderr=None if inherits else subprocess.STDOUT,
             text=True,
             errors="replace",
@@ -300,7 +311,7 @@ def _run_child(ready: Prepared) -> int:
     ):
         try:
             with _ends_passed_on(child):
-                while (exit_code := _wait(child, before)) is None:
+                while (exit_code := _wait(child, before, take)) is None:
                     child.send_signal(signal.SIGINT)
         except BaseException:
             child.kill()
@@ -347,13 +358,17 @@ def _ends_passed_on(child: subprocess.Popen[str]) -> Iterator[None]:
             signal.raise_signal(heard[0])
 
 
-def _wait(child: subprocess.Popen[str], held: set[signal.Signals]) -> int | None:
+def _wait(
+    child: subprocess.Popen[str],
+    held: set[signal.Signals],
+    take: Callable[[str], object] | None,
+) -> int | None:
     """Copy the child's output until it ends; None when interrupted before, as by what came earlier."""
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         if child.stdout is not None:
             for line in child.stdout:
-                sys.stdout.write(line)
+                (take or sys.stdout.write)(line)
         return child.wait()
     except KeyboardInterrupt:
         return None

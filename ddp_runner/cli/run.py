@@ -36,7 +36,7 @@ from ddp_runner.cli.run_options import (
 )
 from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.cli.tracker_needs import take_keys
-from ddp_runner.cli.train import allow_open_files, plan_launch
+from ddp_runner.cli.train import allow_open_files, asked_settings, plan_launch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.plain_rank import plain_rank
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ddp_runner.core.launch_plan import LaunchPlan
+    from ddp_runner.core.settings import Settings
 
 _WIDTH, _INDENT = 79, 28
 _OF_DEVICE = ("--cpu", "--gpus", "device=", "run.device=", "gpus=", "run.gpus=")
@@ -113,6 +114,12 @@ def run(words: Sequence[str]) -> int:
         script=script,
     )
     return _supervise(plan, words)
+
+
+def settings_of(words: Sequence[str]) -> Settings:
+    """The settings of the run that ``words`` ask for. Raises BadInputError."""
+    found = _sort(words)
+    return asked_settings(parse_train(_settings(found, _script(found))), dict(os.environ))
 
 
 def _supervise(plan: LaunchPlan, words: Sequence[str]) -> int:
