@@ -95,6 +95,15 @@ def test_a_change_is_refused_reported_or_without_consequence_as_sorted(key):
             assert (refused, reported) == (False, False)
 
 
+@pytest.mark.parametrize("word", [("evaluate_every_steps", "3"), ("evaluate_batches", "2")])
+def test_evaluations_are_compared_where_the_best_is_loaded_at_end(word):
+    """They choose the weights of final.pt."""
+    for is_used in (True, False):
+        words = [("run.task", "bytes"), ("load_best_at_end", str(is_used).lower())]
+        old, new = (resolve(command_line=[*words, *more]).settings for more in ([], [word]))
+        assert (recipe_of(old) != recipe_of(new)) is is_used
+
+
 def test_a_choice_that_there_was_not_yet_is_none():
     """A file from before a setting was made with what its default means; another value is refused."""
     now = resume_key(resolve(command_line=[("run.task", "bytes")]).settings, world_size=2)

@@ -24,6 +24,7 @@ from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
 from ddp_runner.config.foreign import REMOVED
 from ddp_runner.config.stage_list import OF_A_STAGE
 from ddp_runner.core.batch_sizes import global_batch, micro_batch
+from ddp_runner.core.run_stages import uses_best
 from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             data.accumulation data.global_batch_size data.validation_fraction
         """,
         OnResume.REPORTED: """
-            run.epochs run.max_steps run.device run.nproc_per_node run.mode run.threads_per_rank
+            run.epochs run.max_steps run.load_best_at_end run.device run.nproc_per_node run.mode run.threads_per_rank
             run.deterministic run.matmul_precision run.channels_last data.micro_batch_size data.shares data.stream_end optim.learning_rate optim.weight_decay
             optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
             optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
@@ -85,7 +86,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         # or how soon. What decides about faults is reported when there is one.
         OnResume.CANNOT_MATTER: """
             run.name run.max_time run.target_loss run.early_stopping_patience
-            run.early_stopping_min_delta run.load_best_at_end run.resume run.stage run.init_from run.init_strict run.log_dir
+            run.early_stopping_min_delta run.resume run.stage run.init_from run.init_strict run.log_dir
             run.checkpoint_dir
             run.gpus run.allow_different_code run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale run.compile_fullgraph
@@ -185,7 +186,7 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
     for key in _AS_WRITTEN:
         section, _, name = key.partition(".")
         written[key] = sections[section][name]  # type: ignore[index]
-    is_best_used = settings.stage is not None and settings.stage.best_is_used
+    is_best_used = uses_best(settings.stage, load_best_at_end=settings.run.load_best_at_end)
     if settings.optim.plateau_patience or is_best_used:  # weights then follow from evaluations
         log = settings.log
         written["checkpoint.monitor"] = settings.checkpoint.monitor
