@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -113,6 +114,7 @@ class RefusedInOptimizerTask(SmoothTask):
         self._is_inside = True
         if self._all_are:
             meet("inside")
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed and kept would be enough
         limit_address_space(self._room_mb)
         try:
             optimizer.step()
