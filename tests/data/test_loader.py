@@ -291,6 +291,7 @@ def test_more_workers_than_cores_load_and_are_reported(reference):
         assert_same(loader.take(0), reference[0])
         assert len(loader.worker_pids) == loader.workers == cores + 2
         assert f"{cores + 2} loader workers per rank, {cores} core" in loader.notes[0]
+        assert loader.notes[0].endswith(f"num_workers=auto is {min(2, cores)} here")
     with make(num_workers="auto", local_world_size=cores) as loader:
         assert_same(loader.take(0), reference[0])
         assert len(loader.worker_pids) == 1

@@ -38,5 +38,7 @@ def worker_notes(asked: WorkersAsked, *, local_world_size: int, cores: int) -> t
     if asked == AUTO:
         return (f"{workers} (num_workers=auto): {has}",) if count < AUTO_MAX else ()
     if count > max(cores // local_world_size, 1):
-        return (f"{workers}, {has}: so many only help where data waits for disks or networks",)
+        auto = worker_count(AUTO, local_world_size=local_world_size, cores=cores)
+        only = "so many only help where data waits for disks or networks"
+        return (f"{workers}, {has}: {only}; num_workers=auto is {auto} here",)
     return ()
