@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ddp_runner.cli.launch import launch
     from ddp_runner.cli.launch_async import launch_async
     from ddp_runner.collective.loss import Weighted
-    from ddp_runner.core.faults import BadInputError
+    from ddp_runner.core.errors import BadInputError
     from ddp_runner.core.settings import Settings
     from ddp_runner.data.epoch_loader import SafeDataLoader
     from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
@@ -65,7 +65,7 @@ __all__ = [
 ]
 _HOME_OF_NAME = {
     "AttachedRun": "ddp_runner.training.own_loop.attached_run",
-    "BadInputError": "ddp_runner.core.faults",
+    "BadInputError": "ddp_runner.core.errors",
     "DDPLogger": "ddp_runner.observe.logger",
     "DDPTrainer": "ddp_runner.training.trainer",
     "Datasets": "ddp_runner.training.task",

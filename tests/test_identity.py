@@ -20,7 +20,7 @@ from ddp_runner.config import (
 )
 from ddp_runner.config.fields import Kind, known_fields
 from ddp_runner.config.identity import ON_RESUME, OnResume
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 OTHER_VALUES = {
     "log.trackers": "csv", "log.profile": "steps=1",

@@ -21,7 +21,7 @@ import pytest
 
 from ddp_runner.cli import launch as launcher
 from ddp_runner.cli import python_environment as environment
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM_PATH = "/usr/bin:/bin"

@@ -9,7 +9,7 @@ from ddp_runner.config import from_flat, from_record, resolve, to_record
 from ddp_runner.config.fields import ForeignNameError, find_key, known_fields, sections
 from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, REMOVED, SWITCHES, WORDS
 from ddp_runner.config.suggest import nearest
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 KNOWN = list(known_fields())
 LAST_NAMES = {key.rpartition(".")[2] for key in KNOWN}

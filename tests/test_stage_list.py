@@ -10,7 +10,7 @@ from ddp_runner.cli.train import plan_launch
 from ddp_runner.config import from_flat, from_record, resolve, stage_digest, to_record, to_yaml
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.stage_list import OF_A_STAGE
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 PRE = {"name": "pre", "epochs": 2}
 TUNE = {"name": "tune", "max_steps": 50, "optim": {"learning_rate": 0.002}, "task.mode": "b"}

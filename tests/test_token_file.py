@@ -10,7 +10,7 @@ import time
 import pytest
 
 from ddp_runner.cli.nodes import TOKEN_BYTES_MIN, await_token, given_token
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.system import token_file
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token

@@ -31,7 +31,7 @@ from ddp_runner.checkpoint.manifest import (
     step_of,
 )
 from ddp_runner.core.classify import lacks_memory
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.nodes import NewestCheckpoint
 from ddp_runner.system.run_files import (
     is_regular,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.weight_files import weights_file_in
 from ddp_runner.core.classify import lacks_memory
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.hub import EXPECTED, lacks_hub, repository_of
 
 _SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")

@@ -13,8 +13,8 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.train import plan_launch
 from ddp_runner.cli.trials import Trial, steps_of, train
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.step_times import STEP, Part, Verdict, judge, parts_of, slowness
 from ddp_runner.start import COMMAND

@@ -25,8 +25,8 @@ from ddp_runner.cli.launch import RunResult, launch
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.scratch import in_temporary_folder
 from ddp_runner.cli.tables import show_checked
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, parse_small
 from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of
 from ddp_runner.cli.output import show
 from ddp_runner.cli.runs import NAME, checkpoint_dir_of
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND
 from ddp_runner.supervisor.processes.environment import probe_environment

@@ -23,8 +23,8 @@ from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.config.sources import from_file
 from ddp_runner.config.user_files import HOME_FILE, PRESETS_FOLDER
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import replace_file
 

@@ -17,8 +17,8 @@ from ddp_runner.cli.launch import RunResult, launch
 from ddp_runner.cli.repairs import Repaired, read_repairs
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.tables import show_changes, show_repairs
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import InjectKind
 from ddp_runner.observe.summary import RunSummary, read_summary
 from ddp_runner.start import COMMAND

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.amd_gpus import find_amd_gpus
 from ddp_runner.cli.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, visible
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan
 from ddp_runner.core.threads import AUTO_CPU_RANKS
 

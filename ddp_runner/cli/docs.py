@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.arguments import parse_small
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.start import COMMAND, IS_CHECKOUT, PACKAGE_PARENT
 
 if TYPE_CHECKING:

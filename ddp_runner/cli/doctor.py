@@ -36,8 +36,8 @@ from ddp_runner.config import resolve
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.relations import device_problems, unwritable_reason
 from ddp_runner.config.run_names import CHECKPOINTS, LOGS
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.core.node_options import endpoint_of
 from ddp_runner.memory.limits import container_limit

@@ -14,8 +14,8 @@ from ddp_runner.cli.trials import MemoryWatch, Trial, steps_of, train
 from ddp_runner.core import batch_search
 from ddp_runner.core.batch_search import Outcome, Tried
 from ddp_runner.core.batch_sizes import global_batch
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.memory.free import free_bytes
 from ddp_runner.memory.limits import container_limit
 from ddp_runner.observe import format as fmt

@@ -15,8 +15,8 @@ from ddp_runner.cli.finding import LEARNING_RATE
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.trials import Trial, steps_of, train
 from ddp_runner.config import aligned, difference, resume_key, task_resume_key
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.lr_range import Curve, Point, Suggestion, curve_of, suggestion
 from ddp_runner.observe.format import figure, printable
 from ddp_runner.system.run_files import replace_file

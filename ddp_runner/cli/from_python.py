@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ddp_runner.cli.find_batch_size import LARGEST
 from ddp_runner.cli.launch import Prepared, identity, prepared, refuse_in_rank, run_child
 from ddp_runner.cli.run import settings_of
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 
 if TYPE_CHECKING:
     import os

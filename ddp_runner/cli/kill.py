@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.arguments import LOG_DIR, parse_small
 from ddp_runner.cli.runs import NAME, elsewhere, log_dir_of
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.observe.history.json_lines import whole
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.start import COMMAND

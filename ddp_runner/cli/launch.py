@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode, RunStatus
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.start import FOLDERS_VARIABLE, IMPORT_FOLDER, LAUNCHED_VARIABLE
 from ddp_runner.system.run_files import from_json, read_small
 

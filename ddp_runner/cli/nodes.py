@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from ddp_runner.cli.machine import torch_build
 from ddp_runner.config import to_record
 from ddp_runner.config.identity import ON_RESUME, OnResume, is_sealed, shared_settings
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.supervisor.loop import supervise
 from ddp_runner.supervisor.nodes.admission import Meeting

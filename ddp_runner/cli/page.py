@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ddp_runner import start
 from ddp_runner.cli.arguments import LOG_DIR, parse_small
 from ddp_runner.config.run_names import LOGS
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ddp_runner.config.fields import ForeignNameError, Kind, find_key, known_fie
 from ddp_runner.config.foreign_values import is_foreign_switch
 from ddp_runner.config.suggest import nearest
 from ddp_runner.config.user_files import preset_file
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.node_options import VARIABLES
 from ddp_runner.core.placing import ENGINE
 

@@ -16,8 +16,8 @@ from ddp_runner.cli.arguments import LOG_DIR, SmallArguments, parse_small
 from ddp_runner.cli.output import is_unicode, show
 from ddp_runner.cli.report_comparison import compare
 from ddp_runner.cli.runs import NAME, elsewhere, log_dir_of
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.history.run_history import RunHistory

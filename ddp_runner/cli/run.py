@@ -38,7 +38,7 @@ from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.cli.tracker_needs import take_keys
 from ddp_runner.cli.train import allow_open_files, asked_settings, plan_launch
 from ddp_runner.config.run_names import name_of_task
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.script import GRACE_AT_STOP_S, ResumeWith, ScriptPlan
 from ddp_runner.core.secrets import masked_words

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ddp_runner.config.run_names import CHECKPOINTS, LOGS, is_name
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.system.followed_run import NAME as NOTE
 from ddp_runner.system.followed_run import followed_run
 from ddp_runner.system.run_directories import latest_logs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ddp_runner import start
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.user_files import PRESETS_FOLDER
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import GIVEN_BY_FILE, is_secret
 
 if TYPE_CHECKING:

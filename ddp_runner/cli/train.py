@@ -34,7 +34,7 @@ from ddp_runner.config import (
     resume_key,
 )
 from ddp_runner.core.batch_sizes import refuse_wrong_shares
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.modes import mode_problems, refuse_of_processes

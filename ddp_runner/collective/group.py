@@ -31,7 +31,8 @@ from ddp_runner.collective.communicators import Communicators, EnteredGroup, end
 from ddp_runner.collective.signed import SignedStore, key_prefix, proof, tampered
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.collective.waits import GroupOfReducer, SumsOfBuckets, Waits
-from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 
 UNUSED_TAG = 2**30  # of a message that nobody sends
 PROOF_TAG = UNUSED_TAG - 1  # of the first message between two ranks

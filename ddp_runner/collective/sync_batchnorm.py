@@ -20,7 +20,7 @@ from ddp_runner.collective.group import Group
 from ddp_runner.collective.other_forward import with_forward
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Slot
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 OPTION = "ddp.sync_batchnorm"
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)

@@ -38,7 +38,7 @@ from ddp_runner.config.stage_list import (
     in_stage,
     without_stages,
 )
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.core.settings import Settings
 

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from ddp_runner.config.foreign import ALIASES, ANSWERS, REMOVED
 from ddp_runner.config.suggest import nearest
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import PER_MACHINE, Settings
 from ddp_runner.core.stopping import seconds_of
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import normal_name, parse_switch, removed
 from ddp_runner.config.foreign import ALWAYS, SAID, SWITCHES, WORDS
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 if TYPE_CHECKING:
     from ddp_runner.config.sources import Assignment

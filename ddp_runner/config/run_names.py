@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

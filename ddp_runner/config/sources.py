@@ -11,7 +11,7 @@ import yaml
 
 from ddp_runner.config.fields import TASK_SECTION, sections
 from ddp_runner.config.foreign import ALIASES, HEADINGS
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.suggest import nearest
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ddp_runner.core.secrets import masked, without_secrets
+from ddp_runner.core.secrets import without_secrets
 
 # Both travel in one packet, and stay in events.jsonl and the summary for each fault.
 CAUSE_CHARACTERS_MAX = 1_000
@@ -179,20 +179,3 @@ class FaultError(Exception):
 
 class ReportedFaultError(FaultError):
     """A fault that has been reported already: all that is left is to end."""
-
-
-class BadInputError(Exception):
-    """The user's settings, data or files are wrong: exit 2, one line, nothing touched.
-
-    ``option`` is what the user wrote or would write (``--data``, ``data.batch_size``), ``value``
-    what it holds, ``expected`` what would be right. A secret is not shown.
-    """
-
-    def __init__(self, option: str, value: object, expected: str) -> None:
-        value = masked(value, option)
-        super().__init__(
-            f"{option}={value!s}: {expected}" if value != "" else f"{option}: {expected}"
-        )
-        self.option = option
-        self.value = value
-        self.expected = expected

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ddp_runner.core.faults import BadInputError, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.phases import Moment, Phase
 
 OPTION = "--inject"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 DEFAULT_PORT = 29400  # torchrun's
 NO_ID = "none"

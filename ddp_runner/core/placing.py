@@ -10,8 +10,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.node_options import NodeOptions, node_options
 from ddp_runner.core.threads import AUTO_CPU_RANKS
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 PREVIOUS, BEST, SCRATCH = "previous", "best", "scratch"
 AVERAGE = ":ema"

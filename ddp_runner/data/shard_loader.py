@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import default_collate
 
-from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultError
 from ddp_runner.core.loader_recovery import LoaderHistory, plan_loader_repair, workers_to_use
 from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultError
 from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import fault_of_failure

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 _ARRAY, _SCALAR = "ddp_runner:array", "ddp_runner:scalar"
 _ORDERED, _COUNTER, _DEQUE = "ddp_runner:ordered", "ddp_runner:counter", "ddp_runner:deque"

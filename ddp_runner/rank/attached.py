@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.fork_specs import RankSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.rank import attach, process

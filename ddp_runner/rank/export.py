@@ -19,7 +19,7 @@ from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
 from ddp_runner.checkpoint.publish import DurableWriter, publish
 from ddp_runner.checkpoint.safetensors_file import write_safetensors
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.system import parent_death
 from ddp_runner.training.begun_weights import built_model, first_line, whole_weights

@@ -25,6 +25,7 @@ from ddp_runner.collective.group import holds_communicators
 from ddp_runner.config.relations import check_relations
 from ddp_runner.config.unread import unread_warning
 from ddp_runner.core.board import Cell
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import (
     EXIT_CODE_OF_STATUS,
     STATUS_OF_REASON,
@@ -32,7 +33,7 @@ from ddp_runner.core.exits import (
     RunStatus,
     StopReason,
 )
-from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import (
     Faulted,

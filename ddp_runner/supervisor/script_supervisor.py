@@ -15,8 +15,9 @@ from typing import Any
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import RankExit, classify_exit
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
-from ddp_runner.core.faults import BadInputError, Fault, FaultKind, Origin
+from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.fork_specs import ScriptCall
 from ddp_runner.core.lifecycle import (
     NO_PROCESS_LEFT,

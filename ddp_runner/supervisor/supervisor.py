@@ -16,8 +16,9 @@ from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, classify_exit
 from ddp_runner.core.drill import END_WAIT_S, wait_line
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
-from ddp_runner.core.faults import BadInputError, Fault
+from ddp_runner.core.faults import Fault
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import (
     IN_WORLD,

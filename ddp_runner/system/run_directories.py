@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.config.run_names import LATEST, LOGS, has_folders_of_its_name, is_name
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import RunSettings
 from ddp_runner.system.run_files import (
     RefusedFileError,

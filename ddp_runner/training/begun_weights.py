@@ -15,7 +15,7 @@ from ddp_runner import config
 from ddp_runner.checkpoint.catalog import FINAL
 from ddp_runner.checkpoint.hub import fetched
 from ddp_runner.checkpoint.weights import StoredWeights, read_weights
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.hub import is_of_hub
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.components.rng import seed_all

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ddp_runner import config
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.monitor import Monitor
 from ddp_runner.core.run_stages import StageOfFile, StagePlace
 from ddp_runner.core.secrets import holds_secret

@@ -19,8 +19,9 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.apart import NeedsOthersError, stand_apart
 from ddp_runner.collective.data_parallel import loss_over_devices
 from ddp_runner.collective.loss import read_loss
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.faults import FaultError
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.settings import Settings

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddp_runner.collective.sync_batchnorm import OPTION
 from ddp_runner.core.batch_sizes import SHARES, cut, micro_batch
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import micro_batch_count
 

@@ -6,7 +6,8 @@ import time
 import traceback
 
 from ddp_runner.core.classify import classify_error
-from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.system.user_errors import traceback_text, user_place
 
 

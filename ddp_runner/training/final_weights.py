@@ -18,7 +18,8 @@ from ddp_runner.checkpoint.entry_names import bare_state, load_bare_state, read_
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.core.board import Cell
-from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.exactness.first_step import report_inexact

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.task import Datasets
 

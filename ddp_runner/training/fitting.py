@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_runner.checkpoint.codec import check_state_dict
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.training.components.buffers import persistent_buffers
 from ddp_runner.training.components.several_optimizers import entries_of
 from ddp_runner.training.state import TrainState

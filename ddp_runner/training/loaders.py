@@ -14,7 +14,8 @@ import torch
 from ddp_runner.collective.group import Group
 from ddp_runner.core.batch_sizes import micro_batch
 from ddp_runner.core.board import Cell
-from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.hang_detection import longest_phase_s
 from ddp_runner.core.injection import OPTION as INJECT_OPTION
 from ddp_runner.core.injection import bad_sample_places

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.monitor import LOSS
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.metric_state import (

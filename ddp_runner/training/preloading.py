@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from ddp_runner import config
 from ddp_runner.core.board import Cell
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.by_number import sample_at

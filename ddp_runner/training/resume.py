@@ -15,7 +15,8 @@ from ddp_runner.checkpoint.manifest import checkpoint_name
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.election import EMPTY_STEP
-from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import due_after

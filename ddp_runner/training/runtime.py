@@ -29,8 +29,9 @@ from ddp_runner.collective.group import Membership, has_programs_group
 from ddp_runner.collective.loss import Loss
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell, Slot
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import BadInputError, Fault, FaultError
+from ddp_runner.core.faults import Fault, FaultError
 from ddp_runner.core.messages import (
     Faulted,
     FaultTolerated,

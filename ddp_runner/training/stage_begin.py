@@ -11,7 +11,7 @@ from typing import NoReturn
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.run_stages import (
     AVERAGE,
     BEST,

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ddp_runner.core import batch_sizes
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.run_stages import steps_before
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.by_number import gives_by_number

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_runner.collective.loss import Weighted
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
 

@@ -2,7 +2,7 @@
 
 Forms: a built-in name, ``FILE.py[:NAME]``, ``module:NAME``. NAME is a class, a factory function or
 a ready instance. All that goes wrong here is for the user to correct, so it is a
-:class:`~ddp_runner.core.faults.BadInputError` whose ``__cause__`` is the user's own traceback.
+:class:`~ddp_runner.core.errors.BadInputError` whose ``__cause__`` is the user's own traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import masked, secret_texts, without_secrets
 from ddp_runner.system.code_files import task_code
 from ddp_runner.training.task_methods import refuse_uncalled, slips

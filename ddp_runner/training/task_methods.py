@@ -12,7 +12,7 @@ from typing import cast
 
 from torch import nn
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.start import PACKAGE_PARENT
 from ddp_runner.system.code_files import INSTALLED
 from ddp_runner.training.measuring import measures

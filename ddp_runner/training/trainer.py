@@ -22,7 +22,7 @@ from ddp_runner.collective.device_progress import NoDeviceProgress, device_progr
 from ddp_runner.config.identity import task_has_changed
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.secrets import hidden_texts
 from ddp_runner.core.settings import Settings

@@ -18,7 +18,8 @@ from torch.utils.data import default_collate
 
 from ddp_runner.collective.loss import read_loss
 from ddp_runner.config.suggest import nearest
-from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultError
 from ddp_runner.core.monitor import (
     AUTO,
     LOSS,

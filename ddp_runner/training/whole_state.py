@@ -7,7 +7,8 @@ from typing import Any
 
 from ddp_runner.checkpoint.left_out import left_out, start_record
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
-from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultError
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.begin import begin_with
 from ddp_runner.training.components.start_weights import completed

@@ -20,7 +20,8 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.device import await_free
 from ddp_runner.collective.sync_batchnorm import SyncedNorms
 from ddp_runner.core import batch_sizes
-from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.improvement import ImprovementRules
 from ddp_runner.core.launch_plan import group_backend
 from ddp_runner.core.monitor import Monitor

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_runner.checkpoint.catalog import NO_FILE, NO_MANIFEST, Catalog
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.system.run_files import temporary_path, writer_of
 from tests.processes import poll
 from tests.temporaries import of_a_dead_writer

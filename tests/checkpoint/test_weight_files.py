@@ -18,7 +18,7 @@ from ddp_runner.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from ddp_runner.checkpoint.weights import load_weights
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.hub import Repository, repository_of
 from ddp_runner.system.run_files import open_given
 

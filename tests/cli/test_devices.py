@@ -17,7 +17,7 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.probing import Probed
 from ddp_runner.cli.train import place_notes, plan_launch, preset_name, threads_per_rank
 from ddp_runner.config import resolve
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.launch_plan import group_backend
 from ddp_runner.supervisor.recovery.communicator_cut import SILENT_LEAVE_TIMEOUT_S
 

@@ -29,7 +29,7 @@ from ddp_runner.cli.gpu_checks import (
 from ddp_runner.cli.gpus import Gpu, VisibleGpus
 from ddp_runner.cli.machine import TorchBuild
 from ddp_runner.cli.probing import Probed, check_collectives, probe
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from tests.processes import ROOT, poll
 from tests.rank.failing_probe import VARIABLE
 

@@ -20,7 +20,7 @@ from ddp_runner.cli.find_batch_size import share_of
 from ddp_runner.cli.find_learning_rate import Range, range_of
 from ddp_runner.cli.finding import split_off_finding
 from ddp_runner.cli.launch import launch
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import ddp_runner
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 SCRIPT = """
 import json, sys

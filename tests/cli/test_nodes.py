@@ -15,7 +15,7 @@ from ddp_runner.cli import nodes
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.train import plan_launch
 from ddp_runner.config.identity import with_shared
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.supervisor.nodes.admission import why_not

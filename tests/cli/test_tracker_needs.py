@@ -8,7 +8,7 @@ from ddp_runner.cli import tracker_needs
 from ddp_runner.cli.tracker_needs import env_keys, parse_env, refuse_missing, take_keys
 from ddp_runner.config import resolve
 from ddp_runner.config.sources import from_environment
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import GIVEN_BY_FILE, environment_secrets
 
 

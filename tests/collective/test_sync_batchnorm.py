@@ -10,7 +10,7 @@ from torch import nn
 
 from ddp_runner.collective.sync_batchnorm import Peers, SyncedNorms
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.phases import Phase
 from tests.processes import hosted_store, poll, ranks, results, run_ranks
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.messages import WireError
 from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,

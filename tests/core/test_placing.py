@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.placing import (
     RESTARTS_MAX,

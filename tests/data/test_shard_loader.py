@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.shards import LaneMark, ShardPositions, Stand
 from ddp_runner.data.workers.shard_source import LaneEmptyError

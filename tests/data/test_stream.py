@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.codec import stored_bytes
-from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.data.stream import READ_AGAIN, StreamLoader, StreamOrder, StreamPosition
 from ddp_runner.data.stream_state import from_plain, to_plain
 

@@ -12,7 +12,7 @@ import pytest
 from ddp_runner.cli import page
 from ddp_runner.cli.train import page_notes
 from ddp_runner.config import check_relations, refuse_without_supervisor, resolve
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import LogSettings
 from ddp_runner.supervisor.reporting import page_keeper
 from ddp_runner.supervisor.reporting.page_keeper import PORTS_TRIED, PageKeeper, free_port

@@ -11,7 +11,7 @@ from torch import nn
 from ddp_runner.checkpoint.safetensors_file import write_safetensors
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.training.begin import fit, table
 from ddp_runner.training.resume import load_start, restore_newest
 from tests.checkpoint.states import facts_of

@@ -12,7 +12,8 @@ from torch import nn
 from ddp_runner.config import check_relations, from_flat
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import classify_error
-from ddp_runner.core.faults import BadInputError, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RunSettings
 from ddp_runner.training.compiling import GRAPHS_MAX, Compiler, why_kernels_vary

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddp_runner.cli.launch import RunResult
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.training.given import spec_in_this_process
 from ddp_runner.training.runtime import ProgressLine
 from ddp_runner.training.task import Datasets

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.improvement import ImprovementRules
 from ddp_runner.core.monitor import Monitor
 from ddp_runner.training.components.improvement_watch import ImprovementWatch

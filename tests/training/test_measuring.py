@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import FaultError
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.measuring import Meter, build_objects, measures
 

@@ -11,7 +11,7 @@ from torch import nn
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.cli import train
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.training.components.optimizer import build_optimizer, bytes_to_come, take_in
 from ddp_runner.training.components.rng import seed_step

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ddp_runner.checkpoint.left_out import left_out
 from ddp_runner.collective import model_replica
 from ddp_runner.config import from_flat
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.start_weights import completed
 from ddp_runner.training.own_loop.attached_run import AttachedRun

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.training.components import precision as choosing
 from ddp_runner.training.components.precision import Precision, cpu_has_fast_bf16

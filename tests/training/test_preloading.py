@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat, refuse_for_loops
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.data.preload.memory import PreloadedDataset
 from ddp_runner.training import preloading
 from ddp_runner.training.fit_for_preload import refuse_unfit

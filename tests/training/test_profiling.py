@@ -12,7 +12,7 @@ import torch
 
 from ddp_runner.config import from_flat
 from ddp_runner.core.board import SLOT_BYTES, Board
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import StagePlace
 from ddp_runner.observe.logger import DDPLogger

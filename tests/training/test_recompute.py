@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.training.components.recompute import checkpoint_activations
 from ddp_runner.training.components.rng import seed_all, seed_step
 

@@ -11,7 +11,7 @@ import torch
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.store import CheckpointStore, made_here
 from ddp_runner.config import from_flat
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.run_stages import StageOfFile, StagePlace
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.resume import load_start, restore_newest, take_up

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import RunSettings, Settings
 from ddp_runner.training.task import Task
 from ddp_runner.training.task_import import import_task_module, load_task
@@ -360,7 +360,7 @@ def test_constructor_that_raises_is_reported_with_its_line(tmp_path):
 
 def test_constructor_may_refuse_its_input_itself(tmp_path):
     """A task's own BadInputError passes as it is."""
-    source = "from ddp_runner.core.faults import BadInputError\n" + textwrap.dedent(
+    source = "from ddp_runner.core.errors import BadInputError\n" + textwrap.dedent(
         TASK_SOURCE
     ).replace(
         "self.width, self.depth = width, depth",

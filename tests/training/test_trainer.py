@@ -16,8 +16,9 @@ from torch.utils.data import Dataset
 from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.memory.readings import SystemReader
 from ddp_runner.training import saving as training_saving

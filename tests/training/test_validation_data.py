@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddp_runner.config import from_flat
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.monitor import Monitor
 from ddp_runner.data.quarantine import file_name_of_validation
 from ddp_runner.training.runtime import RankInfo

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 
 from ddp_runner import start
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.placing import ENGINE, RAY, Machine
 
 _ANSWERS_S = 5.0

@@ -20,8 +20,8 @@ from ddp_runner import start
 from ddp_runner.cli.engines import ray_actor
 from ddp_runner.cli.engines.ray_cluster import connected, machines, quiet
 from ddp_runner.cli.engines.seats import Look, Phase, Seat, Terminal
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, ExitCode, StopReason
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.placing import (
     WINDOW_S,
     Answer,

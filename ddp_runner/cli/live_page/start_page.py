@@ -13,7 +13,7 @@ from ddp_runner.cli.live_page.run_starter import SETTINGS, RunStarter
 from ddp_runner.cli.usage import shown_default
 from ddp_runner.config.fields import FieldSpec, Kind, known_fields
 from ddp_runner.config.meanings import meanings
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 _FIRST = (
     *("run.task", "data.path", "run.name", "run.max_steps", "run.epochs"),

@@ -14,8 +14,8 @@ from pathlib import Path
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.config.identity import digest, with_shared
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode, StopReason
-from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import WireError
 from ddp_runner.core.node_messages import (

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp_runner.checkpoint.save_orders import SaveOrder, is_written, open_orders
 from ddp_runner.core.board import SLOT_BYTES, Board
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.fork_specs import Program, SaverSpec
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.script import LoopPlan

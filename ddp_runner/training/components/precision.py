@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.collective.other_forward import with_forward
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 
 OPTION = "memory.activation_checkpointing"
 _NAMES_SHOWN = 3

@@ -11,7 +11,8 @@ import torch
 
 from ddp_runner.collective.loss import LossForm
 from ddp_runner.core.batch_sizes import micro_batch
-from ddp_runner.core.faults import BadInputError, Fault, FaultKind
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import DdpSettings, Settings
 

@@ -17,7 +17,7 @@ from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.messages import Proved, TuningChanged
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch

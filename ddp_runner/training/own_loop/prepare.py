@@ -17,7 +17,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.device_progress import NoDeviceProgress, device_progress
 from ddp_runner.config.identity import TOTAL_STEPS
 from ddp_runner.core.board import Cell
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, Monitor, highest_refused
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import JsonValue, Settings
