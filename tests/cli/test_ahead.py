@@ -103,7 +103,8 @@ def test_a_zygote_that_was_started_for_other_settings_is_replaced():
     own = {"PATH": os.environ["PATH"]}
     for threads, is_taken in ((2, True), (3, False)):
         zygote = ZygoteAhead(training_environment(own, threads=2))
-        (pid,) = [one.pid for one in zygotes_ahead(os.getpid())]
+        # A process that has just been started has no command line for a moment.
+        (pid,) = [one.pid for one in poll(lambda: zygotes_ahead(os.getpid()), what="its start")]
         ours = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (200, ours[1]))
         needed = training_environment(own, threads=threads)

@@ -124,7 +124,8 @@ def test_a_coordinator_that_comes_again_takes_the_ranks_of_others_over(nodes, on
     assert "its ranks have kept their memory" in first.console
     assert re.search(r"continues at step (3|4)\d, the newest state of all machines", first.console)
     again = first.events("rank_formed")[-4:]
-    assert {(one["source"], one["committed_step"] >= 34) for one in again} == {(2, True)}
+    (of_all,) = {(one["source"], one["committed_step"] >= 34) for one in again}
+    assert of_all in {(2, True), (3, True)}, "a rank of the machine that stayed, the newest"
     assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
     (fault,) = first.summary()["faults"]  # of the launch before
     known = (fault["kind"], fault["rank"], fault["steps_lost"], fault["launches_ago"])
