@@ -285,9 +285,7 @@ def run_child(
 ) -> int:
     """Run a command; forwards output and interrupts. ``take`` gets each line of its standard output instead."""
     environment = child_environment(config_file)
-    if (
-        command != "train" or take is not None
-    ):  # it launches runs itself, whose ranks are marked then
+    if take is not None:  # what measures launches runs itself, whose ranks are marked then
         del environment[LAUNCHED_VARIABLE]
     inherits = writes_to_descriptor_1()
     is_piped = take is not None or not inherits

@@ -56,3 +56,12 @@ def test_the_largest_batch_is_a_number(tmp_path, capsys):
     assert f"the largest that fits is {size}" in capsys.readouterr().out
     with pytest.raises(BadInputError, match="share"):
         ddp_runner.find_batch_size("synthetic", nproc=1, config=config, share=7)
+
+
+def test_a_script_that_runs_itself_is_refused(tmp_path, capfd):
+    """Its ranks would run it again without end."""
+    (tmp_path / "train.py").write_text('import ddp_runner\nddp_runner.run("train.py")\n')
+    result = ddp_runner.run("train.py", nproc_per_node=1, options=("--cpu",))
+    assert result.exit_code == 1
+    found = capfd.readouterr()
+    assert "run() was called while a rank imported this file" in found.out + found.err
