@@ -33,7 +33,7 @@ from ddp_runner.config import (
     resolve,
     resume_key,
 )
-from ddp_runner.core.batch_sizes import refuse_wrong_shares
+from ddp_runner.core.batch_sizes import refuse_wrong_parts
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
@@ -221,11 +221,11 @@ def plan_launch(
     # All machines have as many ranks, on devices of the same names.
     devices = devices * (1 if several is None else several.most)
     world_size = len(devices)
+    computing = sum(1 + len(place.others) for place in devices)
     for one in stages:
-        refuse_wrong_shares(one.data, world_size=world_size)
+        refuse_wrong_parts(one.data, ranks=world_size, devices=computing)
     for spec in settings.run.inject:
         parse_injection(spec, world_size=world_size)
-    computing = sum(1 + len(place.others) for place in devices)
     return LaunchPlan(
         settings=settings,
         origins=resolved.origin,

@@ -21,7 +21,7 @@ from ddp_runner.config.fields import (
     whose_value,
 )
 from ddp_runner.config.foreign_values import in_our_values, note_on
-from ddp_runner.config.presets import CADENCES, PRESETS, recipe_of
+from ddp_runner.config.presets import CADENCES, PRESETS, WORKERS, recipe_of
 from ddp_runner.config.run_names import STRENGTH, name_the_run
 from ddp_runner.config.sources import (
     Assignment,
@@ -139,6 +139,7 @@ def _laid(
     values, origin = _merge(assignments)
     _lay_recipe(values, origin, preset=preset)
     _choose_cadence(values, origin)
+    _choose_workers(values, origin)
     if stage is not None:
         end_by_its_own(stage, values, origin)
     name_the_run(values, origin)
@@ -163,6 +164,7 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
     values, origin = _merge([*below, *given])
     _lay_recipe(values, origin, preset=preset)
     _choose_cadence(values, origin)
+    _choose_workers(values, origin)
     name_the_run(values, origin)
     return build_settings(values)
 
@@ -273,6 +275,17 @@ def _choose_cadence(values: dict[str, object], origin: dict[str, Origin]) -> Non
             values[epochs], origin[epochs] = 0, "preset"
         elif STRENGTH[origin[epochs]] > STRENGTH[origin[steps]]:
             values[steps], origin[steps] = known_fields()[steps].default, "preset"
+
+
+def _choose_workers(values: dict[str, object], origin: dict[str, Origin]) -> None:
+    """For each rank or over the ranks of a machine, as a later source has it; as above."""
+    each, total = WORKERS
+    if values.get(total) is None:
+        return
+    if STRENGTH[origin[each]] < STRENGTH[origin[total]]:
+        values[each], origin[each] = known_fields()[each].default, "preset"
+    elif STRENGTH[origin[each]] > STRENGTH[origin[total]]:
+        values[total], origin[total] = None, "preset"
 
 
 @cache
