@@ -21,6 +21,7 @@ from ddp_runner.cli.machine import core_count, torch_build
 from ddp_runner.cli.train import preset_name
 from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields
+from ddp_runner.config.foreign_values import is_fact
 from ddp_runner.config.sources import from_file
 from ddp_runner.config.user_files import HOME_FILE, PRESETS_FOLDER
 from ddp_runner.core.errors import BadInputError
@@ -127,6 +128,9 @@ def _known(path: Path) -> tuple[dict[str, object], dict[str, str]]:
         return kept, answers
     resolve(files=[path])  # what is wrong in it is reported now, and not lost
     for given in from_file(path):
+        if is_fact(given.name):
+            kept[given.name] = given.value
+            continue
         key = find_key(given.written, given.name, list(known_fields()))
         if key in QUESTIONS and given.name in (key, key.rpartition(".")[2]):
             answers[key] = str(given.value)

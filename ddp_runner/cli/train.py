@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.devices import find_gpus, plan_devices
@@ -26,8 +27,10 @@ from ddp_runner.cli.stage_choice import alone, at_its_begin, checked, in_mode, r
 from ddp_runner.cli.tracker_needs import refuse_missing, take_keys
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import (
+    RunFacts,
     check_relations,
     digest,
+    facts_of_rank,
     home_files,
     refuse_without_supervisor,
     resolve,
@@ -38,9 +41,9 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.modes import mode_problems, refuse_of_processes
-from ddp_runner.core.node_options import node_options, unused_on_one_machine
+from ddp_runner.core.node_options import NodeOptions, node_options, unused_on_one_machine
 from ddp_runner.core.placing import ENGINE, engine_options
-from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
+from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.stopping import time_limit
 from ddp_runner.core.threads import share_of_cores
@@ -188,7 +191,8 @@ def plan_launch(
     """
     environment = dict(os.environ)
     several, choice = None, None
-    is_rank = plain_rank(environment) is not None
+    of_launcher = plain_rank(environment)
+    is_rank = of_launcher is not None
     if not is_rank:  # who is one rank has its machines from its launcher
         several = node_options(dict(arguments.nodes), environment)
     if several is not None:
@@ -222,8 +226,17 @@ def plan_launch(
     devices = devices * (1 if several is None else several.most)
     world_size = len(devices)
     computing = sum(1 + len(place.others) for place in devices)
-    for one in stages:
+    for one in () if is_rank else stages:  # of which each rank knows by itself how many there are
         refuse_wrong_parts(one.data, ranks=world_size, devices=computing)
+    facts = RunFacts(
+        starter="train" if has_modes else "run",
+        ranks=world_size,
+        mode="" if choice is None else choice.mode.value,
+        own_host=gethostname(),
+        is_dry=arguments.is_dry,
+        files=tuple(map(str, arguments.files)),
+    )
+    resolved.refuse_untrue(_with_launcher(facts, several, of_launcher, environment))
     for spec in settings.run.inject:
         parse_injection(spec, world_size=world_size)
     return LaunchPlan(
@@ -258,6 +271,27 @@ def plan_launch(
             *resolved.notes,
             *notes,
         ),
+    )
+
+
+def _with_launcher(
+    facts: RunFacts,
+    several: NodeOptions | None,
+    rank: PlainRank | None,
+    environment: Mapping[str, str],
+) -> RunFacts:
+    """The same with the machines of a run on several, or with what another launcher has decided."""
+    if rank is not None:
+        return replace(facts_of_rank(rank, environment), is_dry=facts.is_dry, files=facts.files)
+    if several is None:
+        return facts
+    return replace(
+        facts,
+        machines=several.most,
+        least_machines=several.least,
+        node_rank=several.node_rank,
+        host=several.host,
+        port=str(several.port),
     )
 
 

@@ -20,7 +20,7 @@ from ddp_runner.config.fields import (
     known_fields,
     whose_value,
 )
-from ddp_runner.config.foreign_values import in_our_values, note_on
+from ddp_runner.config.foreign_values import RunFacts, in_our_values, is_fact, note_on, untrue
 from ddp_runner.config.presets import CADENCES, PRESETS, WORKERS, recipe_of
 from ddp_runner.config.run_names import STRENGTH, name_the_run
 from ddp_runner.config.sources import (
@@ -62,14 +62,19 @@ class SettingsError(BadInputError):
 class Resolved:
     """Settings that are each legal. ``origin`` says, by dotted key, which source set the value.
 
-    ``notes`` are lines for people about names that other trainers use. ``stages``: for each stage the same
-    with what is its own; empty without stages.
+    ``notes`` are lines for people about names that other trainers use. ``facts``: what was given beside settings,
+    and says what the run is. ``stages``: for each stage the same with what is its own; empty without stages.
     """
 
     settings: Settings
     origin: Mapping[str, Origin]
     notes: tuple[str, ...] = ()
+    facts: tuple[Assignment, ...] = ()
     stages: tuple[Resolved, ...] = ()
+
+    def refuse_untrue(self, facts: RunFacts) -> None:
+        """Raise BadInputError, or SettingsError, for what was given and is not so of the run."""
+        raise_problems(untrue(self.facts, facts))
 
 
 def raise_problems(problems: Sequence[BadInputError]) -> None:
@@ -147,13 +152,14 @@ def _laid(
         settings=build_settings(values),
         origin=origin,
         notes=tuple(note for given in assignments if (note := note_on(given))),
+        facts=tuple(given for given in assignments if is_fact(given.name)),
     )
 
 
 def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Settings:
     """Settings of the Python API's dict: flat names, dotted names or nested sections.
 
-    Raises BadInputError or SettingsError as :func:`resolve` does.
+    What says what the run is, is passed over: :func:`refuse_untrue` holds it against the run. Raises BadInputError or SettingsError as :func:`resolve` does.
     """
     below = list(
         from_mapping(PRESETS[preset] if preset is not None else {}, prefix="", origin="preset")
@@ -167,6 +173,11 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
     _choose_workers(values, origin)
     name_the_run(values, origin)
     return build_settings(values)
+
+
+def refuse_untrue(config: Mapping[str, object], facts: RunFacts) -> None:
+    """Raise BadInputError, or SettingsError, for what such a dict says of the run and is not so."""
+    raise_problems(untrue(from_mapping(config, prefix="", origin="command line"), facts))
 
 
 def origins_of(config: Mapping[str, object]) -> Mapping[str, Origin]:

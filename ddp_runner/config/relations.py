@@ -367,7 +367,11 @@ def _init_problems(settings: Settings) -> list[BadInputError]:
     )
     if goes_on and not settings.checkpoint.only_trained:
         return []
-    return _unreadable("--init-from", written, init_from_path(written)[0])
+    missing = "no such file or folder"
+    if written.startswith(("scratch_", "scratch-")):
+        stage = written[len("scratch_") :]
+        missing += f"; here that is init_from=scratch, with stage={stage} where a file lists stages"
+    return _unreadable("--init-from", written, init_from_path(written)[0], missing=missing)
 
 
 def init_from_path(written: str) -> tuple[Path, bool]:
