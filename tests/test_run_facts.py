@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from ddp_runner.__main__ import main
@@ -13,6 +17,7 @@ from ddp_runner.config.foreign import FACTS
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.training.trainer import DDPTrainer
+from tests.scenarios.harness import ROOT
 
 TRAIN = RunFacts(starter="train", ranks=2, mode="distributed", own_host="here", files=("a/b.yaml",))
 SINGLE = RunFacts(starter="train", ranks=1, mode="single")
@@ -168,6 +173,40 @@ def test_a_trainer_is_held_against_its_place(tmp_path, monkeypatch):
     assert DDPTrainer(config={**config, "world_size": 1, "rank": 0}).info()["world_size"] == 1
     with pytest.raises(BadInputError, match=r"^stages: needs a supervisor"):
         DDPTrainer(config={**config, "stage": "tune"})
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "line"),
+    [
+        ("{'world_size': 3}", {}, "world_size=3: this run has 1 rank, as it was started"),
+        ("{'world_size': 1, 'rank': 0, 'nnodes': 1}", {}, ""),
+        (
+            "{'world_size': 2, 'rank': 0}",
+            {
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "1",
+                "MASTER_ADDR": "a",
+                "MASTER_PORT": "1",
+            },
+            "rank=0: this process was started as 1: leave it out",
+        ),
+    ],
+)
+def test_a_loop_of_ones_own_is_held_against_its_place(config, environment, line, tmp_path):
+    """Before it waits for anybody."""
+    program = tmp_path / "loop.py"
+    program.write_text(f"import ddp_runner\nddp_runner.attach({config})\nprint('attached')\n")
+    found = subprocess.run(
+        [sys.executable, program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ("attached" in found.stdout) == (not line), found.stderr
+    assert line in found.stderr
 
 
 def test_a_stage_alone_is_one_of_the_presets(tmp_path, monkeypatch):

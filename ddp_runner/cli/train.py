@@ -36,12 +36,18 @@ from ddp_runner.config import (
     resolve,
     resume_key,
 )
+from ddp_runner.config.foreign_values import machines_said
 from ddp_runner.core.batch_sizes import refuse_wrong_parts
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.modes import mode_problems, refuse_of_processes
-from ddp_runner.core.node_options import NodeOptions, node_options, unused_on_one_machine
+from ddp_runner.core.node_options import (
+    VARIABLES,
+    NodeOptions,
+    node_options,
+    unused_on_one_machine,
+)
 from ddp_runner.core.placing import ENGINE, engine_options
 from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
@@ -54,6 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
 
+    from ddp_runner.config.sources import Assignment
     from ddp_runner.core.settings import Settings
     from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 
@@ -83,7 +90,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
     plan = plan_launch(arguments, words=words)
     plan = replace(plan, notes=(*keys, *plan.notes))
     if plan.nodes is not None and not_trained:
-        raise BadInputError(not_trained, "", "is for one machine: leave out --nnodes, and NNODES")
+        raise BadInputError(not_trained, "", "is for one machine: give --nnodes 1 with it")
     if arguments.finding.option:
         return _find(alone(plan), arguments.finding, is_rank=rank is not None)
     if arguments.is_dry:
@@ -194,7 +201,8 @@ def plan_launch(
     of_launcher = plain_rank(environment)
     is_rank = of_launcher is not None
     if not is_rank:  # who is one rank has its machines from its launcher
-        several = node_options(dict(arguments.nodes), environment)
+        said = _said_of_machines(arguments, environment) if has_modes else {}
+        several = node_options(dict(arguments.nodes), environment, settings=said)
     if several is not None:
         arguments = replace(arguments, assignments=with_nproc(arguments.assignments, environment))
     at_home = home_files(environment)
@@ -236,7 +244,11 @@ def plan_launch(
         is_dry=arguments.is_dry,
         files=tuple(map(str, arguments.files)),
     )
-    resolved.refuse_untrue(_with_launcher(facts, several, of_launcher, environment))
+    is_asked = has_modes and not is_rank
+    given = resolved.facts if is_asked else _of_run(resolved.facts, at_home)
+    replace(resolved, facts=_held_against_run(given, arguments, environment)).refuse_untrue(
+        _with_launcher(facts, several, of_launcher, environment)
+    )
     for spec in settings.run.inject:
         parse_injection(spec, world_size=world_size)
     return LaunchPlan(
@@ -271,6 +283,34 @@ def plan_launch(
             *resolved.notes,
             *notes,
         ),
+    )
+
+
+def _said_of_machines(
+    arguments: TrainArguments, environment: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """What files, variables and words of settings say of machines."""
+    files = (*home_files(environment), *arguments.files)
+    found = resolve(files=files, environment=environment, command_line=arguments.assignments)
+    return machines_said(found.facts)
+
+
+def _held_against_run(
+    facts: tuple[Assignment, ...], arguments: TrainArguments, environment: Mapping[str, str]
+) -> tuple[Assignment, ...]:
+    """``facts`` but for what options and variables of machines win over, as they do over settings."""
+    variables = {option for option, names in VARIABLES.items() if any(map(environment.get, names))}
+    over = {*dict(arguments.nodes), *variables}
+    if "--nnodes" in over:  # for so many the rest was not meant
+        return tuple(one for one in facts if not machines_said([one]))
+    return tuple(one for one in facts if not {*machines_said([one])} & over)
+
+
+def _of_run(facts: tuple[Assignment, ...], at_home: Sequence[Path]) -> tuple[Assignment, ...]:
+    """``facts`` without what the files ``at_home`` say of machines, for a run whose machines that cannot choose."""
+    begins = tuple(f"{path}: " for path in at_home)
+    return tuple(
+        one for one in facts if not (machines_said([one]) and one.written.startswith(begins))
     )
 
 

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from ddp_runner.config.sources import Assignment
     from ddp_runner.core.plain_rank import PlainRank
 
+# As configure writes them, and others' files have them. A host without its port is no endpoint.
+_OPTION_OF = {
+    **dict.fromkeys(("nnodes", "num_nodes", "num_machines"), "--nnodes"),
+    **dict.fromkeys(("node_rank", "machine_rank"), "--node-rank"),
+    "rdzv_endpoint": "--rdzv-endpoint",
+}
 _OPEN = ("", "none", "null", "auto", "-1")  # who writes these says nothing
 _LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1", "[::1]")  # noqa: S104 - nothing is bound to it
 
@@ -70,6 +76,17 @@ def facts_of_rank(rank: PlainRank, environment: Mapping[str, str]) -> RunFacts:
         rank=rank.rank,
         local_rank=rank.local_rank,
     )
+
+
+def machines_said(given: Iterable[Assignment]) -> dict[str, tuple[str, str]]:
+    """What settings say of machines, by the option that says the same: how it was written, and its text."""
+    found = {}
+    for one in given:
+        option = _OPTION_OF.get(normal_name(one.name))
+        word = str(one.value).strip()
+        if option is not None and word.lower() not in _OPEN:
+            found[option] = (one.written, word)
+    return found
 
 
 def is_foreign_switch(name: str) -> bool:
