@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.train import plan_launch
 from ddp_runner.config import (
     check_relations,
     difference,
@@ -108,3 +110,13 @@ def test_a_total_is_one_batch_on_any_number_of_ranks(tmp_path, monkeypatch):
     assert "global_batch_size=640 accumulation_total=0" in ways_on(
         total, old=smaller, new=key, world_size=4
     )
+
+
+@pytest.mark.parametrize("word", ["shares=1,1,1", "accumulation_total=3"])
+def test_ranks_of_another_launcher_are_counted_by_it(word, tmp_path, monkeypatch):
+    """Not as many as the command would start: each rank checks the parts by itself."""
+    monkeypatch.chdir(tmp_path)
+    names = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    for name, value in {**names, "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    plan_launch(parse_train(["--cpu", word]), words=[])
