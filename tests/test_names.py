@@ -272,6 +272,15 @@ def test_a_name_people_type_means_the_same_everywhere(name, text, key, value, tm
         assert getattr(getattr(settings, section), field) == value
 
 
+@pytest.mark.parametrize(
+    ("value", "trackers"),
+    [(["none"], ()), (["wandb"], ("wandb",)), (["csv", "wandb"], ("csv", "wandb")), (None, ())],
+)
+def test_a_list_of_one_word_is_that_word(value, trackers):
+    """As trainers write where to report to."""
+    assert from_flat({"report_to": value}).log.trackers == trackers
+
+
 @pytest.mark.parametrize("name", ALWAYS)
 def test_what_is_always_done_may_be_asked_for_and_not_refused(name):
     """True changes nothing; false is refused with the reason; other words are no switch's."""

@@ -17,6 +17,7 @@ from ddp_runner.config import (
 )
 from ddp_runner.core.batch_sizes import global_batch, refuse_uneven_accumulation
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.training.stream_order import too_little
 
 
 @pytest.mark.parametrize("preset", ["cpu", "cpu_test", None])
@@ -120,3 +121,11 @@ def test_ranks_of_another_launcher_are_counted_by_it(word, tmp_path, monkeypatch
     for name, value in {**names, "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     plan_launch(parse_train(["--cpu", word]), words=[])
+
+
+def test_data_that_has_no_step_of_a_total_is_named_by_it():
+    """Not by ranks, which the number does not depend on."""
+    settings = from_flat({"batch_size": 4, "accumulation_total": 40})
+    error = too_little(settings, size=100, global_batch=160, world_size=2)
+    line = "--batch-size=4: times accumulation_total=40 needs 160 samples a step, the data has 100"
+    assert str(error).startswith(line)
