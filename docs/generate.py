@@ -16,7 +16,7 @@ from ddp_runner.cli.run_options import EXAMPLES as EXAMPLES_OF_RUN
 from ddp_runner.cli.run_options import OWN, REFUSED, SAYS_OF_SHARED, SHARED
 from ddp_runner.cli.usage import COMMANDS, EXAMPLES, INJECTIONS, default_of, shown_default
 from ddp_runner.config.fields import known_fields, sections
-from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS
+from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, FACTS
 from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.config.meanings import meanings
 from ddp_runner.config.stage_list import OF_A_STAGE
@@ -137,6 +137,8 @@ def _names_of_others() -> list[str]:
         here.setdefault(key, []).append(f"`{name}`")
     answers: dict[str, list[str]] = {}
     for name, answer in ANSWERS.items():
+        if name in FACTS:
+            continue
         answers.setdefault(answer, []).append(f"`{name}`")
     return [
         "",
@@ -154,6 +156,10 @@ def _names_of_others() -> list[str]:
         "| name | why |",
         "|---|---|",
         *(f"| `{name}` | {_cell(why)} |" for name, why in ALWAYS.items()),
+        "",
+        "Names that say what a run is are passed over where that is so, and answered where it is not: "
+        + ", ".join(f"`{name}`" for name in FACTS)
+        + ".",
         "",
         "Other names are refused before any process starts, with what to write instead:",
         "",

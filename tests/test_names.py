@@ -7,7 +7,7 @@ import pytest
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.config import from_flat, from_record, resolve, to_record
 from ddp_runner.config.fields import ForeignNameError, find_key, known_fields, sections
-from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, REMOVED, SWITCHES, WORDS
+from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, FACTS, REMOVED, SWITCHES, WORDS
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.errors import BadInputError
 
@@ -20,6 +20,7 @@ def test_every_name_of_others_leads_to_a_setting_or_to_an_answer():
     assert set(ALIASES.values()) <= set(KNOWN)
     assert not set(ALIASES) & LAST_NAMES
     assert not set(ANSWERS) & (LAST_NAMES | set(ALIASES))
+    assert set(FACTS) <= set(ANSWERS)
     assert not set(ALWAYS) & (LAST_NAMES | set(ALIASES) | set(ANSWERS))
     assert set(SWITCHES) <= set(ALIASES)
     assert set(WORDS) <= {*ALIASES, *KNOWN, *LAST_NAMES}
@@ -81,8 +82,10 @@ TYPED = [
     ("context_size", "64", "model.seq_len", 64),
     ("report_to", "wandb", "log.trackers", ("wandb",)),
     ("report_to", "none", "log.trackers", ()),
+    ("report_to", "null", "log.trackers", ()),
     ("enable_gpu_monitoring", "false", "log.gpu_watch_s", 0.0),
     ("enable_gpu_monitoring", "true", "log.gpu_watch_s", 5.0),
+    ("enable_gradient_as_bucket_view", "true", "ddp.gradient_as_bucket_view", True),
     ("enable_gradient_as_bucket_view", "false", "ddp.gradient_as_bucket_view", False),
     ("device_ids", "null", "run.gpus", ()),
     ("gpu_ids", "all", "run.gpus", ()),
@@ -267,6 +270,15 @@ def test_a_name_people_type_means_the_same_everywhere(name, text, key, value, tm
     ):
         section, _, field = key.partition(".")
         assert getattr(getattr(settings, section), field) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "trackers"),
+    [(["none"], ()), (["wandb"], ("wandb",)), (["csv", "wandb"], ("csv", "wandb")), (None, ())],
+)
+def test_a_list_of_one_word_is_that_word(value, trackers):
+    """As trainers write where to report to."""
+    assert from_flat({"report_to": value}).log.trackers == trackers
 
 
 @pytest.mark.parametrize("name", ALWAYS)

@@ -56,12 +56,15 @@ def run(words: Sequence[str]) -> int:
         print(HELP)
         return ExitCode.DONE
     arguments = parse_train(asked.words)
-    if plain_rank(os.environ) is not None or arguments.nodes:
+    others = [one for one in arguments.nodes if one != ("--nnodes", "1")]
+    if plain_rank(os.environ) is not None or others:
         raise BadInputError("bench", "", "is for one machine, and starts its ranks itself")
     if arguments.finding.option or arguments.is_dry:
         option = arguments.finding.option or "--dry-run"
         raise BadInputError(option, "", "and bench are two commands: give one of them")
     plan = plan_launch(arguments, words=asked.words)
+    if plan.nodes is not None:
+        raise BadInputError("bench", "", "is for one machine: give --nnodes 1 with it")
     bench = _Bench(plan, asked)
     code = in_temporary_folder("bench", bench.perform, keep=False, say=_to_standard_error)
     return bench.exit_code if code is ExitCode.DONE else code

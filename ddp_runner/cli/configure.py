@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 from rich.console import Console
-from rich.prompt import InvalidResponse, Prompt
+from rich.prompt import Prompt
 from rich.text import Text
 
 from ddp_runner.cli.arguments import parse_small
@@ -21,10 +21,12 @@ from ddp_runner.cli.machine import core_count, torch_build
 from ddp_runner.cli.train import preset_name
 from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields
+from ddp_runner.config.foreign_values import is_fact
 from ddp_runner.config.sources import from_file
 from ddp_runner.config.user_files import HOME_FILE, PRESETS_FOLDER
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.node_options import node_options
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import replace_file
 
@@ -35,21 +37,30 @@ if TYPE_CHECKING:
 
 HELP = f"""Usage:  {COMMAND} configure [--preset NAME]
 
-Asks for the ten settings that matter most and writes them to a file; Enter keeps
-what stands in brackets. Nothing is written before the last answer.
+Asks for the settings that matter most and writes them to a file. Enter keeps what
+stands in brackets, - leaves it empty. Each answer is checked where it is given.
+Nothing is written before the last one.
 
       --preset NAME         write presets/NAME.yaml, for --preset NAME
                             [~/{HOME_FILE}, for every run]"""
 _PRESET = ("--preset", "--preset")
+_EMPTY = "-"
+# No settings: a run has them from the command line, or from such a file. With what they are without a word.
+_MACHINES = {"nnodes": "1", "node_rank": "", "rdzv_endpoint": ""}
 QUESTIONS: Mapping[str, str] = {
     "run.task": "What is trained: bytes, synthetic, FILE.py[:NAME] or module:NAME",
-    "data.path": "File or folder of text, for the task bytes; empty: Python's own library",
+    "data.path": "File or folder of text to learn; empty: Python's own library",
     "run.device": "Where to compute: auto, cpu or cuda",
-    "run.nproc_per_node": "Ranks: a number, or auto",
+    "run.gpus": "GPUs, such as 0,1; empty: all that are there",
+    "run.nproc_per_node": "Ranks of this machine: a number, or auto",
+    "nnodes": "Machines: a number, or a range such as 2:4",
+    "node_rank": "Number of this machine, from 0 on; empty: as they join",
+    "rdzv_endpoint": "Where the machines meet: HOST or HOST:PORT, the same on all",
     "data.batch_size": "Samples of each rank and step",
     "run.epochs": "Passes over the data",
     "optim.learning_rate": "Highest learning rate",
     "optim.precision": "Precision: auto, fp32, bf16 or fp16",
+    "run.compile": "Compile the model with torch.compile: true or false",
     "data.num_workers": "Loader workers of each rank: a number, or auto",
     "checkpoint.keep_last": "Checkpoints to keep, beside the best",
 }
@@ -127,9 +138,10 @@ def _known(path: Path) -> tuple[dict[str, object], dict[str, str]]:
         return kept, answers
     resolve(files=[path])  # what is wrong in it is reported now, and not lost
     for given in from_file(path):
-        key = find_key(given.written, given.name, list(known_fields()))
+        known = list(known_fields())
+        key = given.name if is_fact(given.name) else find_key(given.written, given.name, known)
         if key in QUESTIONS and given.name in (key, key.rpartition(".")[2]):
-            answers[key] = str(given.value)
+            answers[key] = _words(given.value)
         else:
             kept[given.name] = given.value
     return kept, answers
@@ -142,24 +154,50 @@ def ask_all(
     ask: Callable[[str, str, str], str],
     say: Callable[[str], object],
 ) -> dict[str, str]:
-    """Every question, again until the answers fit each other; only answers that change something."""
-    answers = dict(known)
-    while True:
-        for key, question in QUESTIONS.items():
-            usual = _text(_without(machine, answers, key), key)
-            answer = ask(key, question, answers.get(key, usual))
-            if answer == usual:
-                answers.pop(key, None)
-            else:
-                answers[key] = answer
-        try:
-            check_relations(machine.usual(answers))
-        except BadInputError as problem:
-            problems = problem.problems if isinstance(problem, SettingsError) else (problem,)
-            for one in problems:
-                say(str(one))
-            continue
-        return answers
+    """Every question, each until its answer fits those before it; only answers that change something."""
+    answers: dict[str, str] = {}
+    left = dict(known)  # of the questions that come
+    for key, question in QUESTIONS.items():
+        default = left.pop(key, None)
+        if key in _MACHINES and key != "nnodes" and "nnodes" not in answers:
+            continue  # there is one
+        usual = _text(_without(machine, {**left, **answers}, key), key)
+        default = usual if default is None else default
+        answer = ask(key, question, default)
+        while wrong := _wrong(machine, answers, key, answer):
+            for line in wrong:
+                say(f"  {line}")
+            answer = ask(key, question, default)
+        if answer != usual:
+            answers[key] = answer
+    return answers
+
+
+def _wrong(machine: Machine, before: Mapping[str, str], key: str, answer: str) -> list[str]:
+    """What does not fit once ``key`` is answered so; without what was wrong before, as a folder may be."""
+    known = _problems(machine, before, knows_place=False)
+    return [
+        one
+        for one in _problems(machine, {**before, key: answer}, knows_place=key == "rdzv_endpoint")
+        if one not in known
+    ]
+
+
+def _problems(machine: Machine, answers: Mapping[str, str], *, knows_place: bool) -> list[str]:
+    """What a run with these answers would be refused for, a line each. ``knows_place``: of the machines."""
+    try:
+        resolve(command_line=list(answers.items()))
+        if answers.get("nnodes", "1") != "1":
+            said = {f"--{key.replace('_', '-')}": (key, answers.get(key, "")) for key in _MACHINES}
+            if not knows_place:  # it is asked for next, or was checked
+                said["--rdzv-endpoint"] = ("rdzv_endpoint", "localhost")
+            given = {option: one for option, one in said.items() if one[1]}
+            node_options({}, {}, settings=given)
+        check_relations(machine.usual(answers))
+    except BadInputError as problem:
+        found = problem.problems if isinstance(problem, SettingsError) else (problem,)
+        return [str(one) for one in found]
+    return []
 
 
 def _without(machine: Machine, answers: Mapping[str, str], key: str) -> Settings:
@@ -172,28 +210,37 @@ def _without(machine: Machine, answers: Mapping[str, str], key: str) -> Settings
 
 
 def _text(settings: Settings, key: str) -> str:
+    return _MACHINES[key] if key in _MACHINES else _words(_value(settings, key))
+
+
+def _value(settings: Settings, key: str) -> object:
     section, _, name = key.partition(".")
-    return str(getattr(getattr(settings, section), name))
+    return getattr(getattr(settings, section), name)
+
+
+def _words(value: object) -> str:
+    """As a person types it."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _asking(console: Console) -> Callable[[str, str, str], str]:
+    class Shown(Prompt):
+        """Shows an empty default as such; an answer may say that it is to be empty."""
+
+        def render_default(self, default: object) -> Text:
+            return Text(f"({default})" if default else "(empty)", "prompt.default")
+
+        def process_response(self, value: str) -> str:
+            text = value.strip()
+            return "" if text == _EMPTY else text
+
     def ask(key: str, question: str, default: str) -> str:
-        class Legal(Prompt):
-            """Asks again until the setting takes the answer."""
-
-            def process_response(self, value: str) -> str:
-                text = value.strip()
-                try:
-                    resolve(command_line=[(key, text)])
-                except BadInputError as problem:
-                    raise InvalidResponse(f"  {problem}") from None
-                return text
-
-            def on_validate_error(self, value: str, error: InvalidResponse) -> None:
-                del value
-                self.console.print(Text(str(error.message)), soft_wrap=True)
-
-        return Legal.ask(Text(question), console=console, default=default)
+        del key
+        return Shown.ask(Text(question), console=console, default=default)
 
     return ask
 
@@ -203,9 +250,14 @@ def written(answers: Mapping[str, str], kept: Mapping[str, object], *, machine: 
     settings = machine.usual(answers)
     lines = [f"# {COMMAND} configure; a line with # is as it is anyway."]
     for key in QUESTIONS:
-        section, _, name = key.partition(".")
-        value = getattr(getattr(settings, section), name)
-        line = yaml.safe_dump({key: value}, allow_unicode=True, width=10_000).strip()
+        is_machine = key in _MACHINES
+        value = answers.get(key, _MACHINES[key]) if is_machine else _value(settings, key)
+        flow = (
+            None if isinstance(value, tuple) else False
+        )  # a list on one line, as a comment needs it
+        line = yaml.safe_dump(
+            {key: value}, allow_unicode=True, width=10_000, default_flow_style=flow
+        ).strip()
         lines.append(line if key in answers else f"# {line}")
     rest = yaml.safe_dump(dict(kept), allow_unicode=True, sort_keys=False) if kept else ""
     return "\n".join(lines) + "\n" + rest

@@ -122,7 +122,8 @@ def _train(script: Script, folder: Path, blows: tuple[Blow, ...]) -> RunResult:
         *(CHANGING_SETTINGS if blows and blows is script.changing else ()),
         *(f"--inject={spec}" for spec in script.injections(blows)),
     ]
-    return launch("synthetic", nproc=script.world_size, arguments=arguments)
+    # Whatever a file at home says of machines.
+    return launch("synthetic", nproc=script.world_size, arguments=["--nnodes=1", *arguments])
 
 
 def _unfinished(result: RunResult) -> ExitCode:

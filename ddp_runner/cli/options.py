@@ -300,4 +300,12 @@ GROUPS = (
 )
 OPTIONS = {option.long: option for group in GROUPS for option in group.options}
 LONG_OF_SHORT = {option.short: option.long for option in OPTIONS.values() if option.short}
-LONG_OF_ALIAS = {"--nproc": "--nproc-per-node", "--gpu-ids": "--gpus", "--num-epochs": "--epochs"}
+LONG_OF_ALIAS = {
+    "--nproc": "--nproc-per-node",
+    "--gpu-ids": "--gpus",
+    "--num-epochs": "--epochs",
+    **dict.fromkeys(("--num-machines", "--num-nodes"), "--nnodes"),
+    "--machine-rank": "--node-rank",
+    "--test-model": "--dry-run",
+    "--config-name": "--config",
+}

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.finding import NOTHING, Finding, split_off_finding
 from ddp_runner.cli.options import LONG_OF_ALIAS, LONG_OF_SHORT, OPTIONS, Option
 from ddp_runner.config.fields import ForeignNameError, Kind, find_key, known_fields
-from ddp_runner.config.foreign_values import is_foreign_switch
+from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.suggest import nearest
-from ddp_runner.config.user_files import preset_file
+from ddp_runner.config.user_files import named_file, preset_file
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.node_options import VARIABLES
 from ddp_runner.core.placing import ENGINE
@@ -70,7 +70,8 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
             elif option.long in OF_NODES:
                 nodes.append((option.long, _given(option.long, "", _value(option, attached, rest))))
             elif option.long == "--config":
-                files.append(Path(_given(option.long, "", _value(option, attached, rest))))
+                text = _given(option.long, "", _value(option, attached, rest))
+                files.append(named_file(text) if is_config_name(word) else Path(text))
             elif option.long == "--preset":
                 name = _given(option.long, "", _value(option, attached, rest))
                 presets.append(preset_file(name))
@@ -89,6 +90,11 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
         finding=finding,
         nodes=tuple(nodes),
     )
+
+
+def is_config_name(word: str) -> bool:
+    """Whether ``word`` is Hydra's option for a file, whose ending may be left out."""
+    return word.partition("=")[0].replace("_", "-").lower() == "--config-name"
 
 
 def _refuse_both(finding: Finding, *, is_dry: bool) -> None:
@@ -159,7 +165,7 @@ def _option(word: str) -> tuple[Option, str | None]:
 def _setting_as_option(written: str) -> Option:
     """``--num-workers 2`` and ``--data.num_workers 2``: any setting may be written as an option."""
     name = written[2:]
-    if is_foreign_switch(name):
+    if is_foreign_switch(name) or is_fact(name):
         return Option(long=f"--{name}", key=f"--{name}", metavar="VALUE", says="")
     try:
         key = find_key(written, name, list(known_fields()))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.accelerate_config import ON_CPU, accelerate_variables
 from ddp_runner.cli.options import OPTIONS, Option
-from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.parser import is_config_name, parse_train
 from ddp_runner.cli.run_loop import attaches, may_be_run, source_of, with_loop
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
@@ -37,7 +37,9 @@ from ddp_runner.cli.run_options import (
 from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.cli.tracker_needs import take_keys
 from ddp_runner.cli.train import allow_open_files, asked_settings, plan_launch
+from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
+from ddp_runner.config.user_files import named_file
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.script import GRACE_AT_STOP_S, ResumeWith, ScriptPlan
@@ -100,6 +102,7 @@ def run(words: Sequence[str]) -> int:
             refused[0], "", "needs a loop that calls ddp_runner.attach(), which the script does not"
         )
     settings = plan.settings
+    _refuse_mode(settings, ranks=plan.world_size)
     # There is no checkpoint of ours, and one folder: what looks for both finds it.
     of_run = replace(settings.run, checkpoint_dir=settings.run.log_dir)
     recovery = replace(settings.recovery, warm_spare=False, drill_at=None)
@@ -137,6 +140,15 @@ def _refuse_of_scripts(words: _Words) -> None:
         if option in OF_SCRIPTS and _variable_of(option) not in os.environ:
             expected = f"is for other scripts: a loop that calls attach() {OF_SCRIPTS[option]}"
             raise BadInputError(option, "", expected)
+
+
+def _refuse_mode(settings: Settings, *, ranks: int) -> None:
+    """A script decides by itself what its processes do with their devices."""
+    mode = settings.run.mode
+    if mode == "data_parallel" or (mode == "single" and ranks > 1):
+        has = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        expected = f"is for a task; the script has {has}, a process each: leave it out, or give -n"
+        raise BadInputError("run.mode", mode, expected)
 
 
 def _thread_notes(threads: int) -> tuple[str, ...]:
@@ -224,14 +236,14 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if long in ("--help", "-h", "--version"):
         found.own["--help" if long == "-h" else long] = ""
         return True
-    if long in REFUSED:
-        _refuse_unless_so_anyhow(long, attached, rest)
+    if long in REFUSED or is_fact(long[2:]):
+        _take_of_others(long, attached, rest, found)
         return False
     option = OWN.get(long) or (OPTIONS[long] if long in SHARED else None)
     if option is None:
         unknown = "unknown option; run --help lists them. The script's own words follow it"
         raise BadInputError(word, "", OF_TASKS.get(long, unknown))
-    value = _value(option, attached, rest)
+    value = _value(option, attached, rest, is_named=is_config_name(name))
     if option.long == "--nproc-per-node" and value in ("cpu", "gpu"):
         found.shared.append(f"run.device={_DEVICE_OF[value]}")
         value = str(os.cpu_count()) if value == "cpu" else "auto"
@@ -246,6 +258,17 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     return option.long == "--module"
 
 
+def _take_of_others(long: str, attached: str, rest: list[str], found: _Words) -> None:
+    """What says what the run is goes with the settings; the rest says it is so in any case, or is refused."""
+    if long in REFUSED:
+        _refuse_unless_so_anyhow(long, attached, rest)
+        return
+    value = attached or ("true" if is_foreign_switch(long[2:]) else "")
+    if not value and not rest:
+        raise BadInputError(long, "", f"needs a value: {long} VALUE")
+    found.shared.append(f"{long}={value or rest.pop(0)}")
+
+
 def _refuse_unless_so_anyhow(long: str, attached: str, rest: list[str]) -> None:
     """Refuse an option of torchrun's by its name, but for a value that is so in any case."""
     value = attached
@@ -256,14 +279,14 @@ def _refuse_unless_so_anyhow(long: str, attached: str, rest: list[str]) -> None:
         raise BadInputError(long, value, REFUSED[long])
 
 
-def _value(option: Option, attached: str, rest: list[str]) -> str:
+def _value(option: Option, attached: str, rest: list[str], *, is_named: bool) -> str:
+    """``is_named``: it is a file of settings, whose ending may be left out."""
     if not option.metavar:
         return ""
-    if attached:
-        return attached
-    if not rest:
+    if not attached and not rest:
         raise BadInputError(option.long, "", f"needs a value: {option.long} {option.metavar}")
-    return rest.pop(0)
+    value = attached or rest.pop(0)
+    return str(named_file(value)) if is_named else value
 
 
 def _script(words: _Words) -> ScriptPlan:

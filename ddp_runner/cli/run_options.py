@@ -106,6 +106,8 @@ ALSO_CALLED = {
     "--num-machines": "--nnodes",
     "--machine-rank": "--node-rank",
     "--main-process-ip": "--master-addr",
+    "--test-model": "--dry-run",
+    "--config-name": "--config",
 }
 # What is for a script only: what an attached loop has instead.
 OF_SCRIPTS = {
@@ -129,9 +131,9 @@ PYTHON_ONLY = (
     "--mixed-precision",
 )
 # Of torchrun, with no meaning here, or none that could be kept. Values that say what is so in any case are taken.
-_ONE_MACHINE_ONLY = "is for several machines, which are not in this version"
+_ONE_MACHINE_ONLY = "is for several machines, and run is on one; train is on several, too"
 REFUSED = {
-    "--nnodes": f"must be 1: more {_ONE_MACHINE_ONLY}",
+    "--nnodes": "must be 1: run is on one machine; train has this option, too",
     "--node-rank": _ONE_MACHINE_ONLY,
     "--rdzv-endpoint": _ONE_MACHINE_ONLY,
     "--rdzv-backend": _ONE_MACHINE_ONLY,

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.devices import find_gpus, plan_devices
@@ -26,21 +27,29 @@ from ddp_runner.cli.stage_choice import alone, at_its_begin, checked, in_mode, r
 from ddp_runner.cli.tracker_needs import refuse_missing, take_keys
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import (
+    RunFacts,
     check_relations,
     digest,
+    facts_of_rank,
     home_files,
     refuse_without_supervisor,
     resolve,
     resume_key,
 )
-from ddp_runner.core.batch_sizes import refuse_wrong_shares
+from ddp_runner.config.foreign_values import machines_said
+from ddp_runner.core.batch_sizes import refuse_wrong_parts
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.modes import mode_problems, refuse_of_processes
-from ddp_runner.core.node_options import node_options, unused_on_one_machine
+from ddp_runner.core.node_options import (
+    VARIABLES,
+    NodeOptions,
+    node_options,
+    unused_on_one_machine,
+)
 from ddp_runner.core.placing import ENGINE, engine_options
-from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
+from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.stopping import time_limit
 from ddp_runner.core.threads import share_of_cores
@@ -51,6 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
 
+    from ddp_runner.config.sources import Assignment
     from ddp_runner.core.settings import Settings
     from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 
@@ -80,7 +90,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
     plan = plan_launch(arguments, words=words)
     plan = replace(plan, notes=(*keys, *plan.notes))
     if plan.nodes is not None and not_trained:
-        raise BadInputError(not_trained, "", "is for one machine: leave out --nnodes, and NNODES")
+        raise BadInputError(not_trained, "", "is for one machine: give --nnodes 1 with it")
     if arguments.finding.option:
         return _find(alone(plan), arguments.finding, is_rank=rank is not None)
     if arguments.is_dry:
@@ -188,9 +198,11 @@ def plan_launch(
     """
     environment = dict(os.environ)
     several, choice = None, None
-    is_rank = plain_rank(environment) is not None
+    of_launcher = plain_rank(environment)
+    is_rank = of_launcher is not None
     if not is_rank:  # who is one rank has its machines from its launcher
-        several = node_options(dict(arguments.nodes), environment)
+        said = _said_of_machines(arguments, environment) if has_modes else {}
+        several = node_options(dict(arguments.nodes), environment, settings=said)
     if several is not None:
         arguments = replace(arguments, assignments=with_nproc(arguments.assignments, environment))
     at_home = home_files(environment)
@@ -221,11 +233,24 @@ def plan_launch(
     # All machines have as many ranks, on devices of the same names.
     devices = devices * (1 if several is None else several.most)
     world_size = len(devices)
-    for one in stages:
-        refuse_wrong_shares(one.data, world_size=world_size)
+    computing = sum(1 + len(place.others) for place in devices)
+    for one in () if is_rank else stages:  # of which each rank knows by itself how many there are
+        refuse_wrong_parts(one.data, ranks=world_size, devices=computing)
+    facts = RunFacts(
+        starter="train" if has_modes else "run",
+        ranks=world_size,
+        mode="" if choice is None else choice.mode.value,
+        own_host=gethostname(),
+        is_dry=arguments.is_dry,
+        files=tuple(map(str, arguments.files)),
+    )
+    is_asked = has_modes and not is_rank
+    given = resolved.facts if is_asked else _of_run(resolved.facts, at_home)
+    replace(resolved, facts=_held_against_run(given, arguments, environment)).refuse_untrue(
+        _with_launcher(facts, several, of_launcher, environment)
+    )
     for spec in settings.run.inject:
         parse_injection(spec, world_size=world_size)
-    computing = sum(1 + len(place.others) for place in devices)
     return LaunchPlan(
         settings=settings,
         origins=resolved.origin,
@@ -258,6 +283,55 @@ def plan_launch(
             *resolved.notes,
             *notes,
         ),
+    )
+
+
+def _said_of_machines(
+    arguments: TrainArguments, environment: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """What files, variables and words of settings say of machines."""
+    files = (*home_files(environment), *arguments.files)
+    found = resolve(files=files, environment=environment, command_line=arguments.assignments)
+    return machines_said(found.facts)
+
+
+def _held_against_run(
+    facts: tuple[Assignment, ...], arguments: TrainArguments, environment: Mapping[str, str]
+) -> tuple[Assignment, ...]:
+    """``facts`` but for what options and variables of machines win over, as they do over settings."""
+    variables = {option for option, names in VARIABLES.items() if any(map(environment.get, names))}
+    over = {*dict(arguments.nodes), *variables}
+    if "--nnodes" in over:  # for so many the rest was not meant
+        return tuple(one for one in facts if not machines_said([one]))
+    return tuple(one for one in facts if not {*machines_said([one])} & over)
+
+
+def _of_run(facts: tuple[Assignment, ...], at_home: Sequence[Path]) -> tuple[Assignment, ...]:
+    """``facts`` without what the files ``at_home`` say of machines, for a run whose machines that cannot choose."""
+    begins = tuple(f"{path}: " for path in at_home)
+    return tuple(
+        one for one in facts if not (machines_said([one]) and one.written.startswith(begins))
+    )
+
+
+def _with_launcher(
+    facts: RunFacts,
+    several: NodeOptions | None,
+    rank: PlainRank | None,
+    environment: Mapping[str, str],
+) -> RunFacts:
+    """The same with the machines of a run on several, or with what another launcher has decided."""
+    if rank is not None:
+        return replace(facts_of_rank(rank, environment), is_dry=facts.is_dry, files=facts.files)
+    if several is None:
+        return facts
+    return replace(
+        facts,
+        machines=several.most,
+        least_machines=several.least,
+        node_rank=several.node_rank,
+        host=several.host,
+        port=str(several.port),
     )
 
 

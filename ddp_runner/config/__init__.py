@@ -3,7 +3,15 @@
 Imports nothing of the package but ``core``. Only this room reads names of settings from outside.
 """
 
-from ddp_runner.config.compose import Resolved, SettingsError, from_flat, origins_of, resolve
+from ddp_runner.config.compose import (
+    Resolved,
+    SettingsError,
+    from_flat,
+    origins_of,
+    refuse_untrue,
+    resolve,
+)
+from ddp_runner.config.foreign_values import RunFacts, facts_of_rank
 from ddp_runner.config.identity import (
     Surroundings,
     aligned,
@@ -36,6 +44,7 @@ from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
 __all__ = [
     "PRESETS",
     "Resolved",
+    "RunFacts",
     "SettingsError",
     "Surroundings",
     "aligned",
@@ -43,6 +52,7 @@ __all__ = [
     "described_key",
     "difference",
     "digest",
+    "facts_of_rank",
     "from_flat",
     "from_record",
     "home_files",
@@ -56,6 +66,7 @@ __all__ = [
     "recipe",
     "record_to_show",
     "refuse_for_loops",
+    "refuse_untrue",
     "refuse_without_supervisor",
     "resolve",
     "resume_key",

@@ -20,8 +20,8 @@ from ddp_runner.config.fields import (
     known_fields,
     whose_value,
 )
-from ddp_runner.config.foreign_values import in_our_values, note_on
-from ddp_runner.config.presets import CADENCES, PRESETS, recipe_of
+from ddp_runner.config.foreign_values import RunFacts, in_our_values, is_fact, note_on, untrue
+from ddp_runner.config.presets import CADENCES, PRESETS, WORKERS, recipe_of
 from ddp_runner.config.run_names import STRENGTH, name_the_run
 from ddp_runner.config.sources import (
     Assignment,
@@ -62,14 +62,19 @@ class SettingsError(BadInputError):
 class Resolved:
     """Settings that are each legal. ``origin`` says, by dotted key, which source set the value.
 
-    ``notes`` are lines for people about names that other trainers use. ``stages``: for each stage the same
-    with what is its own; empty without stages.
+    ``notes`` are lines for people about names that other trainers use. ``facts``: what was given beside settings,
+    and says what the run is. ``stages``: for each stage the same with what is its own; empty without stages.
     """
 
     settings: Settings
     origin: Mapping[str, Origin]
     notes: tuple[str, ...] = ()
+    facts: tuple[Assignment, ...] = ()
     stages: tuple[Resolved, ...] = ()
+
+    def refuse_untrue(self, facts: RunFacts) -> None:
+        """Raise BadInputError, or SettingsError, for what was given and is not so of the run."""
+        raise_problems(untrue(self.facts, facts))
 
 
 def raise_problems(problems: Sequence[BadInputError]) -> None:
@@ -139,6 +144,7 @@ def _laid(
     values, origin = _merge(assignments)
     _lay_recipe(values, origin, preset=preset)
     _choose_cadence(values, origin)
+    _choose_workers(values, origin)
     if stage is not None:
         end_by_its_own(stage, values, origin)
     name_the_run(values, origin)
@@ -146,13 +152,14 @@ def _laid(
         settings=build_settings(values),
         origin=origin,
         notes=tuple(note for given in assignments if (note := note_on(given))),
+        facts=tuple(given for given in assignments if is_fact(given.name)),
     )
 
 
 def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Settings:
     """Settings of the Python API's dict: flat names, dotted names or nested sections.
 
-    Raises BadInputError or SettingsError as :func:`resolve` does.
+    What says what the run is, is passed over: :func:`refuse_untrue` holds it against the run. Raises BadInputError or SettingsError as :func:`resolve` does.
     """
     below = list(
         from_mapping(PRESETS[preset] if preset is not None else {}, prefix="", origin="preset")
@@ -163,8 +170,14 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
     values, origin = _merge([*below, *given])
     _lay_recipe(values, origin, preset=preset)
     _choose_cadence(values, origin)
+    _choose_workers(values, origin)
     name_the_run(values, origin)
     return build_settings(values)
+
+
+def refuse_untrue(config: Mapping[str, object], facts: RunFacts) -> None:
+    """Raise BadInputError, or SettingsError, for what such a dict says of the run and is not so."""
+    raise_problems(untrue(from_mapping(config, prefix="", origin="command line"), facts))
 
 
 def origins_of(config: Mapping[str, object]) -> Mapping[str, Origin]:
@@ -273,6 +286,17 @@ def _choose_cadence(values: dict[str, object], origin: dict[str, Origin]) -> Non
             values[epochs], origin[epochs] = 0, "preset"
         elif STRENGTH[origin[epochs]] > STRENGTH[origin[steps]]:
             values[steps], origin[steps] = known_fields()[steps].default, "preset"
+
+
+def _choose_workers(values: dict[str, object], origin: dict[str, Origin]) -> None:
+    """For each rank or over the ranks of a machine, as a later source has it; as above."""
+    each, total = WORKERS
+    if values.get(total) is None:
+        return
+    if STRENGTH[origin[each]] < STRENGTH[origin[total]]:
+        values[each], origin[each] = known_fields()[each].default, "preset"
+    elif STRENGTH[origin[each]] > STRENGTH[origin[total]]:
+        values[total], origin[total] = None, "preset"
 
 
 @cache

@@ -101,7 +101,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("precision", "optim.precision", "mixed_precision", "dtype"), _PRECISIONS),
     **dict.fromkeys(("gpus", "run.gpus", "gpu_ids", "device_ids"), _ALL_GPUS),
     "training_mode": {"dataparallel": "data_parallel", "dp": "data_parallel", "ddp": "distributed"},
-    "report_to": {"none": "", "tensorboard": "tensorboard", "wandb": "wandb"},
+    "report_to": {"none": "", "null": "", "tensorboard": "tensorboard", "wandb": "wandb"},
     "lr_scheduler": _SCHEDULES,
     "lr_scheduler_type": _SCHEDULES,
 }
@@ -111,6 +111,7 @@ _OF_OPTIMIZERS = {"name": "optimizer", "type": "optimizer"}
 _OF_SCHEDULES = {"name": "schedule", "type": "schedule"}
 HEADINGS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("train", "training", "trainer", "system", "hardware"), _AS_HERE),
+    "distributed": _AS_HERE,
     **dict.fromkeys(("dataloader", "lr"), _AS_HERE),
     "optimizer": _OF_OPTIMIZERS,
     **dict.fromkeys(("scheduler", "lr_scheduler"), _OF_SCHEDULES),
@@ -123,8 +124,9 @@ ALWAYS: Mapping[str, str] = {
     "headless": "every run is headless, and needs no terminal",
 }
 SAID = ("headless",)  # of these, those that are answered also where they are asked for
-_NODES = "here that is the option --nnodes N, with --node-rank R"
-_ENDPOINT = "here that is the option --rdzv-endpoint HOST:PORT"
+_NODES = "train has the option --nnodes N, with --node-rank R; run is on one machine"
+_ENDPOINT = "machines meet at train's option --rdzv-endpoint HOST:PORT; those of one need none"
+_NUMBERED = "who starts the ranks numbers them: leave it out"
 _OPTION_ONLY = "is an option of the command, and no setting: --rdzv-id, --rdzv-conf"
 _BY_THEMSELVES = "the ranks find each other by themselves: leave it out"
 _DEVICES = "here that is --nproc-per-node N for how many, --gpus 0,1 for which"
@@ -142,8 +144,9 @@ ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(("rdzv_backend", "rdzv_id", "rdzv_conf"), _OPTION_ONLY),
     **dict.fromkeys(("standalone", "use_env", "same_network"), _BY_THEMSELVES),
     "module": "here that is --task module:NAME",
-    **dict.fromkeys(("rank", "local_rank"), "this command starts the ranks: leave it out"),
-    "world_size": "here that is --nproc-per-node N",
+    **dict.fromkeys(("rank", "local_rank"), _NUMBERED),
+    "world_size": "here that is --nproc-per-node N, of each machine",
+    "preset": "here that is train's option --preset NAME, for presets/NAME.yaml",
     **dict.fromkeys(("devices", "include", "multi_gpu", "n_gpu"), _DEVICES),
     **dict.fromkeys(
         ("accelerator", "no_cuda", "use_cpu"),
@@ -158,9 +161,9 @@ ANSWERS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("deepspeed", "deepspeed_config", "fsdp", "zero_stage"), _WHOLE_MODELS),
     "timeout": "write collective_timeout_s=N for collectives, or loader_timeout_s=N for a batch",
-    "init_method": "the ranks of a machine find each other; several need --rdzv-endpoint HOST:PORT",
+    "init_method": _ENDPOINT,
     "config_name": "here that is the option --config FILE",
-    "test_model": "here that is the option --dry-run",
+    "test_model": "here that is train's option --dry-run",
     "eval_steps": "write evaluate_every_steps=N for how often, or evaluate_batches=N for how much",
     "warmup_ratio": "here that is warmup_steps=SHARE, below 1",
     "optim": "here that is optimizer=adamw, adam, sgd, adafactor or muon",
@@ -182,6 +185,22 @@ ANSWERS: Mapping[str, str] = {
         "there is no such switch: leave it out",
     ),
 }
+# Names, all of them in ANSWERS too, of what a run is and no setting says -> what each says. Passed over where it
+# is so (foreign_values.untrue), else answered by how the run was started.
+FACTS: Mapping[str, str] = {
+    **dict.fromkeys(("nnodes", "num_nodes", "num_machines"), "machines"),
+    **dict.fromkeys(("node_rank", "machine_rank"), "node rank"),
+    **dict.fromkeys(("master_addr", "main_process_ip", "rdzv_endpoint"), "endpoint"),
+    "init_method": "init method",
+    "world_size": "ranks",
+    "rank": "rank",
+    "local_rank": "local rank",
+    "enable_distributed": "distributed",
+    **dict.fromkeys(("enable_data_parallel", "dataparallel"), "data parallel"),
+    "test_model": "dry run",
+    "config_name": "file",
+}
+SWITCHES_OF_FACTS = ("enable_distributed", "enable_data_parallel", "dataparallel", "test_model")
 # Setting that earlier versions had -> its usual value, which a config.yaml of theirs has and which is passed
 # over, and what to say of any other.
 REMOVED: Mapping[str, tuple[str, str]] = {

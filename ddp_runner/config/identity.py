@@ -69,7 +69,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         OnResume.REFUSED: """
             run.task run.seed optim.optimizer optim.train_layers model.vocab_size model.dataset_size model.seq_len model.hidden_size
             model.num_layers model.num_heads model.dropout data.path data.batch_size
-            data.accumulation data.global_batch_size data.validation_fraction
+            data.accumulation data.accumulation_total data.global_batch_size data.validation_fraction
         """,
         OnResume.REPORTED: """
             run.epochs run.max_steps run.load_best_at_end run.device run.nproc_per_node run.mode run.threads_per_rank
@@ -90,7 +90,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.checkpoint_dir
             run.gpus run.allow_different_code run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale run.compile_fullgraph
-            data.evaluation_batch_size data.preload data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
+            data.evaluation_batch_size data.preload data.num_workers data.workers_total data.prefetch_factor data.pin_memory data.loader_timeout_s
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.find_unused_parameters ddp.relax_after_steps ddp.static_graph
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
             memory.memory_check_interval memory.cleanup_interval memory.max_memory_gb

@@ -70,6 +70,7 @@ CADENCES = (
     ("checkpoint.save_interval", "checkpoint.save_every_steps"),
     ("log.evaluate_interval", "log.evaluate_every_steps"),
 )
+WORKERS = ("data.num_workers", "data.workers_total")  # for each rank, over the ranks of a machine
 
 
 def recipe_of(task: str, *, preset: str | None) -> Mapping[str, object]:

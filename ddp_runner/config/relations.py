@@ -117,9 +117,10 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
                 f"must be data.batch_size={data.batch_size} or less",
             )
         )
-    if data.global_batch_size and data.accumulation > 1:
-        expected = "and data.global_batch_size say the same: leave out one of them"
-        problems.append(BadInputError("data.accumulation", data.accumulation, expected))
+    if data.workers_total is not None and data.num_workers != "auto":
+        expected = f"and data.num_workers={data.num_workers} (for each rank): leave out one of them"
+        problems.append(BadInputError("data.workers_total", data.workers_total, expected))
+    problems += _accumulation_problems(data)
     ranks = settings.run.nproc_per_node
     if isinstance(ranks, int) and 0 < data.global_batch_size < ranks:
         expected = f"must be run.nproc_per_node={ranks} or more: a sample for each rank"
@@ -142,6 +143,21 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
         expected = "must be above 0 with schedule=range_test, which begins there"
         problems.append(BadInputError("optim.min_learning_rate", optim.min_learning_rate, expected))
     return [*problems, *_optimizer_lacks(settings), *_average_problems(settings)]
+
+
+def _accumulation_problems(data: DataSettings) -> list[BadInputError]:
+    """Where a step's size is given twice."""
+    per_rank, total = data.accumulation, data.accumulation_total
+    if total and per_rank > 1:
+        expected = f"is of each rank, and data.accumulation_total={total} of all together: leave out one of them"
+        return [BadInputError("data.accumulation", per_rank, expected)]
+    if not data.global_batch_size or not (total or per_rank > 1):
+        return []
+    expected = "and data.global_batch_size say the same: leave out one of them"
+    key, value = (
+        ("data.accumulation", per_rank) if per_rank > 1 else ("data.accumulation_total", total)
+    )
+    return [BadInputError(key, value, expected)]
 
 
 def _improvement_problems(settings: Settings) -> list[BadInputError]:
@@ -351,7 +367,11 @@ def _init_problems(settings: Settings) -> list[BadInputError]:
     )
     if goes_on and not settings.checkpoint.only_trained:
         return []
-    return _unreadable("--init-from", written, init_from_path(written)[0])
+    missing = "no such file or folder"
+    if written.startswith(("scratch_", "scratch-")):
+        stage = written[len("scratch_") :]
+        missing += f"; here that is init_from=scratch, with stage={stage} where a file lists stages"
+    return _unreadable("--init-from", written, init_from_path(written)[0], missing=missing)
 
 
 def init_from_path(written: str) -> tuple[Path, bool]:
@@ -429,7 +449,8 @@ def _notes(settings: Settings) -> tuple[str, ...]:
 
 def _share_notes(data: DataSettings) -> list[str]:
     """Where a larger share is computed in more parts than others, which nobody may have meant."""
-    if not data.shares or data.global_batch_size or data.micro_batch_size or data.accumulation > 1:
+    is_cut = data.global_batch_size or data.micro_batch_size or data.accumulation_total
+    if not data.shares or is_cut or data.accumulation > 1:
         return []
     total = global_batch(data, world_size=len(data.shares))
     most = max(cut(total, data.shares))

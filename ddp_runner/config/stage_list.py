@@ -51,11 +51,13 @@ OF_A_STAGE = frozenset(
         "data.path",
         "data.batch_size",
         "data.accumulation",
+        "data.accumulation_total",
         "data.global_batch_size",
         "data.micro_batch_size",
         "data.shares",
         "data.evaluation_batch_size",
         "data.num_workers",
+        "data.workers_total",
         "data.prefetch_factor",
         "data.pin_memory",
         "data.loader_timeout_s",
@@ -241,6 +243,8 @@ def _given(newest: Assignment, number: int, entry: object, *, is_first: bool) ->
         raise BadInputError(where, "" if name is None else _short(name), expected)
     where = f"{newest.written}: stage {name}: "
     init_from = entry.get(_INIT)
+    if init_from in (f"{SCRATCH}_{name}", f"{SCRATCH}-{name}"):  # as pipelines name it
+        init_from = SCRATCH
     if init_from is not None:
         _check_init(where, init_from, is_first=is_first)
     own = {key: value for key, value in entry.items() if key not in ("name", _INIT)}

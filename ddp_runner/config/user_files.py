@@ -22,6 +22,13 @@ def home_files(environment: Mapping[str, str]) -> tuple[Path, ...]:
     return (path,) if home and path.is_file() else ()
 
 
+def named_file(name: str) -> Path:
+    """The file of settings that is called so, with or without its ending."""
+    path = Path(name)
+    endings = (path, *(Path(f"{name}{ending}") for ending in (".yaml", ".yml")))
+    return next((one for one in endings if one.is_file()), path)
+
+
 def preset_file(name: str) -> Path:
     """``presets/NAME.yaml`` in the working directory. Raises BadInputError where there is none."""
     folder = Path(PRESETS_FOLDER)

@@ -91,8 +91,11 @@ def words_of_old(
 
 
 def _batch_words(total: int, world_size: int, data: DataSettings | None) -> str:
-    if data is not None and (data.global_batch_size or data.accumulation > 1):
-        return f"global_batch_size={total}" + (" accumulation=1" if data.accumulation > 1 else "")
+    if data is not None:
+        others = " accumulation=1" if data.accumulation > 1 else ""
+        others += " accumulation_total=0" if data.accumulation_total else ""
+        if data.global_batch_size or others:
+            return f"global_batch_size={total}{others}"
     if total % world_size == 0:
         return f"-b {total // world_size}"
     # Any number of ranks shares the samples of a step out; a rank without one is refused.

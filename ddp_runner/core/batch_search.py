@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ddp_runner.core.batch_sizes import accumulated
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import FaultKind
 
@@ -108,18 +109,21 @@ def uses(found: int, asked: DataSettings, *, world_size: int) -> tuple[Use, ...]
     if asked.global_batch_size:
         words = f"--batch-size {found} global_batch_size={asked.global_batch_size}"
         return (Use(words=words, step_samples=asked.global_batch_size),)
-    times = asked.accumulation
-    accumulated = f" accumulation={times}" if times > 1 else ""
-    plain = Use(words=f"--batch-size {found}{accumulated}", step_samples=found * times * world_size)
-    step = asked.batch_size * times * world_size
+    batches, is_of_all = accumulated(asked, world_size=world_size), bool(asked.accumulation_total)
+    step, times = asked.batch_size * batches, batches // world_size
+    again = f" accumulation={times}" if times > 1 else ""
+    again = f" accumulation_total={batches}" if is_of_all else again
+    plain = Use(words=f"--batch-size {found}{again}", step_samples=found * batches)
     if found < asked.batch_size:
         part = usable(found, share=asked.batch_size)
-        words = f"--batch-size {asked.batch_size} micro_batch_size={part}{accumulated}"
+        words = f"--batch-size {asked.batch_size} micro_batch_size={part}{again}"
         return (plain, Use(words=words, step_samples=step))
+    if batches % world_size:  # which shares part
+        return (plain,)
     whole = asked.batch_size * times
     size = next((n for n in range(min(found, whole), asked.batch_size, -1) if whole % n == 0), 0)
     if not size or plain.step_samples == step:
         return (plain,)
     parts = whole // size
-    words = f"--batch-size {size}" + (f" accumulation={parts}" if parts > 1 else " accumulation=1")
-    return (plain, Use(words=words, step_samples=step))
+    count = f"accumulation_total={parts * world_size}" if is_of_all else f"accumulation={parts}"
+    return (plain, Use(words=f"--batch-size {size} {count}", step_samples=step))

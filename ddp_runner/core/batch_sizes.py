@@ -12,7 +12,12 @@ SHARES = "data.shares"
 
 def global_batch(data: DataSettings, *, world_size: int) -> int:
     """Samples of a step over all ranks. ``world_size``: of them, or of all their devices."""
-    return data.global_batch_size or data.batch_size * data.accumulation * world_size
+    return data.global_batch_size or data.batch_size * accumulated(data, world_size=world_size)
+
+
+def accumulated(data: DataSettings, *, world_size: int) -> int:
+    """Batches of a step over all ranks."""
+    return data.accumulation_total or data.accumulation * world_size
 
 
 def micro_batch(data: DataSettings, *, devices: int = 1) -> int:
@@ -38,6 +43,12 @@ def cut(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def refuse_wrong_parts(data: DataSettings, *, ranks: int, devices: int) -> None:
+    """Raise BadInputError where so many ranks, with so many devices in all, cannot share a step out as asked."""
+    refuse_wrong_shares(data, world_size=ranks)
+    refuse_uneven_accumulation(data, ranks=ranks, devices=devices)
+
+
 def refuse_wrong_shares(data: DataSettings, *, world_size: int) -> None:
     """Raise BadInputError where ``data.shares`` are not those of so many ranks, or leave one without a sample."""
     shares = data.shares
@@ -56,3 +67,19 @@ def refuse_wrong_shares(data: DataSettings, *, world_size: int) -> None:
             f"leaves rank {counts.index(0)} without one of the {total} samples of a step: take a larger"
             " batch, or a larger share for it",
         )
+
+
+def refuse_uneven_accumulation(data: DataSettings, *, ranks: int, devices: int) -> None:
+    """Raise BadInputError where ``data.accumulation_total`` gives ranks unlike parts that nobody asked for.
+
+    ``devices``: of all ranks, each of which has its batches.
+    """
+    total = data.accumulation_total
+    if data.shares or total % devices == 0:
+        return
+    below = total - total % devices
+    near = f"{below} or {below + devices}" if below else f"{devices}"
+    of = f"{ranks} ranks" if devices == ranks else f"{devices} devices"
+    whole = f"global_batch_size={data.batch_size * total} keeps this batch on any number"
+    expected = f"must be a multiple of the {of}: take {near}; or {whole}"
+    raise BadInputError("data.accumulation_total", total, expected)

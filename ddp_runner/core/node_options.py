@@ -29,6 +29,7 @@ _MASTERS = (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT
 _BACKENDS = ("c10d", "static")
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 _PORT_MAX = 65_535
+_NONE: Mapping[str, tuple[str, str]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +56,18 @@ class NodeOptions:
     moving_fd: int | None = None
 
 
-def node_options(options: Mapping[str, str], environment: Mapping[str, str]) -> NodeOptions | None:
-    """What ``options`` (``--nnodes`` and the others), or else ``environment``, ask for.
+def node_options(
+    options: Mapping[str, str],
+    environment: Mapping[str, str],
+    *,
+    settings: Mapping[str, tuple[str, str]] = _NONE,
+) -> NodeOptions | None:
+    """What ``options`` (``--nnodes`` and the others), or else ``environment``, or else ``settings`` ask for.
 
-    None for a run on one machine. Raises BadInputError, which names the option or variable.
+    ``settings``: by option, how it was written there and its text. None for a run on one machine. Raises
+    BadInputError, which names the option, the variable or the setting.
     """
-    asked = _Asked(options, environment)
+    asked = _Asked(options, environment, settings)
     least, most = asked.range_of_nodes()
     if most > 1 or "--rdzv-backend" in options:
         asked.refuse_backend()
@@ -95,7 +102,7 @@ def unused_on_one_machine(environment: Mapping[str, str]) -> str:
 
 def endpoint_of(text: str) -> tuple[str, int]:
     """Host and port of an endpoint as ``--rdzv-endpoint`` has it. Raises BadInputError."""
-    return _Asked({"--rdzv-endpoint": text}, {}).endpoint()
+    return _Asked({"--rdzv-endpoint": text}, {}, _NONE).endpoint()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +113,17 @@ class _Conf:
 
 
 class _Asked:
-    """Options first, variables where there is none; each answer with the name that it was given by."""
+    """Options first, then variables, then settings; each answer with the name that it was given by."""
 
-    def __init__(self, options: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, str],
+        environment: Mapping[str, str],
+        settings: Mapping[str, tuple[str, str]],
+    ) -> None:
         self._options = options
         self._environment = environment
+        self._settings = settings
 
     def text(self, option: str) -> tuple[str, str]:
         """The name that was used, and what it was given; two empty texts for nothing."""
@@ -119,7 +132,7 @@ class _Asked:
         for name in VARIABLES[option]:
             if self._environment.get(name):
                 return name, self._environment[name]
-        return "", ""
+        return self._settings.get(option, ("", ""))
 
     def range_of_nodes(self) -> tuple[int, int]:
         name, text = self.text("--nnodes")
@@ -158,7 +171,8 @@ class _Asked:
 
     def endpoint(self) -> tuple[str, int]:
         name, text = self.text("--rdzv-endpoint")
-        if name:
+        is_setting = name not in ("--rdzv-endpoint", *VARIABLES["--rdzv-endpoint"])
+        if name and not (is_setting and any(self._environment.get(one) for one, _ in _MASTERS)):
             host, port = _split(text)
             return _checked_host(name, text, host), _port(name, text, port)
         for address, port_name in _MASTERS:

@@ -158,9 +158,12 @@ class DataSettings:
     """File or folder of text that the task bytes learns. Empty: the sources of Python's standard library."""
     batch_size: Positive = 32
     """Samples of each rank before gradients are summed over ranks, or accumulated. The global batch is
-    this times accumulation times the number of ranks."""
+    this times accumulation times the number of ranks, or times accumulation_total."""
     accumulation: Positive = 1
     """Batches of each rank in a step: a step has batch_size times so many samples of each rank."""
+    accumulation_total: NonNegative = 0
+    """Batches of all ranks together in a step, as pipelines count that divide them by the number of ranks: a
+    multiple of it, unless shares part them. A step has batch_size times so many samples. 0: accumulation."""
     global_batch_size: NonNegative = 0
     """Samples of a step over all ranks, however many ranks there are: each has its part of them,
     in batches of at most batch_size. 0: as batch_size, accumulation and ranks have it."""
@@ -175,6 +178,9 @@ class DataSettings:
     num_workers: PerMachine[Literal["auto"] | NonNegative] = "auto"
     """Processes that load data, for each rank. auto: 2, or the rank's share of the cores if that is
     less. 0: the rank loads its own data."""
+    workers_total: PerMachine[NonNegative | None] = None
+    """Processes that load data, for all ranks of a machine together: shared out over them, the first ranks have
+    the remainder. none: num_workers for each rank."""
     preload: bool = False
     """Read every sample once, at the start, into memory that all ranks share: for map-style data that says
     deterministic = True. Validation data too."""

@@ -121,7 +121,7 @@ def _of_communication(
         if not settings.data.shares:
             tries.append(("lengths in Datasets(...)", "batches of like length, if samples differ"))
         return Verdict(bound="a slow rank", why=why, tries=tuple(tries))
-    tries = [("accumulation=4", "one sum for four times the samples")]
+    tries = [(_four_times(settings), "one sum for four times the samples")]
     if settings.ddp.gradient_dtype == "auto" and is_on_gpu:
         tries.append(("ddp.gradient_dtype=bf16", "halves what is sent where gradients are fp32"))
     tries.append(
@@ -133,10 +133,23 @@ def _of_communication(
     return Verdict(bound="communication", why=why, tries=tuple(tries))
 
 
+def _four_times(settings: Settings) -> str:
+    """A step of four times the samples, in the words that its size was given in."""
+    data = settings.data
+    if data.global_batch_size:
+        return f"global_batch_size={4 * data.global_batch_size}"
+    if data.accumulation_total:
+        return f"accumulation_total={4 * data.accumulation_total}"
+    return f"accumulation={4 * data.accumulation}"
+
+
 def _tries_of_data(settings: Settings) -> tuple[tuple[str, str], ...]:
     data = settings.data
     more = 4 if data.num_workers == "auto" else 2 * max(1, data.num_workers)
-    tries = [(f"num_workers={more}", "more processes that load, where there are cores for them")]
+    asked = f"num_workers={more}"
+    if data.workers_total is not None:
+        asked = f"workers_total={2 * max(1, data.workers_total)}"
+    tries = [(asked, "more processes that load, where there are cores for them")]
     if not data.preload:
         tries.append(("data.preload=true", "samples that are always the same are read once"))
     tries.append((f"prefetch_factor={2 * data.prefetch_factor}", "for loading times that vary"))
@@ -146,7 +159,7 @@ def _tries_of_data(settings: Settings) -> tuple[tuple[str, str], ...]:
 def _tries_of_optimizer(settings: Settings) -> tuple[tuple[str, str], ...]:
     tries = [
         ("--find-batch-size", "a larger batch has fewer updates for as many samples"),
-        ("accumulation=4", "the same, without more memory"),
+        (_four_times(settings), "the same, without more memory"),
     ]
     if settings.optim.ema_decay is not None and settings.optim.ema_every == 1:
         tries.append(("optim.ema_every=10", "the average is a part of the update"))

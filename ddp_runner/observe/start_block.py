@@ -76,7 +76,7 @@ def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
     rows.append(("model", [_parameters(facts)]))
     if facts.begun_with:
         rows.append(("start weights", list(facts.begun_with)))
-    rows += [*_data(facts), *_batch(facts)]
+    rows += [*_data(settings, facts), *_batch(settings, facts)]
     rows.append(("length", list(_length(settings, facts))))
     if facts.is_task:
         rows += _training(settings, facts)
@@ -108,42 +108,69 @@ def _parameters(facts: StartFacts) -> str:
     return f"{fmt.count(parameters)} parameters: {fmt.count(trained)} trained, {frozen} frozen"
 
 
-def _data(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
+def _data(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
     if facts.samples is None:
         return
-    workers = facts.loader_workers
+    workers, total = facts.loader_workers, settings.data.workers_total
     loaded = ""
     if workers is not None:
-        each = f"{workers} loader worker{'' if workers == 1 else 's'} per rank"
+        count, over = workers, "per rank"
+        if total is not None and workers:
+            ranks = facts.ranks // facts.machines
+            on = "" if facts.machines == 1 else " of each machine"
+            count, over = total, f"over {ranks} rank{'' if ranks == 1 else 's'}{on}"
+        each = f"{count} loader worker{'' if count == 1 else 's'} {over}"
         loaded = f", {each}" if workers else ", loaded by the ranks themselves"
     yield "data", [f"{fmt.count(facts.samples)} samples{loaded}"]
 
 
-def _batch(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
-    whole, part = facts.global_batch, facts.micro_batch_size
-    if whole is None:
+def _batch(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
+    if facts.global_batch is not None:
+        yield (
+            "global batch",
+            [_samples_of_step(facts, facts.global_batch), *_accumulated(settings, facts)],
+        )
+
+
+def _accumulated(settings: Settings, facts: StartFacts) -> Iterator[str]:
+    """What the other reading of accumulation is in samples: for each rank, or over all of them."""
+    data, devices = settings.data, facts.ranks * facts.devices
+    total = data.accumulation_total
+    count = total or data.accumulation
+    if devices == 1 or count == 1:
         return
+    each, over = data.batch_size * count * devices, data.batch_size * count
+    readings = (
+        ("accumulation", "for each rank", each),
+        ("accumulation_total", "over all ranks", over),
+    )
+    (key, means, size), (other, meant, samples) = readings[::-1] if total else readings
+    yield (
+        f"{key}={count} counts {means}: {fmt.count(size)} samples; {meant}"
+        f" ({other}={count}) it would be {fmt.count(samples)}"
+    )
+
+
+def _samples_of_step(facts: StartFacts, whole: int) -> str:
+    part = facts.micro_batch_size
     if facts.shares:
         words = f"{fmt.count(whole)} = {' + '.join(map(fmt.count, facts.shares))}"
         most = max(facts.shares)
         parts = f", at most {fmt.count(part)} at once" if part is not None and part < most else ""
-        yield "global batch", [words + parts]
-        return
+        return words + parts
     own, rest = divmod(whole, facts.ranks)
     ranks = f" x {facts.ranks} rank{'' if facts.ranks == 1 else 's'}"
     if facts.devices > 1:
         ranks += f", shared out over {facts.devices} devices"
     if rest:
         most = min(own + 1, part or own + 1)
-        over = f"{fmt.count(whole)} over {facts.ranks} ranks, at most {fmt.count(most)} at once"
-        yield "global batch", [over]
-        return
+        return f"{fmt.count(whole)} over {facts.ranks} ranks, at most {fmt.count(most)} at once"
     cut = fmt.count(own)
     if part is not None and part < own:
         cut = f"{fmt.count(part)} x {own // part} accumulated"
         if own % part:
             cut = f"{fmt.count(own)} (in parts of {fmt.count(part)})"
-    yield "global batch", [f"{fmt.count(whole)} = {cut}{ranks}"]
+    return f"{fmt.count(whole)} = {cut}{ranks}"
 
 
 def _length(settings: Settings, facts: StartFacts) -> Iterator[str]:

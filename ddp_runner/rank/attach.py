@@ -17,7 +17,7 @@ import torch
 from ddp_runner import config as configuration
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.plain_rank import plain_rank
+from ddp_runner.core.plain_rank import PlainRank, plain_rank
 from ddp_runner.core.settings import Settings
 from ddp_runner.rank import external_launcher
 from ddp_runner.system import heartbeat
@@ -25,6 +25,8 @@ from ddp_runner.training.own_loop.attached_run import AttachedRun
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.runtime import Runtime, local_runtime
 from ddp_runner.training.train_report import TrainReport
+
+_ALONE = PlainRank(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 @dataclass(slots=True)
@@ -89,6 +91,8 @@ def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
         raise SystemExit(ExitCode.BAD_USAGE)
     settings = _settings(config or {})
     as_rank = plain_rank(os.environ)
+    facts = configuration.facts_of_rank(as_rank or _ALONE, os.environ)
+    configuration.refuse_untrue(config or {}, facts)
     if as_rank is None:
         _this.run = _attached(settings, local_runtime(settings, 0, 1))
         return _this.run

@@ -27,7 +27,7 @@ from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamPosition
-from ddp_runner.data.workers.count import cores_here, worker_count
+from ddp_runner.data.workers.count import asked_workers, cores_here, worker_count
 from ddp_runner.observe.dry_run_report import (
     MemoryFacts,
     ModuleFacts,
@@ -144,7 +144,7 @@ def _build(plan: LaunchPlan, hidden: tuple[str, ...]) -> _Built:
     stand_apart(rank=0, world_size=plan.world_size, backend=workload.backend)
     start_fresh(settings, state)
     note_begin(settings, workload, state)
-    asked = settings.data.num_workers
+    asked = asked_workers(settings.data, local_rank=info.local_rank)
     cores = cores_here()
     workers = worker_count(asked, local_world_size=plan.world_size, cores=cores)
     return _Built(
@@ -166,7 +166,7 @@ def _first_batch(built: _Built) -> MicroBatch:
     alone = replace(
         built.settings,
         run=replace(built.settings.run, inject=()),
-        data=replace(built.settings.data, num_workers=0),
+        data=replace(built.settings.data, num_workers=0, workers_total=None),
     )
     loader = make_loader(
         alone,

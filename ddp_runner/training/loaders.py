@@ -32,7 +32,12 @@ from ddp_runner.data.quarantine import file_name_of_validation
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.stream import StreamLoader, StreamOrder
-from ddp_runner.data.workers.count import cores_here, worker_count
+from ddp_runner.data.workers.count import (
+    asked_workers,
+    cores_here,
+    may_have_workers,
+    worker_count,
+)
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.rank_context import TaskParts
@@ -112,7 +117,7 @@ def make_loader(
         total_steps=workload.length.total_steps,
         micro_batch_size=micro_batch(data, devices=rank_info.devices),
         seed=settings.run.seed,
-        num_workers=data.num_workers,
+        num_workers=asked_workers(data, local_rank=rank_info.local_rank),
         local_world_size=rank_info.local_world_size,
         prefetch_factor=data.prefetch_factor,
         pin_memory=data.pin_memory and workload.device.type == "cuda",
@@ -152,7 +157,7 @@ def _shard_loader(
         world_size=rank_info.world_size,
         total_steps=workload.length.total_steps,
         micro_batch_size=micro_batch(data, devices=rank_info.devices),
-        num_workers=data.num_workers,
+        num_workers=asked_workers(data, local_rank=rank_info.local_rank),
         ends_at_once=data.stream_end == "drop",
         local_world_size=rank_info.local_world_size,
         prefetch_factor=data.prefetch_factor,
@@ -233,7 +238,7 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> SafeDat
     batches = order.steps_per_epoch
     local_world_size = runtime.rank_info.local_world_size
     workers = worker_count(
-        settings.data.num_workers,
+        asked_workers(settings.data, local_rank=runtime.rank_info.local_rank),
         local_world_size=local_world_size,
         cores=cores_here(),
     )
@@ -277,7 +282,7 @@ def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
     is found on the board. ``is_watched``: there is a supervisor to find it. Then no wait for a peer
     ends sooner than the time that the supervisor grants that peer, who may be compiling alone.
     """
-    waits = VAIN_WAITS_MAX + 1 if settings.data.num_workers else 0
+    waits = VAIN_WAITS_MAX + 1 if may_have_workers(settings.data) else 0
     patience_s = waits * settings.data.loader_timeout_s
     granted_s = longest_phase_s(settings.recovery) if is_watched else 0.0
     return max(settings.ddp.collective_timeout_s, patience_s, granted_s)

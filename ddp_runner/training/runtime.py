@@ -44,7 +44,7 @@ from ddp_runner.core.messages import (
     brief,
 )
 from ddp_runner.core.modes import refuse_of_processes
-from ddp_runner.core.plain_rank import PLAIN_RANK, plain_rank
+from ddp_runner.core.plain_rank import PLAIN_RANK, PlainRank, plain_rank
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe import format as fmt
 from ddp_runner.observe.logger import DDPLogger
@@ -79,6 +79,16 @@ class RankInfo:
     other_devices: tuple[str, ...] = ()  # which have parts of this rank's batches
     mode: str = ""  # how several devices are used and why, in words; empty: nobody chose
     code: str = ""  # a digest of what all machines run alike; empty: of one machine, or not alike
+
+    @property
+    def as_plain(self) -> PlainRank:
+        """Its numbers alone."""
+        return PlainRank(
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+            local_world_size=self.local_world_size,
+        )
 
     @property
     def devices(self) -> int:

@@ -48,10 +48,13 @@ def too_little(
         expected = f"is more than the data has, {size} samples: take a smaller one or more data"
         return BadInputError("data.global_batch_size", data.global_batch_size, expected)
     times = f"times {data.accumulation} accumulated " if data.accumulation > 1 else ""
+    times += f"times {world_size} ranks"
+    if data.accumulation_total:
+        times = f"times accumulation_total={data.accumulation_total}"
     return BadInputError(
         "--batch-size",
         data.batch_size,
-        f"{times}times {world_size} ranks needs {global_batch} samples a step, the data has {size}; "
+        f"{times} needs {global_batch} samples a step, the data has {size}; "
         "take a smaller batch, fewer ranks or more data",
     )
 
@@ -71,10 +74,11 @@ def stream_order(
             data.stream_end,
             "needs training data with shards and lengths, such as JsonLines; wrap needs none",
         )
-    if data.num_workers not in (AUTO, 0) and not cut_up:
+    key = "num_workers" if data.workers_total is None else "workers_total"
+    if (asked := getattr(data, key)) not in (AUTO, 0) and not cut_up:
         raise BadInputError(
-            "data.num_workers",
-            data.num_workers,
+            f"data.{key}",
+            asked,
             "must be 0 with an iterable dataset: its items are loaded in the rank itself; one that says"
             " how it is cut (shards and read, such as JsonLines) has workers",
         )

@@ -81,14 +81,18 @@ class DDPTrainer:
                 raise TypeError("with a task class, config must be a mapping")
             rank, config = 0, {**(config or {}), "task": rank}
         origins: Mapping[str, str] = {}
+        given: Mapping[str, Any] = {}
         if not isinstance(config, Settings):
             given = with_task_named(config or {})
             config, origins = configuration.from_flat(given), configuration.origins_of(given)
-        if config.stages and config.stage is None:
+        if (config.stages or config.run.stage) and config.stage is None:
             expected = "needs a supervisor: start with ddp_runner train, or ddp_runner.launch()"
             raise BadInputError("stages", "", expected)
         self.settings = config
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
+        configuration.refuse_untrue(
+            given, configuration.facts_of_rank(self._runtime.rank_info.as_plain, os.environ)
+        )
         if isinstance(self._runtime, LocalRuntime):
             self._runtime.unread = partial(configuration.unread_warning, config, origins)
         if self.settings.log.phase_times:

@@ -196,7 +196,9 @@ def build_workload(
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
         raise BadInputError("data.global_batch_size", global_batch, expected)
     refuse_unfit_validation(settings, datasets, is_stream=is_stream)
-    batch_sizes.refuse_wrong_shares(settings.data, world_size=rank_info.world_size)
+    batch_sizes.refuse_wrong_parts(
+        settings.data, ranks=rank_info.world_size, devices=rank_info.computing_devices
+    )
     order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
     refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
     length = run_length(

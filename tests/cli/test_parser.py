@@ -86,14 +86,7 @@ def test_every_way_to_write_an_option_assigns_its_setting(words, section, field,
         (["--epoch", "3"], "--epoch: unknown option; did you mean --epochs?"),
         (["--num-worker", "3"], "--num-worker: unknown option; did you mean data.num_workers?"),
         (["--standalone"], "--standalone: unknown option; the ranks find each other by themselves"),
-        (
-            ["--num_machines=2"],
-            "--num_machines: unknown option; here that is the option --nnodes N",
-        ),
-        (
-            ["--master-addr=a"],
-            "--master-addr: unknown option; here that is the option --rdzv-endpoint",
-        ),
+        (["--hostfile=x"], "--hostfile: unknown option; train has the option --nnodes N, with"),
         (["--rdzv-id="], "--rdzv-id='': is empty; give a value, or leave it out"),
         (
             ["--include", "localhost:0"],

@@ -107,6 +107,8 @@ def test_what_a_try_says_of_its_size(facts, expected):
         (500, {"batch_size": 32, "accumulation": 6}, [12_000, 768]),
         (5, {"batch_size": 32, "accumulation": 2}, [40, 256]),
         (50, {"batch_size": 32, "global_batch_size": 400}, [400]),
+        (100, {"batch_size": 32, "accumulation_total": 24}, [2400, 768]),
+        (5, {"batch_size": 32, "accumulation_total": 8}, [40, 256]),
     ],
 )
 def test_the_words_to_use_make_steps_of_the_size_they_say(found, asked, steps):

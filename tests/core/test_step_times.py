@@ -99,6 +99,26 @@ def test_what_is_set_already_is_not_suggested(given, is_on_gpu, absent, present)
     assert present in tries
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "accumulation=4"),
+        ({"accumulation": 2}, "accumulation=8"),
+        ({"accumulation_total": 10}, "accumulation_total=40"),
+        ({"global_batch_size": 100}, "global_batch_size=400"),
+    ],
+)
+def test_a_larger_step_is_suggested_in_the_words_it_was_given_in(given, words):
+    """So that it can be typed beside them."""
+    assert verdict(given, communication=60.0).tries[0][0] == words
+    assert words in [one for one, _ in verdict(given, optimizer=60.0).tries]
+
+
+def test_a_total_of_workers_grows_as_one():
+    """A number for each rank beside it is refused."""
+    assert verdict({"workers_total": 6}, data=90.0).tries[0][0] == "workers_total=12"
+
+
 def test_data_that_is_preloaded_is_not_preloaded_again():
     """And the number of workers grows from what it is."""
     tries = [words for words, _ in verdict({"preload": True, "num_workers": 3}, data=90.0).tries]

@@ -16,7 +16,12 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder, share
-from ddp_runner.data.workers.count import cores_here, worker_count
+from ddp_runner.data.workers.count import (
+    WorkersTotal,
+    cores_here,
+    worker_count,
+    worker_notes,
+)
 from ddp_runner.data.workers.memory_files import collate_batch
 
 ORDER = SampleOrder(seed=11, dataset_size=50, global_batch_size=12)
@@ -282,6 +287,37 @@ def test_only_auto_is_cut_to_the_ranks_part_of_the_cores():
     assert worker_count(8, local_world_size=4, cores=2) == 8
     assert worker_count(0, local_world_size=4, cores=2) == 0
     assert cores_here() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "counts"),
+    [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0]), (5, 1, [5])],
+)
+def test_a_total_of_workers_is_shared_out_over_the_ranks(total, ranks, counts):
+    """All of them and no more; the first ranks have the remainder."""
+    found = [
+        worker_count(WorkersTotal(total=total, local_rank=rank), local_world_size=ranks, cores=1)
+        for rank in range(ranks)
+    ]
+    assert found == counts
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "cores", "note"),
+    [
+        (4, 2, 4, ""),
+        (9, 2, 4, "9 loader workers (workers_total), 4 cores for 2 ranks: so many only help"),
+        (2, 4, 8, "workers_total=2 for 4 ranks: the last 2 load their own data"),
+        (0, 4, 8, ""),
+    ],
+)
+def test_a_total_of_workers_that_may_surprise_is_reported(total, ranks, cores, note):
+    """Above the cores it says what auto would give; below the ranks, who has none."""
+    asked = WorkersTotal(total=total, local_rank=0)
+    notes = worker_notes(asked, local_world_size=ranks, cores=cores)
+    assert len(notes) == bool(note)
+    assert "".join(notes).startswith(note)
+    assert "total, 4 cores" not in note or notes[0].endswith("num_workers=auto is 2 for each here")
 
 
 def test_more_workers_than_cores_load_and_are_reported(reference):

@@ -13,7 +13,7 @@ from tests import disks
 from tests.nodes.conftest import SETTINGS
 from tests.nodes.test_two_nodes import SLOW
 from tests.scenarios import preloaded
-from tests.scenarios.harness import poll
+from tests.scenarios.harness import Run, poll
 
 KEPT = ("recovery.coordinator_wait_s=60", "save_interval=0")
 
@@ -51,6 +51,23 @@ def test_preloaded_data_is_read_once_on_each_machine(nodes, made_once):
     for run, times in ((first, 1), (second, 2)):
         read = (run.folder / preloaded.READ_NAME).read_text().splitlines()
         assert len(read) == times * len({tuple(line.split()[1:]) for line in read})
+
+
+def test_machines_that_a_preset_names_are_those_of_the_run(nodes, one_machine):
+    """As configure writes them, on each machine its own file; the command says nothing of machines."""
+    runs = []
+    for number in (0, 1):
+        folder = nodes.folder / f"node{number}"
+        (folder / "presets").mkdir(parents=True)
+        (folder / "presets" / "cluster.yaml").write_text(
+            f"nnodes: '2'\nnode_rank: '{number}'\nrdzv_endpoint: 127.0.0.1:{nodes.port}\n"
+        )
+        words = ("--preset", "cluster", "--token-file", nodes.token)
+        runs.append(Run(folder, *SETTINGS, *words, "world_size=4", world=2))
+    nodes.runs += runs
+    assert [run.wait() for run in runs] == [0, 0], runs[0].console + runs[1].console
+    assert runs[0].summary()["world_size"] == 4
+    assert runs[0].digest == one_machine(4)
 
 
 @pytest.mark.parametrize("where", [0, 1])

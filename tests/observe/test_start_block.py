@@ -228,3 +228,48 @@ def test_unequal_shares_are_shown_as_samples_of_each_rank(part, words):
     """Who reads it sees what each device has to do."""
     found = rows(ranks=3, shares=(192, 192, 128), micro_batch_size=part)
     assert found["global batch"] == words
+
+
+@pytest.mark.parametrize(
+    ("total", "changes", "words"),
+    [
+        (7, {}, "7 loader workers over 4 ranks"),
+        (1, {"ranks": 1}, "1 loader worker over 1 rank"),
+        (5, {"machines": 2}, "5 loader workers over 2 ranks of each machine"),
+        (0, {"loader_workers": 0}, "loaded by the ranks themselves"),
+    ],
+)
+def test_a_total_of_loader_workers_is_shown_as_one(total, changes, words):
+    """Ranks may have unlike parts of it."""
+    assert rows({"workers_total": total}, **changes)["data"] == f"512,000 samples, {words}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "words"),
+    [
+        (
+            {"accumulation": 4},
+            {},
+            (
+                "512 = 32 x 4 accumulated x 4 ranks / accumulation=4 counts for each rank: 512 samples;"
+                " over all ranks / (accumulation_total=4) it would be 128"
+            ),
+        ),
+        (
+            {"accumulation_total": 16},
+            {},
+            (
+                "512 = 32 x 4 accumulated x 4 ranks / accumulation_total=16 counts over all ranks: 512"
+                " samples; for / each rank (accumulation=16) it would be 2,048"
+            ),
+        ),
+        (
+            {"accumulation": 16},
+            {"ranks": 1},
+            "512 = 32 x 16 accumulated x 1 rank",
+        ),
+    ],
+)
+def test_both_readings_of_accumulation_are_shown_in_samples(settings, changes, words):
+    """Trainers count it for each rank, some pipelines over all; one rank has one reading."""
+    assert rows(settings, **changes)["global batch"] == words

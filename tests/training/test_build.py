@@ -140,6 +140,10 @@ def test_a_stream_has_no_workers_unless_some_are_asked_for():
     ("settings", "message"),
     [
         ({"num_workers": 1}, "data.num_workers=1: must be 0 with an iterable dataset"),
+        (
+            {"num_workers": "auto", "workers_total": 2},
+            "data.workers_total=2: must be 0 with an iterable dataset",
+        ),
         ({"max_steps": 0}, "--max-steps=0: must say how long to train"),
         ({"name": "StreamedValidation"}, "its validation data must be map-style"),
     ],

@@ -44,12 +44,14 @@ def data_wait(run: EndedRun) -> Improvement | None:
     seconds = run.summary.time_s.data_wait
     if seconds < WAIT_SHARE_MIN * run.trained_s:
         return None
-    workers = run.settings.get("data.num_workers")
+    total = run.settings.get("data.workers_total")
+    key = "data.num_workers" if total is None else "data.workers_total"
+    workers = run.settings.get(key)
     if workers == 0:
-        change = "data.num_workers=2 (it is 0: each rank loads its own data)"
+        change = f"{key}=2 (it is 0: each rank loads its own data)"
     elif isinstance(workers, int):
         change = (
-            f"data.num_workers={2 * workers} (it is {workers}) where there are cores for them, "
+            f"{key}={2 * workers} (it is {workers}) where there are cores for them, "
             "or data.prefetch_factor where single samples are slow"
         )
     else:

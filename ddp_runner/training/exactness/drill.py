@@ -61,7 +61,7 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
     settings = replace(
         settings,
         run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
-        data=replace(settings.data, num_workers=0),
+        data=replace(settings.data, num_workers=0, workers_total=None),
         checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
     )
     workload, state = build_workload(settings, rank_info)

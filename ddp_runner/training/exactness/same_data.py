@@ -26,7 +26,7 @@ from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.loader_faults import LoaderKills
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader, StreamOrder
-from ddp_runner.data.workers.count import cores_here, worker_count
+from ddp_runner.data.workers.count import asked_workers, cores_here, worker_count
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
@@ -107,7 +107,7 @@ class SameData:
         rank_info = runtime.rank_info
         self._has_workers = (
             worker_count(
-                settings.data.num_workers,
+                asked_workers(settings.data, local_rank=rank_info.local_rank),
                 local_world_size=rank_info.local_world_size,
                 cores=cores_here(),
             )

@@ -74,6 +74,7 @@ AGAIN = tuple(fault(cause=f"it broke, {number}") for number in range(3))
     [
         (ended(data_wait=6.0, settings={"data.num_workers": 0}), "waiting for data: 6.0s, 6%", "data.num_workers=2 (it is 0"),
         (ended(data_wait=6.0), "waiting for data", "data.num_workers=4 (it is 2)"),
+        (ended(data_wait=6.0, settings={"data.workers_total": 6}), "waiting for data", "data.workers_total=12 (it is 6)"),
         (ended(data_wait=6.0, settings={"data.num_workers": "auto"}), "waiting for data", "data.num_workers, more"),
         (ended(checkpoint=4.0), "waiting for saves: 4.0s, 4%", "checkpoint.save_every_steps=auto, or 400 (it is 200)"),
         (ended(checkpoint=4.0, settings={"checkpoint.save_every_steps": "auto"}), "saves", "checkpoint.only_trained"),
