@@ -206,9 +206,9 @@ def _not_repaired(world_size: int, folder: str) -> str:
     what = (
         "this process is not replaced: run the program again to resume"
         if world_size == 1
-        else "a lost rank is not replaced alone: torchrun --max-restarts N starts all ranks again, and resumes"
+        else "a lost rank is not replaced alone: the launcher's --max-restarts N starts all again, and they resume"
     )
-    return f"{what} from {folder}; under ddp_runner, attach() and tasks replace one process"
+    return f"{what} from {folder} (a task or attach() under ddp_runner replaces a process alone)"
 
 
 def recipe_of(task: object) -> dict[str, str]:

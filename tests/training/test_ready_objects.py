@@ -87,7 +87,7 @@ def test_two_ranks_of_torchrun_train_as_distributed_data_parallel(kind, tmp_path
     assert_equal(plain[0], trained[0])
     assert_equal(trained[0], trained[1])
     assert "each of the 2 ranks takes its part of the samples" in done.stdout
-    assert "torchrun --max-restarts N starts all ranks again" in done.stdout
+    assert "the launcher's --max-restarts N starts all again" in done.stdout
 
 
 def test_a_killed_rank_is_made_good_by_torchrun(tmp_path):
