@@ -145,7 +145,7 @@ class Line(nn.Module):
 def objects(model=None, loader=None, **more):
     model = model or Line()
     optimizer = more.pop("optimizer", None) or SGD(model.line.parameters(), lr=0.1)
-    loader = loader or DataLoader(DATA, batch_size=8)
+    loader = DataLoader(DATA, batch_size=8) if loader is None else loader
     found = {"model": model, "train_loader": loader, "optimizer": optimizer}
     return {
         **found,
@@ -311,6 +311,14 @@ def test_what_a_loader_says_becomes_settings(tmp_path, monkeypatch):
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(DATA)
+
+
+def test_a_stream_is_read_as_it_comes(tmp_path, monkeypatch):
+    """Its items in their order; it needs a length, or max_steps."""
+    model = Line()
+    loader = DataLoader(Stream(), batch_size=8)
+    trained(tmp_path, monkeypatch, {"max_steps": 4}, model=model, loader=loader)
+    assert model.indices == list(range(32))
 
 
 def _of_two(**more):
