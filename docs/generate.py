@@ -298,8 +298,9 @@ def _headings() -> list[str]:
     """The headings of files that stand over settings."""
     names = ", ".join(f"`{name}:`" for name in HEADINGS)
     return [
-        f"In a YAML file {names} may stand over settings of any section. Under `optimizer:` and `scheduler:`",
-        "`name` and `type` are the kind of it.",
+        "In a YAML file these headings may stand over settings of any section:",
+        f"{names}.",
+        "Under `optimizer:` and `scheduler:` the keys `name` and `type` say which one it is.",
     ]
 
 
