@@ -229,6 +229,7 @@ def _below(page: str, lines: list[str]) -> str:
 def coming_from_page() -> str:
     """The words of other guides, by where people come from, and what each is here."""
     left = dict.fromkeys((*ALIASES, *ALWAYS, *ANSWERS))
+    options = dict.fromkeys((*ALSO_CALLED, *REFUSED))
     lines = [
         "# Coming from accelerate, torchrun, transformers, Lightning and others",
         _MADE,
@@ -241,10 +242,14 @@ def coming_from_page() -> str:
     ]
     for title, guide in _GUIDES.items():
         lines += ["", f"## {title}", "", guide.about, "", *_table(guide.names.split())]
-        left = {name: None for name in left if name not in guide.names.split()}
         if guide.options:
-            lines += ["", "Options of `run`:", "", *_options_from(guide.options)]
-    return "\n".join([*lines, "", "## Others", "", *_table(list(left)), "", *_headings()]) + "\n"
+            lines += ["", "Options of `run`:", "", *_options_from(guide.options.split())]
+        left = {name: None for name in left if name not in guide.names.split()}
+        options = {long: None for long in options if long not in guide.options.split()}
+    lines += ["", "## Others", "", *_table(list(left))]
+    if options:
+        lines += ["", "Options of `run`:", "", *_options_from(list(options))]
+    return "\n".join([*lines, "", *_headings()]) + "\n"
 
 
 def _table(names: list[str]) -> list[str]:
@@ -277,10 +282,10 @@ def _meaning_of(name: str) -> str:
     return "; ".join(words)
 
 
-def _options_from(options: str) -> list[str]:
+def _options_from(options: list[str]) -> list[str]:
     """What ``run`` makes of each, those together that are the same."""
     here: dict[str, list[str]] = {}
-    for long in options.split():
+    for long in options:
         if long in ALSO_CALLED:
             meaning = f"`{ALSO_CALLED[long]}`"
         elif long in OWN or long in SHARED:

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.run import settings_of
-from ddp_runner.cli.run_options import ALSO_CALLED, OWN, REFUSED
+from ddp_runner.cli.run_options import ALSO_CALLED, REFUSED
 from ddp_runner.config import from_flat, resolve
 from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, HEADINGS
 from ddp_runner.core.errors import BadInputError
@@ -26,7 +26,7 @@ ROWS = [
     (RUN, "--num_processes=4 --gpu_ids 0,1,2,3 train.py", "run.nproc_per_node=4; run.gpus=(0, 1, 2, 3)"),
     (RUN, "--gpu_ids all train.py", ""),
     (RUN, "--num_machines 1 --machine_rank 0 train.py", ""),
-    (RUN, "--num_machines 2 train.py", "!--nnodes=2: must be 1: more is for several machines"),
+    (RUN, "--num_machines 2 train.py", "!--nnodes=2: must be 1"),
     (RUN, "--main_process_port 29501 train.py", "ddp.port=29501"),
     (RUN, "--main_process_ip localhost train.py", ""),
     (RUN, "--mixed_precision bf16 train.py --epochs 3", ""),
@@ -36,7 +36,6 @@ ROWS = [
     (TRAIN, "--mixed_precision no", "optim.precision=fp32"),
     (TRAIN, "--dynamo_backend inductor", "!here that is compile=true, by torch's own backend"),
     (TRAIN, "--use_cpu", "!--cpu trains on the CPU"),
-    (TRAIN, "--num_machines 2", "!here that is the option --nnodes N"),
     (FILE, "num_processes: 2|mixed_precision: 'no'", "run.nproc_per_node=2; optim.precision=fp32"),
     (FILE, "distributed_type: MULTI_GPU", "!here that is mode=auto, single, data_parallel or distributed"),
     (FILE, "gpu_ids: all", ""),
@@ -65,8 +64,6 @@ ROWS = [
     (TRAIN, "--master_port 29500", "ddp.port=29500"),
     (TRAIN, "--module package.train", "!here that is --task module:NAME"),
     (FILE, "nproc: 2", "run.nproc_per_node=2"),
-    (FILE, "nnodes: 2", "!here that is the option --nnodes N"),
-    (FILE, "master_addr: node1", "!here that is the option --rdzv-endpoint HOST:PORT"),
     # transformers' TrainingArguments
     (
         TRAIN,
@@ -114,7 +111,6 @@ ROWS = [
     (TRAIN, "--devices 2", "!here that is --nproc-per-node N for how many"),
     (TRAIN, "--accelerator gpu", "!here GPUs are used where there are any"),
     (TRAIN, "--strategy ddp", "!here that is mode=auto, single, data_parallel or distributed"),
-    (TRAIN, "--num_nodes 2", "!here that is the option --nnodes N"),
     (TRAIN, "--sync_batchnorm true", "ddp.sync_batchnorm=True"),
     (TRAIN, "--log_every_n_steps 20 --check_val_every_n_epoch 2", "log.log_interval=20; log.evaluate_interval=2"),
     (TRAIN, "--val_check_interval 100", "!here that is evaluate_every_steps=N"),
@@ -147,8 +143,6 @@ ROWS = [
     (FILE, "optimizer: {nesterov: true}", "!optimizer.nesterov: unknown setting"),
     (TRAIN, "--save_interval_steps 50 --valid_interval_steps 20", "checkpoint.save_interval=0; checkpoint.save_every_steps=50; log.evaluate_every_steps=20; log.evaluate_interval=0"),
     (TRAIN, "--eval_batches 5 --test_batch_size 16", "log.evaluate_batches=5; data.evaluation_batch_size=16"),
-    (TRAIN, "--config-name small", "!here that is the option --config FILE"),
-    (TRAIN, "--test-model", "!here that is the option --dry-run"),
     (TRAIN, "--ema", "!here that is ema_decay=0.999"),
     (TRAIN, "--preload_data_to_ram", "data.preload=True"),
     (TRAIN, "--persistent_workers --drop_last", ""),
@@ -241,11 +235,3 @@ def test_the_page_has_each_name_that_is_taken_or_answered():
     names = {*ALIASES, *ANSWERS, *ALWAYS, *ALSO_CALLED, *REFUSED}
     names |= {f"{name}:" for name in HEADINGS}
     assert [name for name in names if f"`{name}`" not in text] == []
-    assert [name for name in OWN if f"`{name}`" not in text and name not in OURS] == []
-
-
-# Options of ``run`` that no other launcher has.
-OURS = (
-    *("--grace-period", "--hang-timeout", "--preload", "--resume-with", "--from-scratch"),
-    "--plain-saves",
-)
