@@ -12,11 +12,18 @@ from itertools import takewhile
 from pathlib import Path
 
 from ddp_runner.cli.options import GROUPS, LONG_OF_ALIAS, OPTIONS, Option
+from ddp_runner.cli.run_options import (
+    ACCEPTED_VALUES,
+    ALSO_CALLED,
+    OWN,
+    REFUSED,
+    SAYS_OF_SHARED,
+    SHARED,
+)
 from ddp_runner.cli.run_options import EXAMPLES as EXAMPLES_OF_RUN
-from ddp_runner.cli.run_options import OWN, REFUSED, SAYS_OF_SHARED, SHARED
 from ddp_runner.cli.usage import COMMANDS, EXAMPLES, INJECTIONS, default_of, shown_default
 from ddp_runner.config.fields import known_fields, sections
-from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, FACTS
+from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, FACTS, HEADINGS, SWITCHES, WORDS
 from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.config.meanings import meanings
 from ddp_runner.config.stage_list import OF_A_STAGE
@@ -35,6 +42,91 @@ class Invariant:
     tests: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Guide:
+    """Where people come from: names that are settings there, and options of its launcher."""
+
+    about: str
+    names: str
+    options: str = ""
+
+
+_FIRST_COMMANDS = (
+    (
+        "`accelerate launch --num_processes 2 train.py`",
+        "`./launch_training.sh run --num_processes 2 train.py`",
+    ),
+    (
+        "`torchrun --nproc-per-node 2 train.py`",
+        "`./launch_training.sh run --nproc-per-node 2 train.py`",
+    ),
+    (
+        "a script with a `Trainer` of transformers or Lightning",
+        "`./launch_training.sh run -n 2 train.py`; see [Your own script](own-script.md)",
+    ),
+    (
+        "a model, a `DataLoader`, an optimizer",
+        "[`DDPTrainer`](python.md#from-objects-that-you-have)",
+    ),
+    ("a loop of your own", "[`attach()`](own-loop.md), six changed lines"),
+    (
+        "settings in a YAML file",
+        "`./launch_training.sh --config FILE.yaml --task my_task.py`",
+    ),
+    ("`nn.DataParallel(model)`", "[`mode=data_parallel`](modes.md), or `auto`"),
+)
+_GUIDES = {
+    "accelerate": Guide(
+        about="What `accelerate config` has stored is read, too; a line says what of it.",
+        names="num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids mixed_precision"
+        " dynamo_backend multi_gpu same_network use_cpu project_dir gradient_accumulation_steps deepspeed fsdp"
+        " zero_stage distributed_type",
+        options="--num-processes --num-machines --machine-rank --main-process-ip --main-process-port --gpu-ids"
+        " --mixed-precision --module --debug --cpu",
+    ),
+    "torchrun": Guide(
+        about="Several machines are for tasks: [Several machines](several-machines.md).",
+        names="nproc nnodes node_rank master_addr master_port rdzv_endpoint rdzv_backend rdzv_id rdzv_conf standalone"
+        " use_env module hostfile",
+        options="--nproc-per-node --nproc --module --no-python --standalone --max-restarts --monitor-interval"
+        " --log-dir --tee --local-ranks-filter --master-port --role --rdzv-id --rdzv-conf --nnodes --node-rank"
+        " --master-addr --local-addr --rdzv-backend --rdzv-endpoint --start-method --redirects --run-path"
+        " --shutdown-timeout --signals-to-handle --logs-specs --event-log-handler --duplicate-stdout-filters"
+        " --duplicate-stderr-filters --numa-binding --virtual-local-rank",
+    ),
+    "TrainingArguments of transformers": Guide(
+        about="`learning_rate`, `weight_decay`, `warmup_steps`, `max_steps`, `seed` and `max_grad_norm` are called the same.",
+        names="num_train_epochs per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps"
+        " lr_scheduler_type warmup_ratio optim adam_beta1 adam_beta2 fp16 bf16 tf32 torch_compile"
+        " torch_compile_mode gradient_checkpointing dataloader_num_workers dataloader_pin_memory"
+        " dataloader_prefetch_factor ddp_backend ddp_timeout ddp_bucket_cap_mb ddp_find_unused_parameters logging_dir"
+        " logging_steps eval_steps eval_on_start save_steps save_total_limit load_best_model_at_end"
+        " metric_for_best_model greater_is_better report_to run_name output_dir overwrite_output_dir"
+        " resume_from_checkpoint no_cuda use_cpu n_gpu deepspeed fsdp do_train do_eval",
+    ),
+    "Lightning": Guide(
+        about="`precision` takes its words as well: `bf16-mixed`, `16-mixed`, `32-true`.",
+        names="max_epochs accumulate_grad_batches gradient_clip_val devices accelerator strategy num_nodes ckpt_path"
+        " default_root_dir limit_val_batches val_check_interval check_val_every_n_epoch log_every_n_steps"
+        " fast_dev_run enable_progress_bar logger",
+    ),
+    "Pipelines for language models": Guide(
+        about="[Stages](stages.md) are a list in the file; `init_from: scratch` is no weights.",
+        names="context_size context_length block_size max_iters num_steps warmup_iters lr_decay_iters decay_lr lr"
+        " min_lr wd grad_clip clip_grad max_norm dtype out_dir eval_interval valid_interval_steps eval_batches"
+        " save_interval_steps train_batch_size eval_batch_size test_batch_size train_file data_path data_dir"
+        " preload_data_to_ram pretrained_path use_amp amp use_torch_compile config_name test_model ema"
+        " persistent_workers drop_last",
+    ),
+    "Manuals for DataParallel and DistributedDataParallel": Guide(
+        about="This command starts the ranks and wraps the model. [One GPU or several](modes.md) has the modes.",
+        names="training_mode device_ids enable_data_parallel enable_distributed dataparallel num_gpus n_gpu world_size"
+        " rank local_rank init_method timeout enable_gradient_as_bucket_view enable_gpu_monitoring sync_bn"
+        " sync_batch_norm use_mixed_precision enable_mixed_precision enable_gradient_checkpointing data_workers workers"
+        " broadcast_buffers",
+        options="--num-gpus --device-ids",
+    ),
+}
 _RESUME = {
     OnResume.REFUSED: "refused",
     OnResume.REPORTED: "reported",
@@ -102,7 +194,11 @@ def settings_page() -> str:
                 "|---|---|---|---|---|",
             ]
         lines.append(_row(key, name, _RESUME[ON_RESUME[key]]))
-    return "\n".join([*lines, *_names_of_others()]) + "\n"
+    lines += [
+        "",
+        "Names of other trainers and launchers are taken, too: [Coming from](coming-from.md).",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _row(key: str, name: str, *more: str) -> str:
@@ -130,42 +226,88 @@ def _below(page: str, lines: list[str]) -> str:
     return written + mark + "\n".join([*lines, ""])
 
 
-def _names_of_others() -> list[str]:
-    """The names that other trainers and launchers use, and what each is here."""
+def coming_from_page() -> str:
+    """The words of other guides, by where people come from, and what each is here."""
+    left = dict.fromkeys((*ALIASES, *ALWAYS, *ANSWERS))
+    options = dict.fromkeys((*ALSO_CALLED, *REFUSED))
+    lines = [
+        "# Coming from accelerate, torchrun, transformers, Lightning and others",
+        _MADE,
+        "Type what you are used to. A name that means one thing here is taken: in a file, in the environment, on the command line, in Python.",
+        "Any other name ends the start with one line, which says what to write. Nothing is guessed.",
+        "",
+        "| you have | you type |",
+        "|---|---|",
+        *(f"| {there} | {here} |" for there, here in _FIRST_COMMANDS),
+    ]
+    for title, guide in _GUIDES.items():
+        lines += ["", f"## {title}", "", guide.about, "", *_table(guide.names.split())]
+        if guide.options:
+            lines += ["", "Options of `run`:", "", *_options_from(guide.options.split())]
+        left = {name: None for name in left if name not in guide.names.split()}
+        options = {long: None for long in options if long not in guide.options.split()}
+    lines += ["", "## Others", "", *_table(list(left))]
+    if options:
+        lines += ["", "Options of `run`:", "", *_options_from(list(options))]
+    return "\n".join([*lines, "", *_headings()]) + "\n"
+
+
+def _table(names: list[str]) -> list[str]:
+    """What each is, those together that are the same."""
     here: dict[str, list[str]] = {}
-    for name, key in ALIASES.items():
-        here.setdefault(key, []).append(f"`{name}`")
-    answers: dict[str, list[str]] = {}
-    for name, answer in ANSWERS.items():
-        if name in FACTS:
-            continue
-        answers.setdefault(answer, []).append(f"`{name}`")
+    for name in names:
+        here.setdefault(_meaning_of(name), []).append(f"`{name}`")
+    rows = (f"| {', '.join(said)} | {_cell(meaning)} |" for meaning, said in here.items())
+    return ["| you write | here |", "|---|---|", *rows]
+
+
+def _meaning_of(name: str) -> str:
+    if name in FACTS:
+        return f"passed over where it is so; else refused: {ANSWERS[name]}"
+    if name in ANSWERS:
+        return f"refused: {ANSWERS[name]}"
+    if name in ALWAYS:
+        return f"always so: true is accepted, false is refused ({ALWAYS[name]})"
+    section, _, setting = ALIASES[name].partition(".")
+    words = [f"[`{section}.{setting}`](settings.md#{section})"]
+    if name in SWITCHES:
+        for text, value in zip(("true", "false"), SWITCHES[name], strict=True):
+            words.append(f"{text} leaves it" if value is None else f"{text} is `{value}`")
+    here: dict[str, list[str]] = {}
+    for text, value in WORDS.get(name, {}).items():
+        if text != value:
+            here.setdefault(f"`{value}`" if value else "empty", []).append(f"`{text}`")
+    words += [
+        f"{', '.join(said)} {'is' if len(said) == 1 else 'are'} {value}"
+        for value, said in here.items()
+    ]
+    return "; ".join(words)
+
+
+def _options_from(options: list[str]) -> list[str]:
+    """What ``run`` makes of each, those together that are the same."""
+    here: dict[str, list[str]] = {}
+    for long in options:
+        if long in ALSO_CALLED:
+            meaning = f"`{ALSO_CALLED[long]}`"
+        elif long in OWN or long in SHARED:
+            says = SAYS_OF_SHARED.get(long, (OWN.get(long) or OPTIONS[long]).says)
+            meaning = f"the same: {says}"
+        else:
+            taken = "taken with the values of one machine; else " if long in ACCEPTED_VALUES else ""
+            meaning = f"{taken}refused: {REFUSED[long]}"
+        here.setdefault(meaning, []).append(f"`{long}`")
+    rows = (f"| {', '.join(said)} | {_cell(meaning)} |" for meaning, said in here.items())
+    return ["| option | here |", "|---|---|", *rows]
+
+
+def _headings() -> list[str]:
+    """The headings of files that stand over settings."""
+    names = ", ".join(f"`{name}:`" for name in HEADINGS)
     return [
-        "",
-        "## Names from elsewhere",
-        "",
-        "These names are taken wherever a setting's own is: in a file, in the environment, on the command line, in Python.",
-        "`decay_lr=false` is `schedule=constant`, and the schedule `constant_with_warmup` is `constant`.",
-        "",
-        "| setting | also |",
-        "|---|---|",
-        *(f"| `{key}` | {', '.join(names)} |" for key, names in here.items()),
-        "",
-        "What is always done is accepted as true and refused as false:",
-        "",
-        "| name | why |",
-        "|---|---|",
-        *(f"| `{name}` | {_cell(why)} |" for name, why in ALWAYS.items()),
-        "",
-        "Names that say what a run is are passed over where that is so, and answered where it is not: "
-        + ", ".join(f"`{name}`" for name in FACTS)
-        + ".",
-        "",
-        "Other names are refused before any process starts, with what to write instead:",
-        "",
-        "| name | answer |",
-        "|---|---|",
-        *(f"| {', '.join(names)} | {_cell(answer)} |" for answer, names in answers.items()),
+        "In a YAML file these headings may stand over settings of any section:",
+        f"{names}.",
+        "Under `optimizer:` and `scheduler:` the keys `name` and `type` say which one it is.",
     ]
 
 
@@ -382,6 +524,7 @@ PAGES = {
     "invariants.md": invariants_page,
     "states.md": states_page,
     "stages.md": stages_page,
+    "coming-from.md": coming_from_page,
     **{page: partial(settings_of, page) for page in _SETTINGS_OF},
 }
 

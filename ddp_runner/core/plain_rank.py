@@ -12,6 +12,7 @@ PLAIN_RANK = "DDP_RUNNER_PLAIN_RANK"
 _MARKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 _OF_RANK = ("RANK", "WORLD_SIZE")
 _PORT_MAX = 65_535
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,11 @@ def plain_rank(environment: Mapping[str, str]) -> PlainRank | None:
     if asked == "1" or (is_marked and asked != "0"):
         return _checked(environment)
     return None
+
+
+def restarts_of(environment: Mapping[str, str]) -> int:
+    """How often the launcher has started this very job again; it keeps its store, whose keys must differ."""
+    return sum(int(environment.get(name, "0")) for name in _RESTART_COUNTS)
 
 
 def what_is_ignored(environment: Mapping[str, str]) -> str:

@@ -1,19 +1,24 @@
-"""How an epoch's samples are drawn by weight.
+"""How an epoch's samples are drawn: by weight, or by a program's own sampler.
 
-A function of seed and epoch alone: nothing but integers and single operations of IEEE numbers, whose results
-are the same on every machine (stable-order in ``permutation.py``).
+By weight it is a function of seed and epoch alone: nothing but integers and single operations of IEEE numbers, whose
+results are the same on every machine (stable-order in ``permutation.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.data.host_generators import generators_kept, seed_host
 from ddp_runner.data.permutation import Indices, Permutation, hashes_of
 
 _TOTAL = 2**40  # of whole numbers that stand for the weights: 64 random bits fall on them evenly
@@ -51,6 +56,76 @@ class Draws:
         """The samples of an epoch."""
         kind = _WithReplacement if self.replacement else _WithoutReplacement
         return kind(self.weights, seed=seed + _DRAWN, epoch=epoch)
+
+
+class SamplerDraws:
+    """The samples of an epoch as a torch ``Sampler`` gives them, the same in every process.
+
+    Before each epoch its ``set_epoch`` is called, and Python's, NumPy's, torch's and its own generator are seeded;
+    they are given back as they were. It must follow from these alone.
+    """
+
+    def __init__(self, sampler: Any, *, dataset_size: int) -> None:
+        """Raise ValueError where the sampler has no length, or another one than the data could have."""
+        self._sampler = sampler
+        self._dataset_size = dataset_size
+        self._name = type(sampler).__name__
+        try:
+            self.size = len(sampler)
+        except TypeError:
+            raise ValueError(f"its sampler {self._name} has no length (__len__)") from None
+        if not 0 < self.size <= dataset_size:
+            expected = (
+                f"gives {self.size:,} samples an epoch, of {dataset_size:,}: 1 to all is possible"
+            )
+            raise ValueError(f"its sampler {self._name} {expected}")
+        generator = getattr(sampler, "generator", None)
+        self._generator = generator if isinstance(generator, torch.Generator) else None
+        self._first_seed = 0 if self._generator is None else self._generator.initial_seed()
+
+    def digest(self) -> str:
+        """16 hex digits: another one makes another run."""
+        taken = b"".join(self._indices(seed=0, epoch=epoch).tobytes() for epoch in (0, 1))
+        return hashlib.sha256(self._name.encode() + taken).hexdigest()[:16]
+
+    def of_epoch(self, *, seed: int, epoch: int) -> Permutation:
+        """The samples of an epoch."""
+        return _Listed(self._indices(seed=seed, epoch=epoch))
+
+    def _indices(self, *, seed: int, epoch: int) -> Indices:
+        with generators_kept(), _kept(self._generator):
+            seed_host(int(hashes_of(np.zeros(1, np.int64), seed=seed + _DRAWN, epoch=epoch)[0]))
+            if self._generator is not None:
+                self._generator.manual_seed((self._first_seed + epoch) % 2**63)
+            if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+                set_epoch(epoch)
+            found = np.asarray([int(index) for index in self._sampler], dtype=np.int64)
+        if len(found) != self.size or not ((found >= 0) & (found < self._dataset_size)).all():
+            expected = f"must give {self.size:,} samples, of 0 to {self._dataset_size - 1:,}"
+            raise BadInputError("train_loader", "", f"its sampler {self._name} {expected}")
+        return found
+
+
+@contextmanager
+def _kept(generator: torch.Generator | None) -> Iterator[None]:
+    state = None if generator is None else generator.get_state()
+    try:
+        yield
+    finally:
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
+
+class _Listed:
+    """The samples of an epoch, one after the other."""
+
+    def __init__(self, table: Indices) -> None:
+        self._table = table
+
+    def at(self, places: Indices) -> Indices:
+        """The samples at these places of the epoch."""
+        found: Indices = self._table[places]
+        return found
 
 
 class _WithReplacement:

@@ -66,13 +66,8 @@ class SafeDataLoader(loader.SafeDataLoader):
         world_size: int = 1,
     ) -> None:
         size = _size_of(dataset)
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: at least 1")
+        _refuse_numbers(batch_size, timeout, on_bad_sample)
         _refuse_rank(rank, world_size, drop_last)
-        if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout={timeout}: 0, for no limit, or more")
-        if on_bad_sample not in {"stop", "substitute"}:
-            raise ValueError(f"on_bad_sample={on_bad_sample!r}: stop or substitute")
         if sampler is not None:
             _refuse_with_sampler(shuffle, world_size, on_bad_sample)
         order = _order(
@@ -96,7 +91,11 @@ class SafeDataLoader(loader.SafeDataLoader):
             on_repaired=_warn,
             quarantine=Quarantine(seed=seed, dataset_size=size, bad_max=bad_max),
         )
-        self.dataset, self.batch_size = dataset, batch_size
+        # As torch's DataLoader has them.
+        self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
+        self.collate_fn, self.worker_init_fn = collate_fn, worker_init_fn
+        self.num_workers, self.pin_memory, self.drop_last = num_workers, pin_memory, drop_last
+        self.timeout = timeout_s if timeout is None else timeout
         self.epoch = 0  # that the next iter() gives
         self.sampler: Any = sampler
         # The samples of the next epoch are the sampler's to say, once that begins.
@@ -156,6 +155,15 @@ def _size_of_sampler(sampler: Any) -> int:
         return len(sampler)
     except TypeError:
         raise TypeError(f"sampler: {type(sampler).__name__} has no length (__len__)") from None
+
+
+def _refuse_numbers(batch_size: int, timeout: float | None, on_bad_sample: str) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: at least 1")
+    if timeout is not None and timeout < 0:
+        raise ValueError(f"timeout={timeout}: 0, for no limit, or more")
+    if on_bad_sample not in {"stop", "substitute"}:
+        raise ValueError(f"on_bad_sample={on_bad_sample!r}: stop or substitute")
 
 
 def _refuse_rank(rank: int, world_size: int, drop_last: bool) -> None:

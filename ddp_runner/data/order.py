@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddp_runner.core.batch_sizes import cut
-from ddp_runner.data.draws import Draws
+from ddp_runner.data.draws import Draws, SamplerDraws
 from ddp_runner.data.permutation import Indices, KeyedPermutation, Permutation, SortedPermutation
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class SampleOrder:
     shuffle: bool = True
     version: int = ORDER_VERSION
     shares: tuple[int, ...] = ()  # of the ranks, in proportion; none: equal ones
-    draws: Draws | None = None  # by weight; None: each sample once, in any order
+    draws: Draws | SamplerDraws | None = None  # None: each sample once, in any order
     first_step: int = 0  # at which the first epoch begins
     _epochs: dict[int, Permutation] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -34,7 +34,8 @@ class StartFacts:
     of data that the run loads itself. ``shares``: each rank's samples of a step, where they are unequal.
     ``checkpoint_bytes``: about one file, for all of which there are
     ``room_bytes``; so many parameters are ``left_out`` of it. ``is_task``: precision, optimizer and
-    ``schedule`` (in words) are the settings'; else a program's own. ``begun_with``: what of ``--init-from``
+    ``schedule`` (in words) are the settings'; else a program's own. ``optimizer``: a program's own, in words, which
+    has a schedule of its own. ``begun_with``: what of ``--init-from``
     was loaded, in lines. ``code``: a digest of what all ``machines`` run. ``mode``: how several devices are used and why; each rank has so many ``devices``.
     """
 
@@ -64,6 +65,7 @@ class StartFacts:
     mode: str = ""
     devices: int = 1
     first_step: int = 0  # of the stage
+    optimizer: str = ""
 
 
 def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
@@ -199,8 +201,10 @@ def _compiled(run: RunSettings) -> Iterator[str]:
 
 def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
     optim = settings.optim
-    words = f"{optim.optimizer}, learning rate {optim.learning_rate:g}"
-    words += f", weight decay {optim.weight_decay:g}"
+    words = facts.optimizer or (
+        f"{optim.optimizer}, learning rate {optim.learning_rate:g}"
+        f", weight decay {optim.weight_decay:g}"
+    )
     words += (
         ", gradients not clipped"
         if optim.max_grad_norm is None
@@ -209,7 +213,8 @@ def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list
     if optim.max_grad_value is not None:
         words += f", gradient values at most {optim.max_grad_value:g}"
     yield "optimizer", [words]
-    yield "schedule", [facts.schedule]
+    if not facts.optimizer:
+        yield "schedule", [facts.schedule]
     if layers := list(_layers(optim)):
         yield "layers", layers
     if settings.run.compile:

@@ -81,7 +81,6 @@ _SAVE_SIGNAL = signal.SIGUSR2
 _PROGRESS_EVERY_S = 5.0  # a rank that is killed loses at most so much of the account of its time
 _PREDECESSOR_ENDS_S = 5.0  # the ranks that this one replaces, with their loader workers
 NO_ORIGINS: Mapping[str, str] = MappingProxyType({})  # nobody has chosen a setting
-_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this very job
 
 
 class OutsideRuntime(LocalRuntime):
@@ -97,9 +96,7 @@ class OutsideRuntime(LocalRuntime):
         super().__init__(rank_info=rank_info, log_dir=log_dir, debug=settings.run.debug)
         # The others wait there while rank 0 makes its last save, at last elsewhere.
         self.store_timeout_s = STORE_TIMEOUT_S + settings.recovery.checkpoint_timeout_s
-        restarts = sum(int(os.environ.get(name, "0")) for name in _RESTART_COUNTS)
-        # The launcher keeps its store over restarts: the keys of each must differ.
-        self.generation = 1 + restarts
+        restarts = self.generation - 1
         self._restart_log = RestartLog(
             log_dir, rank=rank_info.rank, is_restart=restarts > 0, warn=self.logger.warning
         )

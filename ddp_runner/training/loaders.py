@@ -131,6 +131,7 @@ def make_loader(
         log=runtime.logger.info,
         quarantine=state.quarantine,
         collate_fn=datasets.collate,
+        worker_init=datasets.worker_init,
         kills=KernelKills(),
         on_sample=_stamping(runtime, sign=1),
         suspect=left - 1 if left > 0 else None,

@@ -44,7 +44,7 @@ from ddp_runner.core.messages import (
     brief,
 )
 from ddp_runner.core.modes import refuse_of_processes
-from ddp_runner.core.plain_rank import PLAIN_RANK, PlainRank, plain_rank
+from ddp_runner.core.plain_rank import PLAIN_RANK, PlainRank, plain_rank, restarts_of
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe import format as fmt
 from ddp_runner.observe.logger import DDPLogger
@@ -158,7 +158,6 @@ def without_secrets_in(message: Message, secrets: tuple[str, ...]) -> Message:
 class LocalRuntime:
     """One generation, no supervisor: a plain script, a notebook, or an outside launcher."""
 
-    generation = 1
     is_watched = False
     store_timeout_s = STORE_TIMEOUT_S
     may_find_store = True  # on the port where this rank would host one
@@ -179,6 +178,7 @@ class LocalRuntime:
 
         ``records_as``: rank 0 writes metrics.jsonl and summary.json for a run of that name; None: nobody does.
         """
+        self.generation = 1 + restarts_of(os.environ)
         self._line = line
         self._records_as = records_as
         self._uses_group = uses_group
@@ -198,12 +198,17 @@ class LocalRuntime:
         self._formed = False
         # What there is to say of settings that the task does not read.
         self.unread: Callable[..., tuple[str, ...]] = lambda **_: ()
+        self.lines: tuple[str, ...] = ()  # what there is to say of the program's own objects
 
     def next_generation(self, ready: Ready) -> Generation:
         """The one generation there is; what is resumed goes on as the run that it was."""
         self.run_id = ready.run_id or self.run_id
         for note in (*(ready.block or (f"computing in {ready.precision}",)), *ready.notes):
             self.logger.info(note)
+        for line in self.lines:
+            self.logger.info(line)
+            if self._line is not None:
+                self._line.say(line)
         for warning in self.unread(is_given_all=ready.is_given_all):
             self.logger.warning(warning)
             if self._line is not None:

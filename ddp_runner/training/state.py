@@ -343,6 +343,18 @@ class TrainState:
         """Have the optimizer update what requires a gradient by now and did not when it was made."""
         take_in(self.optimizer, self.model)
 
+    def own_rate(self, *, factors: tuple[float, ...]) -> float | None:
+        """The learning rate of the step in hand where the program decides it; None: the settings do.
+
+        ``factors``: what it is multiplied by, as something has lowered it.
+        """
+        del factors
+        return None
+
+    def apply_own_rate(self) -> bool:
+        """Set what :meth:`own_rate` has given, of all groups; False where the settings decide."""
+        return False
+
     def begin_training(self) -> None:
         """Have every module in training mode, where one is not; a model may have thousands."""
         if not all(module.training for module in self._modules):

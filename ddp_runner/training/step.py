@@ -268,20 +268,27 @@ class Stepper:
 
     def _learning_rate(self) -> float:
         """Of the step in hand, as the schedule has it and what was lowered since."""
-        scheduled = learning_rate(
-            self._state.own_step,
+        state = self._state
+        spikes = state.loss_spikes.rate_factor(state.own_step)
+        factors = (state.tuning.rate_factor, spikes, state.improvement.rate_factor)
+        own = state.own_rate(factors=factors)
+        if own is not None:
+            return own
+        rate = learning_rate(
+            state.own_step,
             total_steps=self._rules.total_steps - self._rules.first_step,
             settings=self._rules.optim,
         )
-        state = self._state
-        spikes = state.loss_spikes.rate_factor(state.own_step)
-        return scheduled * state.tuning.rate_factor * spikes * state.improvement.rate_factor
+        for factor in factors:
+            rate *= factor
+        return rate
 
     def _update(self, rate: float, *, applied: bool) -> None:
         """Optimizer, loss scale and average; of a step that is not ``applied`` the scale alone."""
         state, scaler = self._state, self._state.precision.scaler
         if applied:
-            apply_learning_rate(state.optimizer, rate)
+            if not state.apply_own_rate():
+                apply_learning_rate(state.optimizer, rate)
             if scaler.is_enabled():
                 scaler.step(state.optimizer)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,6 +37,8 @@ class Datasets:
 
     ``weights`` has a number for each training sample: an epoch's samples are drawn in proportion to them,
     with ``replacement`` or each once, heavy ones earlier: a function of seed and epoch, as the order is.
+    ``shuffle=False`` takes them in the data's own order. ``sampler`` is a torch ``Sampler`` that gives the samples of
+    an epoch, of all ranks together. ``worker_init(number)`` runs in each loader worker before it loads.
 
     A dataset whose ``__getitem__`` draws no random numbers may set ``deterministic = True``; its
     samples are then fetched without seeding first.
@@ -50,6 +52,9 @@ class Datasets:
     validation_collate: Callable[[list[Any]], Batch] | None = None
     weights: Sequence[float] | Tensor | None = None
     replacement: bool = True
+    shuffle: bool = True
+    sampler: Iterable[int] | None = None
+    worker_init: Callable[[int], None] | None = None
 
     @property
     def validates_by_default_collate(self) -> bool:

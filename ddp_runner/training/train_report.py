@@ -23,6 +23,7 @@ from ddp_runner.observe.start_block import StartFacts, start_block
 from ddp_runner.training.components.lr_schedule import schedule_words
 from ddp_runner.training.last_save import checkpoint_room
 from ddp_runner.training.rank_context import Feed, RankParts, TaskParts
+from ddp_runner.training.ready_objects import ReadyState
 from ddp_runner.training.resume import is_complete
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
@@ -136,6 +137,7 @@ def block_of(parts: Built) -> tuple[str, ...]:
         room_bytes=room_bytes,
         is_task=is_task,
         schedule=_schedule_words(settings, workload),
+        optimizer=state.rates.words() if isinstance(state, ReadyState) else "",
         first_step=workload.length.first_step,
         left_out=_left_out(state),
         begun_with=state.begun_with,

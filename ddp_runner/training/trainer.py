@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,6 +41,7 @@ from ddp_runner.training.preloading import preloaded
 from ddp_runner.training.profiling import step_profile
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_context import TaskParts
+from ddp_runner.training.ready_objects import Objects, ReadyObjects
 from ddp_runner.training.resume import is_complete, take_up
 from ddp_runner.training.runtime import LocalRuntime, Runtime, local_runtime
 from ddp_runner.training.saving import Saving
@@ -53,6 +54,9 @@ from ddp_runner.training.use_figures import costs_of, tokens_of
 from ddp_runner.training.workload import TaskWorkload, build_workload
 from ddp_runner.version import VERSION
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class DDPTrainer:
     """Trains one rank.
@@ -64,6 +68,13 @@ class DDPTrainer:
     the program's; otherwise MASTER_ADDR and MASTER_PORT name a store, which rank 0 hosts where none runs. Under
     torchrun rank and number are known: without a word about them they are those of
     RANK and WORLD_SIZE, unless DDP_RUNNER_PLAIN_RANK=0 says that each process trains alone.
+
+    Objects that a program has made are trained in the place of a task: ``DDPTrainer(model=model,
+    train_loader=loader, optimizer=optimizer, criterion=criterion)``. ``criterion`` is a function of outputs and
+    targets; ``loss`` one of model and batch; without both the model's output has a ``loss``. ``scheduler`` is stepped
+    after each ``scheduler_interval``, ``step`` or ``epoch``; ``val_loader`` is evaluated. Without ``optimizer`` it is
+    the settings'. The loaders' data is loaded by a :class:`SafeDataLoader`. Weights are those of a loop by hand
+    over the same batches: fp32, and no clipping, unless ``config`` says otherwise.
     """
 
     def __init__(
@@ -74,8 +85,15 @@ class DDPTrainer:
         *,
         runtime: Runtime | None = None,
         built: BuiltAhead | None = None,
+        **objects: Unpack[Objects],
     ) -> None:
-        """``built``: what was built ahead of need."""
+        """``built``: what was built ahead of need. ``objects``: as of the class."""
+        ready: ReadyObjects | None = None
+        if objects:
+            if isinstance(config, Settings) or not isinstance(rank, int):
+                raise TypeError("with model=, config must be a mapping, and there is no task class")
+            ready = ReadyObjects(objects, config or {})
+            config = {**ready.config, "task": ready}
         if not isinstance(rank, int):
             if isinstance(config, Settings):
                 raise TypeError("with a task class, config must be a mapping")
@@ -93,6 +111,8 @@ class DDPTrainer:
         configuration.refuse_untrue(
             given, configuration.facts_of_rank(self._runtime.rank_info.as_plain, os.environ)
         )
+        if ready is not None:
+            ready.train_in(self._runtime, folder=self.settings.run.checkpoint_dir)
         if isinstance(self._runtime, LocalRuntime):
             self._runtime.unread = partial(configuration.unread_warning, config, origins)
         if self.settings.log.phase_times:

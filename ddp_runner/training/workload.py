@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ddp_runner.core.phases import Stage
 from ddp_runner.core.run_stages import steps_before
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength, run_length
-from ddp_runner.data.draws import Draws
+from ddp_runner.data.draws import Draws, SamplerDraws
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder
@@ -51,6 +52,7 @@ from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fit_for_preload import refuse_unfit
 from ddp_runner.training.measuring import build_objects
+from ddp_runner.training.ready_objects import ReadyObjects, ReadyState, own_optimizer, recipe_of
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.stage_begin import go_on_counting, of_its_stage
 from ddp_runner.training.state import TrainState
@@ -152,12 +154,14 @@ class TaskWorkload(Workload):
         model = _placed(task.build_model(), settings, self.device)
         trained = set(map(id, state.model.parameters()))
         if not trained.isdisjoint(map(id, model.parameters())):
-            raise FaultError(
-                nothing_left(
-                    f"there is no checkpoint in {store.directory} yet, and the task's build_model()"
-                    " gives the model that was trained instead of a new one"
-                )
+            is_ready = isinstance(task, ReadyObjects)
+            why = (
+                "a model that was given ready is not built again"
+                if is_ready
+                else "the task's build_model() gives the model that was trained instead of a new one"
             )
+            none_yet = f"there is no checkpoint in {store.directory} yet"
+            raise FaultError(nothing_left(f"{none_yet}, and {why}"))
         self.layers.begin(model)
         first = _empty_state(settings, model, self.device, workload=self, task=task)
         first.order_version = state.order_version
@@ -225,9 +229,7 @@ def build_workload(
     key = dict(config.resume_key(settings, world_size=rank_info.computing_devices))
     key["data fingerprint"] = datasets.fingerprint or named_data(order, datasets.train)
     key |= described(task, settings)
-    if order.draws is not None:
-        # Called as versions wrote it whose samples could have lengths, too.
-        key["weights and lengths of samples"] = order.draws.digest()
+    key |= _key_of_draws(order)
     workload = TaskWorkload(
         task=task,
         datasets=datasets,
@@ -258,6 +260,14 @@ def build_workload(
     except TypeError as error:  # reported now, not at the first save
         raise BadInputError("--task", settings.run.task, f"its {error}") from error
     return workload, state
+
+
+def _key_of_draws(order: SampleOrder) -> dict[str, str]:
+    if order.draws is None:
+        return {}
+    # By weight it is called as versions wrote it whose samples could have lengths, too.
+    is_sampler = isinstance(order.draws, SamplerDraws)
+    return {"sampler" if is_sampler else "weights and lengths of samples": order.draws.digest()}
 
 
 def _notes_of(datasets: Datasets) -> tuple[str, ...]:
@@ -292,7 +302,7 @@ def _recipe(
         devices=rank_info.devices,
         own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
     )
-    return dict(config.recipe(settings, found))
+    return {**config.recipe(settings, found), **recipe_of(task)}
 
 
 def _placed(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
@@ -350,20 +360,36 @@ def _sample_order(
         ) from None
     if size == 0:
         raise BadInputError("--task", settings.run.task, "its training data is empty")
-    if size < global_batch:
-        raise too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
+    draws: Draws | SamplerDraws | None
     try:
         draws = Draws.of(size=size, weights=datasets.weights, replacement=datasets.replacement)
+        if datasets.sampler is not None:
+            draws = own = _of_sampler(settings, datasets, size)
+            size = own.size
     except ValueError as error:
         raise BadInputError("--task", settings.run.task, str(error)) from error
+    if size < global_batch:
+        raise too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
     return SampleOrder(
         seed=settings.run.seed,
         dataset_size=size,
+        shuffle=datasets.shuffle or draws is not None,
         global_batch_size=global_batch,
         shares=settings.data.shares,
         draws=draws,
         first_step=steps_before(settings.stage),
     )
+
+
+def _of_sampler(settings: Settings, datasets: Datasets, size: int) -> SamplerDraws:
+    if datasets.weights is not None:
+        raise ValueError(
+            "its data has weights and a sampler, which both choose samples: leave one of them out"
+        )
+    if settings.data.on_bad_sample == "substitute":
+        expected = "would take samples that the sampler leaves out: leave it out, or the sampler"
+        raise BadInputError("data.on_bad_sample", "substitute", expected)
+    return SamplerDraws(datasets.sampler, dataset_size=size)
 
 
 def backend_of(settings: Settings, device: torch.device) -> str:
@@ -381,9 +407,11 @@ def _empty_state(
 ) -> TrainState:
     """``task``: the one that made ``model``, where it is not the workload's own."""
     order = workload.order
-    state = TrainState(
+    own = own_optimizer(workload.task, workload.length)
+    make = TrainState if own is None else partial(ReadyState, rates=own[1])
+    state = make(
         model=model,
-        optimizer=build_optimizer(model, settings.optim, device=device),
+        optimizer=build_optimizer(model, settings.optim, device=device) if own is None else own[0],
         precision=Precision.of(settings.optim, device),
         ema=build_ema(model, settings.optim),
         monitor=LossMonitor(
@@ -406,6 +434,7 @@ def _empty_state(
                 *(workload.datasets.train, *workload.datasets.validation_sets.values()),
                 *workload.metrics.values(),
                 *(given() for given in workload.replaced_data),
+                workload.task.given if isinstance(workload.task, ReadyObjects) else None,
             ),
         ),
         tuning=Tuning(

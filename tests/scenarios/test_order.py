@@ -13,7 +13,9 @@ from ddp_runner.checkpoint.manifest import checkpoint_name, manifest_name
 from ddp_runner.data.order import SampleOrder
 from tests.scenarios.harness import Run
 from tests.scenarios.huge import SAMPLES
+from tests.scenarios.test_training import QUICK, STEPS, with_faults_and_a_stop
 
+SAMPLED = f"{Path(__file__).with_name('sampled.py')}:SampledTask"
 HUGE = f"{Path(__file__).with_name('huge.py')}:HugeTask"
 SEED = 7
 BATCH = 16  # over both ranks
@@ -100,3 +102,18 @@ def test_a_run_that_began_with_the_first_order_keeps_it(tmp_path):
     newest = json.loads((run.checkpoints / manifest_name(30)).read_text(encoding="utf-8"))
     assert newest["order"] == 1
     assert "samples come in the order" in run.console
+
+
+def test_the_order_of_a_sampler_survives_every_fault(tmp_path):
+    """Each process draws the same samples in each epoch, and leaves the generators as they were."""
+    with Run(tmp_path / "calm", *QUICK, "task.pace_s=0", task=SAMPLED) as calm:
+        assert calm.wait() == 0, calm.console
+    run = with_faults_and_a_stop(tmp_path / "faults", task=SAMPLED)
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, STEPS), summary["inexact_reasons"]
+    assert run.digest == calm.digest
+    audits = calm.audit(2)
+    taken = [[i for audit in audits for i in audit[step]["indices"]] for step in range(1, STEPS)]
+    first, second = taken[:6], taken[6:12]  # an epoch each
+    assert first != second
+    assert len({index for step in first for index in step}) < 96, "some come twice"

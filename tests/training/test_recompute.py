@@ -153,14 +153,19 @@ def test_all_uses_the_switch_of_the_model():
 
 
 def test_a_pattern_without_a_module_names_the_nearest():
-    """One line, with names that there are; a list of numbers is shown once."""
+    """One line, with names that there are and what they have; a list of numbers is shown once."""
     with pytest.raises(
-        BadInputError, match=r"layer\.\*.*matches no module; .* layers\.\*, "
+        BadInputError,
+        match=r"layer\.\*.*matches no module; .* are layers\.\* \(3 modules, 264 parameters\), ",
     ) as caught:
         checkpoint_activations(Net(), ("layers.1", "layer.*"))
     assert "\n" not in str(caught.value)
     assert "layers.2" not in str(caught.value)
-    with pytest.raises(BadInputError, match=r"no list of like blocks .* such as [01], [01]"):
+    with pytest.raises(BadInputError, match=r"nearest names are Block \(3 modules, 264 param"):
+        checkpoint_activations(Net(), ("Blok",))
+    with pytest.raises(
+        BadInputError, match=r"no list of like blocks .* such as .*0 \(1 module, 6 para"
+    ):
         checkpoint_activations(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "all")
 
 
@@ -199,3 +204,33 @@ def test_parts_are_named_by_their_class():
     model.encoder = nn.Sequential(nn.Linear(2, 2))
     asked = ("UnlikeBlock", "encoder.*")
     assert checkpoint_activations(model, asked) == ("down", "up", "encoder.0")
+
+
+class DownBlock(nn.Module):
+    """Has parts of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(width, width, 1), nn.BatchNorm1d(width)
+
+
+class UpBlock(DownBlock):
+    """The same, on the other side."""
+
+
+def test_without_a_list_of_blocks_their_classes_are_named():
+    """What is there several times comes first, then what is larger; the whole model is no part of itself."""
+    model = nn.Module()
+    model.net = nn.Module()
+    model.net.down1, model.net.down2 = DownBlock(2), DownBlock(4)
+    model.net.up1, model.net.up2 = UpBlock(8), UpBlock(4)
+    model.net.middle = DownBlock(16)
+    model.net.up1.again = model.net.up2.conv  # one that two have counts once
+    with pytest.raises(BadInputError) as caught:
+        checkpoint_activations(model, "all")
+    assert str(caught.value).endswith(
+        "finds no list of like blocks in the model: name its parts, such as"
+        " DownBlock (3 modules, 342 parameters), UpBlock (2 modules, 116 parameters)"
+    )
+    asked = ("DownBlock", "UpBlock")
+    assert len(checkpoint_activations(model, asked)) == 5, "the words can be written as they stand"

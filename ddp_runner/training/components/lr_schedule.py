@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import TYPE_CHECKING
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ddp_runner.core.step_schedule import steps_of, warmup_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ddp_runner.core.settings import OptimSettings
 
 _TIMESCALE = (
@@ -96,3 +100,90 @@ def apply_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+class OwnRates:
+    """The options of the groups of a program's own optimizer, as its scheduler has them at each step.
+
+    The scheduler is stepped after each ``every`` steps. Where an older state is trained it is begun again and stepped
+    up to there, so what it gives is a function of the step. Without one the options stay as they were given.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, *, every: int) -> None:
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._every = every
+        self._taken = 0  # steps of the scheduler
+        self._factor = 1.0  # of all rates
+        self._options = self._first = self._read()
+        self._first_state = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+
+    def lowered_at(self, step: int, *, factors: Sequence[float]) -> float:
+        """The learning rate of the first group for the optimizer step number ``step``, counted from 0.
+
+        That of each group is the scheduler's times the ``factors``; :meth:`apply` sets them.
+        """
+        self._go_to(step // self._every)
+        self._factor = math.prod(factors)
+        return float(self._options[0]["lr"]) * self._factor
+
+    def apply(self) -> None:
+        """Set the options of all groups, as they were last asked for."""
+        self._write(self._options)
+        if self._factor != 1.0:
+            for group in self._optimizer.param_groups:
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].mul_(self._factor)
+                else:
+                    group["lr"] *= self._factor
+
+    def words(self) -> str:
+        """For people: ``SGD, learning rate 0.1 (2 groups), StepLR``."""
+        words = f"{type(self._optimizer).__name__}, learning rate {float(self._first[0]['lr']):g}"
+        if len(self._first) > 1:
+            words += f" (the first of {len(self._first)} groups)"
+        return words + ("" if self._scheduler is None else f", {type(self._scheduler).__name__}")
+
+    def record(self) -> str:
+        """The numbers of all groups, as text: others make other weights."""
+        numbers = [
+            {k: _plain(v) for k, v in group.items() if isinstance(_plain(v), (int, float, list))}
+            for group in self._first
+        ]
+        return "; ".join(
+            ", ".join(f"{key} {value}" for key, value in sorted(group.items())) for group in numbers
+        )
+
+    def _go_to(self, count: int) -> None:
+        if self._scheduler is None or count == self._taken:
+            return
+        if count < self._taken:
+            self._scheduler.load_state_dict(copy.deepcopy(self._first_state))
+            self._options, self._taken = self._first, 0
+        self._write(self._options)  # schedulers go on from what stands in the groups
+        with warnings.catch_warnings():  # torch cannot know that the optimizer has made these steps
+            warnings.simplefilter("ignore", UserWarning)
+            while self._taken < count:
+                self._scheduler.step()
+                self._taken += 1
+        self._options = self._read()
+
+    def _read(self) -> list[dict[str, Any]]:
+        return [
+            {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
+            for group in self._optimizer.param_groups
+        ]
+
+    def _write(self, options: list[dict[str, Any]]) -> None:
+        for group, own in zip(self._optimizer.param_groups, options, strict=True):
+            for key, value in own.items():
+                if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):
+                    group[key].copy_(value)  # compiled optimizers read it by reference
+                else:
+                    group[key] = value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value

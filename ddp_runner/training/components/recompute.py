@@ -51,7 +51,7 @@ def checkpoint_activations(model: nn.Module, asked: Asked) -> tuple[str, ...]:
             return own
         found = _blocks(model)
         if not found:
-            names = ", ".join(_nearest("layers.*", model))
+            names = ", ".join(_largest_kinds(model) or _nearest("layers.*", model))
             words = "finds no list of like blocks in the model: name its parts, such as"
             raise BadInputError(OPTION, asked, f"{words} {names or 'those of another model'}")
     else:
@@ -133,9 +133,54 @@ def _is_inside(name: str, others: Mapping[str, nn.Module]) -> bool:
 
 
 def _nearest(pattern: str, model: nn.Module) -> list[str]:
-    """Names of modules that look like ``pattern``; of numbered ones, one for all."""
-    every = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in _named_modules(model) if name}
-    return difflib.get_close_matches(pattern, sorted(every), n=_NAMES_SHOWN, cutoff=0.0)
+    """Words for parts that look like ``pattern``, with what they have; of numbered names, one for all."""
+    words = _by_pattern(model) | _by_class(model)
+    near = difflib.get_close_matches(pattern, sorted(words), n=_NAMES_SHOWN, cutoff=0.0)
+    return [_sized(word, words[word]) for word in near]
+
+
+def _largest_kinds(model: nn.Module) -> list[str]:
+    """The classes of parts, with what they have: first those of several, then those with more parameters."""
+    kinds = _by_class(model)
+    whole = _parameters([model])
+    parts = {
+        word: modules
+        for word, modules in kinds.items()
+        if len(modules) > 1 or _parameters(modules) < whole
+    }
+    several = [word for word in parts if len(parts[word]) > 1]
+    by_size = sorted(several or parts, key=lambda word: _parameters(parts[word]), reverse=True)
+    return [_sized(word, parts[word]) for word in by_size[:_NAMES_SHOWN]]
+
+
+def _by_pattern(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The parts by their names, where numbers are a star."""
+    found: dict[str, list[nn.Module]] = {}
+    for name, module in _named_modules(model).items():
+        if name:
+            found.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(module)
+    return found
+
+
+def _by_class(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The parts that have parts themselves, and are no mere list of such, by the names of their classes."""
+    found: dict[str, list[nn.Module]] = {}
+    for module in model.modules():
+        is_list = type(module) in (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        if module is not model and not is_list and next(module.children(), None) is not None:
+            found.setdefault(type(module).__name__, []).append(module)
+    return found
+
+
+def _parameters(modules: Sequence[nn.Module]) -> int:
+    """How many numbers they have in all, of tied ones once."""
+    found = {id(one): one.numel() for module in modules for one in module.parameters()}
+    return sum(found.values())
+
+
+def _sized(word: str, modules: Sequence[nn.Module]) -> str:
+    count = f"{len(modules):,} module{'' if len(modules) == 1 else 's'}"
+    return f"{word} ({count}, {_parameters(modules):,} parameters)"
 
 
 class CompiledParts:
