@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ddp_runner import DDPTrainer
+from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.config import from_flat
 from ddp_runner.core.messages import Finished, Metrics
 from ddp_runner.core.settings import Settings
@@ -68,6 +69,11 @@ def test_a_watch_adds_figures_and_changes_no_weight(tmp_path):
     assert last["tokens_per_s"] == pytest.approx(TOKENS * last["samples_per_s"], rel=0.2)
     assert on_report["all_tokens"] == STEPS * BATCH * TOKENS
     assert "all_tokens" not in off_report
+    assert [one["tokens"] for one in (last, steps_off[-1], on_report, off_report)] == [
+        STEPS * BATCH * TOKENS
+    ] * 4
+    newest = Catalog(Path(settings(tmp_path / "off")["checkpoint_dir"])).entries()[0]
+    assert newest.manifest.about["tokens"] == newest.step * BATCH * TOKENS
 
 
 class Parts:
@@ -143,7 +149,7 @@ def test_an_unknown_device_has_no_utilization(monkeypatch):
     assert "flops_utilization" not in UseFigures(Parts(tokens=1.0), world_size=1).take(seconds=1.0)
 
 
-@pytest.mark.parametrize("each", [None, 0, -3, True, "7", float("nan")])
+@pytest.mark.parametrize("each", [None, 0, -3, True, "7", float("nan"), float("inf")])
 def test_tokens_that_nobody_counts_are_none(each, h100):
     """Neither by the loss nor by the task."""
     parts = Parts(task=SimpleNamespace(tokens_per_sample=each))
