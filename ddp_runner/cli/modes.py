@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.gpu_checks import installed_nccl
-from ddp_runner.cli.machine import torch_build
 from ddp_runner.cli.probing import probe
 from ddp_runner.core.modes import (
     Collectives,
@@ -16,6 +15,7 @@ from ddp_runner.core.modes import (
     asks_for_collectives,
     choose_mode,
 )
+from ddp_runner.system.torch_versions import torch_build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -17,8 +17,7 @@ from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.dry_stages import Handed, try_stages
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.gpu_checks import installed_nccl, judge_nccl
-from ddp_runner.cli.gpus import VisibleGpus
-from ddp_runner.cli.machine import core_count, has_nccl2, torch_build, torch_has
+from ddp_runner.cli.machine import core_count, has_nccl2, torch_has
 from ddp_runner.cli.modes import choose, placed
 from ddp_runner.cli.page import how_to_install
 from ddp_runner.cli.parser import TrainArguments, parse_train
@@ -44,7 +43,8 @@ from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.stopping import time_limit
 from ddp_runner.core.threads import share_of_cores
-from ddp_runner.system.torch_versions import NCCL2, untested
+from ddp_runner.observe.gpus import VisibleGpus
+from ddp_runner.system.torch_versions import NCCL2, torch_build, untested
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:

@@ -426,7 +426,8 @@ class _Loop:
             gpus, rank_use = self._watch.summary(self._world.ranks)
             summary = replace(summary, gpus=gpus, rank_use=rank_use)
             if isinstance(summary, RunSummary):
-                summary = replace(summary, trackers=self._trackers.links())
+                links, epochs = self._trackers.links(), self._watch.epochs()
+                summary = replace(summary, trackers=links, gpu_epochs=epochs)
         outputs.finish(self._view(), summary)
         if ending.error_line:
             sys.stdout.flush()

@@ -53,6 +53,7 @@ def memory_figures(memory: MemoryManager) -> dict[str, float]:
         "device_reserved_bytes": reading.device_reserved_bytes,
         "device_used_bytes": used,
         "device_total_bytes": reading.device_total_bytes,
+        "memory_efficiency": reading.memory_efficiency,
     }
     return {name: float(value) for name, value in values.items() if value is not None}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,6 +142,14 @@ def test_a_rank_of_several_devices_has_the_peak_of_all(h100):
     parts = Parts(tokens=0.0)
     parts.workload.devices *= 2
     assert speed_report(parts)["peak_flops"] == 2 * 989.4e12
+
+
+def test_memory_efficiency_is_the_peak_of_tensors_over_that_of_the_cache():
+    """Of the process's own: what others take on the device is none of it."""
+    taken = replace(READING, device_peak_bytes=12, device_taken_peak_bytes=63 + 16)  # 63: by others
+    assert taken.memory_efficiency == 0.75
+    assert READING.memory_efficiency is None
+    assert replace(taken, device_peak_bytes=0).memory_efficiency is None
 
 
 def test_an_unknown_device_has_no_utilization(monkeypatch):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddp_runner.core.gpu_reading import GpuReading, GpuTally, Tally
+from ddp_runner.core.gpu_reading import EpochTally, GpuReading, GpuTally, Tally
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.node_messages import Watched
 from ddp_runner.observe.view import GpuView
@@ -54,6 +54,7 @@ class RunWatch:
         self._cpu_share: dict[int, float] = {}
         self._ranks: dict[int, Tally] = {}
         self._gpus: dict[tuple[int, int], GpuTally] = {}
+        self._epochs = EpochTally()
         self._others: dict[int, _Readings] = {}  # by node
 
     @classmethod
@@ -157,12 +158,15 @@ class RunWatch:
                 self._tally(handle)
         if not self._gpus:
             self._tally_gpus(handles)
-        many = self._plan.nodes is not None
         gpus: dict[str, object] = {
-            f"{node}:{index}" if many else str(index): tally.record()
+            self._name_of(node, index): tally.record()
             for (node, index), tally in sorted(self._gpus.items())
         }
         return gpus, {str(rank): tally.record() for rank, tally in sorted(self._ranks.items())}
+
+    def epochs(self) -> tuple[dict[str, object], ...]:
+        """Of summary.json, after :meth:`summary`: what GPUs have used in each epoch, as far as epochs are logged."""
+        return self._epochs.record()
 
     def took(self, ended: Ended) -> bool:
         """Whether a child that was reaped was the GPUs' reader."""
@@ -184,6 +188,9 @@ class RunWatch:
 
     def _node_of(self, rank: int) -> int:
         return rank // self._plan.ranks_per_node
+
+    def _name_of(self, node: int, index: int) -> str:
+        return str(index) if self._plan.nodes is None else f"{node}:{index}"
 
     def _readings(self, node: int) -> _Readings:
         if node != self._here:
@@ -230,11 +237,14 @@ class RunWatch:
     def _tally_gpus(self, handles: Sequence[RankHandle]) -> None:
         """Each reading once; where no driver is asked, what the ranks have reported."""
         counts = {node: self._readings(node).count for node in (self._here, *self._others)}
+        epoch = max((one.metrics["epoch"] for one in handles if "epoch" in one.metrics), default=-1)
         for view in self.gpus(handles):
             is_new = counts.get(view.node, 0) > self._tallied.get(view.node, 0)
             if (is_new or view.age_s is None) and _says_anything(view.reading):
                 key = (view.node, view.reading.index)
                 self._gpus.setdefault(key, GpuTally()).add(view.reading)
+                if epoch >= 0:  # else no step was logged yet
+                    self._epochs.add(int(epoch), self._name_of(*key), view.reading)
         self._tallied = counts
 
 
