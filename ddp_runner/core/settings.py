@@ -176,8 +176,8 @@ class DataSettings:
     """Processes that load data, for each rank. auto: 2, or the rank's share of the cores if that is
     less. 0: the rank loads its own data."""
     preload: bool = False
-    """Read every sample once, at the start, into memory that all ranks share: for map-style data that says
-    deterministic = True. Validation data too."""
+    """Read every sample once, at the start, into memory that all ranks share: for map-style data whose
+    samples draw no random numbers. Validation data too."""
     prefetch_factor: PerMachine[Positive] = 2
     """Micro-batches that each loader worker prepares ahead."""
     pin_memory: PerMachine[bool] = True

@@ -198,7 +198,7 @@ def build_workload(
     refuse_unfit_validation(settings, datasets, is_stream=is_stream)
     batch_sizes.refuse_wrong_shares(settings.data, world_size=rank_info.world_size)
     order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
-    refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
+    refuse_unfit(settings, is_stream=isinstance(order, StreamOrder))
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
         epochs=settings.run.epochs,
