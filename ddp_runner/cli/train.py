@@ -18,7 +18,7 @@ from ddp_runner.cli.dry_stages import Handed, try_stages
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.gpu_checks import installed_nccl, judge_nccl
 from ddp_runner.cli.machine import core_count, has_nccl2, torch_has
-from ddp_runner.cli.modes import choose, placed
+from ddp_runner.cli.modes import choose, placed, with_shares
 from ddp_runner.cli.page import how_to_install
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.stage_choice import alone, at_its_begin, checked, in_mode, refuse_stages
@@ -188,6 +188,7 @@ def plan_launch(
     """
     environment = dict(os.environ)
     several, choice = None, None
+    share_notes: tuple[str, ...] = ()
     is_rank = plain_rank(environment) is not None
     if not is_rank:  # who is one rank has its machines from its launcher
         several = node_options(dict(arguments.nodes), environment)
@@ -221,6 +222,9 @@ def plan_launch(
     # All machines have as many ranks, on devices of the same names.
     devices = devices * (1 if several is None else several.most)
     world_size = len(devices)
+    if not is_rank:
+        settings, share_notes = with_shares(settings, devices, is_alone=several is None)
+        stages = stages if settings.stages else (settings,)
     for one in stages:
         refuse_wrong_shares(one.data, world_size=world_size)
     for spec in settings.run.inject:
@@ -257,6 +261,7 @@ def plan_launch(
             *files_not_read(arguments.files),
             *resolved.notes,
             *notes,
+            *share_notes,
         ),
     )
 

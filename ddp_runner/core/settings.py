@@ -167,9 +167,10 @@ class DataSettings:
     micro_batch_size: NonNegative = 0
     """Samples in one forward pass, of a batch that is too large for one; gradients are accumulated.
     0: the whole batch_size at once."""
-    shares: tuple[Positive, ...] = ()
+    shares: tuple[Positive, ...] | Literal["auto"] = ()
     """A number for each rank, such as 3,3,2 for devices of unequal speed: a step's samples are shared out in
-    that proportion, and each counts the same. Empty: equal shares."""
+    that proportion, and each counts the same. Empty: equal shares. auto: the first launch measures the ranks and
+    proposes shares, which the next fresh start of the same name takes; a resume keeps those it began with."""
     evaluation_batch_size: NonNegative = 0
     """Samples that a rank evaluates at once. 0: batch_size."""
     num_workers: PerMachine[Literal["auto"] | NonNegative] = "auto"

@@ -335,6 +335,8 @@ class _Loop:
             for number, message in self._others.watched():
                 self._watch.hear(number, message)
         self._watch.look(self._world.ranks)
+        if (proposed := self._watch.shares(self._world.present)) is not None:
+            self._supervisor.recorder.record(proposed)
         accounting = self._supervisor.recorder.accounting
         if accounting.first_step_s is None:
             first_ns = self._world.ranks[0].slot.get(Cell.FIRST_STEP_NS)

@@ -358,7 +358,7 @@ def _sample_order(
         seed=settings.run.seed,
         dataset_size=size,
         global_batch_size=global_batch,
-        shares=settings.data.shares,
+        shares=batch_sizes.shares_of(settings.data),
         draws=draws,
         first_step=steps_before(settings.stage),
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core.board import SLOT_BYTES, Board
+from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.gpu_reading import EpochTally, GpuReading
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.node_messages import FROM_FOLLOWER, Watched, decode_from_node, encode_for_node
@@ -153,6 +153,23 @@ def test_use_is_summed_up_for_each_epoch():
     assert first["gpus"]["0"]["use"] == {"mean": pytest.approx(0.6), "peak": 0.7}
     assert second["gpus"]["0"]["use"] == {"mean": 0.9, "peak": 0.9}
     assert {*second["gpus"]["0"]} == {"use", "memory_used_bytes", "memory_efficiency", "power_w"}
+
+
+def test_first_steps_propose_shares_once_where_that_is_asked_for():
+    """Behind those that compile, each rank by its own part; nothing without data.shares=auto."""
+    of = plan(None, None)
+    asked = replace(of.settings, data=replace(of.settings.data, shares="auto"))
+    for settings, shares in ((asked, (3, 1)), (of.settings, None)):
+        _, ranks, watch = begun(replace(of, settings=settings))
+        found = []
+        for step in range(40):
+            found.append(watch.shares(ranks))
+            for handle, own_ns in zip(ranks, (10_000_000, 30_000_000), strict=True):
+                handle.slot.add(Cell.OWN_NS, own_ns if step > 4 else 10**9)
+                handle.slot.add(Cell.OWN_STEPS, 1)
+        known = [one for one in found if one is not None]
+        assert [one.shares for one in known] == ([] if shares is None else [shares])
+        assert all(one.own_step_s == (0.01, 0.03) for one in known)
 
 
 def test_a_long_run_keeps_its_newest_epochs():

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ddp_runner.core import events
+from ddp_runner.core.batch_sizes import global_batch, proposed_shares
+from ddp_runner.core.board import Cell
 from ddp_runner.core.gpu_reading import EpochTally, GpuReading, GpuTally, Tally
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.node_messages import Watched
@@ -17,6 +20,10 @@ from ddp_runner.system.clock import Clock
 from ddp_runner.system.proc_state import cpu_ticks
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_WARM_STEPS, _MEASURED_STEPS = (
+    5,
+    20,
+)  # of each rank: those that compile and allocate, those that count
 _FRESH_INTERVALS = 3  # an older reading is none of the step that is logged
 
 
@@ -55,6 +62,8 @@ class RunWatch:
         self._ranks: dict[int, Tally] = {}
         self._gpus: dict[tuple[int, int], GpuTally] = {}
         self._epochs = EpochTally()
+        self._paces: list[tuple[int, int]] | None = None  # each rank's own steps and ns so far
+        self._measures_shares = plan.settings.data.shares == "auto" and plan.world_size > 1
         self._others: dict[int, _Readings] = {}  # by node
 
     @classmethod
@@ -84,6 +93,31 @@ class RunWatch:
         self._spent = spent
         self._tally_gpus(handles)
         return True
+
+    def shares(self, handles: Sequence[RankHandle]) -> events.SharesProposed | None:
+        """What the ranks' first steps say of their shares, once, where that is asked for; None before."""
+        if not self._measures_shares:
+            return None
+        cells = [(one.slot.get(Cell.OWN_STEPS), one.slot.get(Cell.OWN_NS)) for one in handles]
+        if self._paces is None:
+            if len(cells) == self._plan.world_size and min(cells)[0] >= _WARM_STEPS:
+                self._paces = cells
+            return None
+        if len(cells) != len(self._paces):  # a rank was given up: its part is another one's
+            self._measures_shares = False
+            return None
+        done = [now[0] - before[0] for now, before in zip(cells, self._paces, strict=True)]
+        if min(done) < _MEASURED_STEPS:
+            return None
+        self._measures_shares = False
+        spent = [now[1] - before[1] for now, before in zip(cells, self._paces, strict=True)]
+        own_s = tuple(ns / 1e9 / steps for ns, steps in zip(spent, done, strict=True))
+        total = global_batch(self._plan.settings.data, world_size=self._plan.world_size)
+        return events.SharesProposed(
+            shares=proposed_shares(own_s, total=total),
+            own_step_s=tuple(round(one, 6) for one in own_s),
+            devices=tuple(place.name for place in self._plan.devices),
+        )
 
     def hear(self, node: int, message: Watched) -> None:
         """What another machine has seen of its own."""
