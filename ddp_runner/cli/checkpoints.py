@@ -55,8 +55,8 @@ HELP = f"""Usage:  {COMMAND} checkpoints ACTION [WHICH] [--name NAME | -c DIR]
 WHICH is last (as without it), best, a step or a path.
 
       --format FORMAT       of export: safetensors or pt [safetensors]
-      --layout LAYOUT       of export: weights, or state_dict: one file of
-                            torch.save with state_dict, ema and counts [weights]
+      --layout LAYOUT       of export: weights, or state_dict: one file with a
+                            dict of state_dict, ema and counts [weights]
       --dtype TYPE          of export: fp32, bf16 or fp16 [as it is]
       --ema                 of export: the average (EMA)
       --init-from PATH      of export: what the run has begun with and the file
