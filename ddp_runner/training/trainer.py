@@ -91,6 +91,11 @@ class DDPTrainer:
         self.settings = config
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
         if isinstance(self._runtime, LocalRuntime):
+            if config.data.shares == "auto" and self._runtime.rank_info.world_size > 1:
+                expected = (
+                    "needs a supervisor, which measures the ranks: give a number for each rank"
+                )
+                raise BadInputError("data.shares", "auto", expected)
             self._runtime.unread = partial(configuration.unread_warning, config, origins)
         if self.settings.log.phase_times:
             self._runtime.slot = timed(self._runtime.slot, self._runtime.rank_info.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import replace
@@ -393,6 +394,18 @@ def test_info_has_the_mode_and_the_number_of_gpus(tmp_path, place, mode, gpus):
     runtime = LocalRuntime(rank_info=info, log_dir=tmp_path, debug=False)
     found = DDPTrainer(SmallTask, config=settings(tmp_path), runtime=runtime).info()
     assert (found["mode"], found["gpu_count"]) == (mode, gpus)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shares_are_not_measured_without_a_supervisor(tmp_path, world_size):
+    """One line where there is something to share out."""
+    config = settings(tmp_path, shares="auto")
+    where = {"rank": 0, "local_rank": 0, "local_world_size": world_size, "device": "cpu"}
+    info = RankInfo(**where, world_size=world_size, loads=True)
+    runtime = LocalRuntime(rank_info=info, log_dir=tmp_path, debug=False)
+    refused = pytest.raises(BadInputError, match="needs a supervisor, which measures the ranks")
+    with refused if world_size > 1 else contextlib.nullcontext():
+        DDPTrainer(SmallTask, config=config, runtime=runtime)
 
 
 def test_info_has_the_memory_of_each_gpu(monkeypatch):
