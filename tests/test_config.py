@@ -297,7 +297,7 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
             (
                 "shares",
                 wrong,
-                f"shares={wrong}: must be whole numbers separated by commas, 1 or more",
+                f"shares={wrong}: must be whole numbers separated by commas, 1 or more, or auto",
             )
             for wrong in ("3,0", "3,-1", "3,x", "1.5,1")
         ),

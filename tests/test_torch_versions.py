@@ -9,13 +9,12 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli import doctor, train
-from ddp_runner.cli.machine import TorchBuild
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.train import plan_launch
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.processes.environment import kept_against_advice, training_environment
-from ddp_runner.system.torch_versions import DIFFERENCES, TESTED, USE_NCCL2, untested
+from ddp_runner.system.torch_versions import DIFFERENCES, TESTED, USE_NCCL2, TorchBuild, untested
 
 PACKAGE = Path(__file__).parents[1] / "ddp_runner"
 CLASSES = "from torch._C._distributed_c10d import ProcessGroupNCCL2\n"

@@ -210,6 +210,13 @@ def _weights_in(
     return StoredWeights(weights=dict(content), start=start)
 
 
+def holds_average(path: Path) -> bool:
+    """Whether a checkpoint of ours has an average that has begun. Reads no tensor. Raises UnreadableError."""
+    content = read_archive(path, map_location="cpu", content=Content.MAPPED)
+    kept = content.get("ema") if isinstance(content, Mapping) else None
+    return isinstance(kept, Mapping) and any(kept.get(key) for key in ("parameters", "buffers"))
+
+
 def _averaged(content: object) -> dict[str, Any]:
     """The weights of a checkpoint of ours with its average in their place; tied ones all get it."""
     weights = content.get("model") if isinstance(content, Mapping) else None

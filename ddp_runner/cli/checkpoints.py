@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _ACTIONS = ("list", "verify", "show", "export", "prune")
 _TO, _FORMAT, _DTYPE, _KEEP = ("--to", ""), ("--format", ""), ("--dtype", ""), ("--keep", "")
+_LAYOUT = ("--layout", "")
 _INIT_FROM = ("--init-from", "")
 _EMA, _DRY_RUN, _ALL = "--ema", "--dry-run", "--all"
 _STAGE_WIDTH = 10
@@ -54,6 +55,8 @@ HELP = f"""Usage:  {COMMAND} checkpoints ACTION [WHICH] [--name NAME | -c DIR]
 WHICH is last (as without it), best, a step or a path.
 
       --format FORMAT       of export: safetensors or pt [safetensors]
+      --layout LAYOUT       of export: weights, or state_dict: one file with a
+                            dict of state_dict, ema and counts [weights]
       --dtype TYPE          of export: fp32, bf16 or fp16 [as it is]
       --ema                 of export: the average (EMA)
       --init-from PATH      of export: what the run has begun with and the file
@@ -64,7 +67,7 @@ WHICH is last (as without it), best, a step or a path.
   -c, --checkpoint-dir DIR  those in DIR
       --json                one JSON object a line, for programs"""
 _OPTIONS_OF = {
-    "export": {"--to", "--format", "--dtype", "--init-from", _EMA},
+    "export": {"--to", "--format", "--layout", "--dtype", "--init-from", _EMA},
     "prune": {"--keep", _ALL, _DRY_RUN},
 }
 
@@ -73,7 +76,7 @@ def run(words: Sequence[str]) -> int:
     """Do it; 1 if a checkpoint that was to be verified is bad. Raises BadInputError."""
     arguments = parse_small(
         words,
-        valued=(CHECKPOINT_DIR, NAME, _TO, _FORMAT, _DTYPE, _KEEP, _INIT_FROM),
+        valued=(CHECKPOINT_DIR, NAME, _TO, _FORMAT, _LAYOUT, _DTYPE, _KEEP, _INIT_FROM),
         switches=(JSON, _EMA, _DRY_RUN, _ALL),
         words_max=2,
     )
@@ -281,6 +284,7 @@ def perform_pruning(catalog: Catalog, pruning: Pruning, *, disk: Disk | None = N
 # with torch.
 
 FORMATS = ("safetensors", "pt")
+LAYOUTS = ("weights", "state_dict")
 DTYPES = ("fp32", "bf16", "fp16")
 _MODULE = "ddp_runner.rank.export"  # by name: it needs torch, and the command line must not
 
@@ -289,9 +293,18 @@ def export(
     catalog: Catalog, entry: Entry, *, to: Path, values: Mapping[str, str], average: bool
 ) -> int:
     """Write the weights into ``to``, an empty or new folder; the exit code. Raises BadInputError."""
-    form, dtype = values.get("--format", "safetensors"), values.get("--dtype", "")
+    layout, dtype = values.get("--layout", "weights"), values.get("--dtype", "")
+    is_dict = layout == "state_dict"
+    form = values.get("--format", "pt" if is_dict else "safetensors")
+    if layout not in LAYOUTS:
+        raise BadInputError("--layout", layout, f"must be {' or '.join(LAYOUTS)}")
     if form not in FORMATS:
         raise BadInputError("--format", form, f"must be {' or '.join(FORMATS)}")
+    if is_dict and form != "pt":
+        raise BadInputError("--format", form, "cannot hold a dict: --layout state_dict needs pt")
+    if is_dict and average:
+        expected = "leave it out: --layout state_dict writes both the weights and the average"
+        raise BadInputError(_EMA, "", expected)
     if dtype and dtype not in DTYPES:
         raise BadInputError("--dtype", dtype, f"must be {', '.join(DTYPES)}")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
@@ -299,7 +312,7 @@ def export(
     if (problem := catalog.verify(entry)) is not None:
         raise BadInputError(str(entry.path), "", f"cannot be trusted: {problem}")
     settings = None if entry.manifest is None else entry.manifest.about.get("settings")
-    spec = {
+    spec: dict[str, object] = {
         "path": str(entry.path),
         "to": str(to),
         "format": form,
@@ -307,7 +320,22 @@ def export(
         "average": average,
         "init_from": values.get("--init-from", ""),
         "settings": settings,
+        "counts": _counts(entry) if is_dict else None,
     }
+    return _export_in_child(entry, spec)
+
+
+def _counts(entry: Entry) -> dict[str, object]:
+    """How far the training was, by the names that readers of other trainers look for."""
+    found: dict[str, object] = {"step": entry.step, "global_step": entry.step}
+    if (manifest := entry.manifest) is not None:
+        found |= {"epoch": manifest.epoch, "samples": manifest.samples}
+        known = {name: manifest.about.get(name) for name in ("tokens", "loss")}
+        found |= {name: one for name, one in known.items() if isinstance(one, (int, float))}
+    return found
+
+
+def _export_in_child(entry: Entry, spec: Mapping[str, object]) -> int:
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as pipe:
         try:

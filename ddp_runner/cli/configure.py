@@ -16,8 +16,7 @@ from rich.text import Text
 from ddp_runner.cli.arguments import parse_small
 from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.doctor import check_gpus, check_memory
-from ddp_runner.cli.gpus import VisibleGpus
-from ddp_runner.cli.machine import core_count, torch_build
+from ddp_runner.cli.machine import core_count
 from ddp_runner.cli.train import preset_name
 from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields
@@ -27,8 +26,10 @@ from ddp_runner.config.user_files import HOME_FILE, PRESETS_FOLDER
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.node_options import node_options
+from ddp_runner.observe.gpus import VisibleGpus
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import replace_file
+from ddp_runner.system.torch_versions import torch_build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

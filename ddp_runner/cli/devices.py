@@ -5,17 +5,17 @@ from __future__ import annotations
 import subprocess
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.amd_gpus import find_amd_gpus
-from ddp_runner.cli.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, visible
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan
 from ddp_runner.core.threads import AUTO_CPU_RANKS
+from ddp_runner.observe.amd_gpus import find_amd_gpus
+from ddp_runner.observe.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ddp_runner.cli.machine import TorchBuild
     from ddp_runner.core.settings import Settings
+    from ddp_runner.system.torch_versions import TorchBuild
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader")
 _QUERY_TIMEOUT_S = 30.0

@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.amd_gpus import CUDA, HIP, ROCR
 from ddp_runner.cli.arguments import (
     CHECKPOINT_DIR,
     JSON,
@@ -27,8 +26,7 @@ from ddp_runner.cli.arguments import (
 from ddp_runner.cli.checks import Check, Verdict, graded
 from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.gpu_checks import gpu_checks, installed_nccl
-from ddp_runner.cli.gpus import VisibleGpus
-from ddp_runner.cli.machine import TorchBuild, core_count, has_nccl2, torch_build
+from ddp_runner.cli.machine import core_count, has_nccl2
 from ddp_runner.cli.output import show
 from ddp_runner.cli.probing import check_collectives, probe
 from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
@@ -41,10 +39,12 @@ from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.core.node_options import endpoint_of
 from ddp_runner.memory.limits import container_limit
+from ddp_runner.observe.amd_gpus import CUDA, HIP, ROCR
 from ddp_runner.observe.format import byte_size
+from ddp_runner.observe.gpus import VisibleGpus
 from ddp_runner.start import COMMAND, IS_CHECKOUT
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
-from ddp_runner.system.torch_versions import TESTED, nccl_class, untested
+from ddp_runner.system.torch_versions import TESTED, TorchBuild, nccl_class, torch_build, untested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -15,8 +15,8 @@ from ddp_runner.observe.format import byte_size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from ddp_runner.cli.gpus import Gpu
-    from ddp_runner.cli.machine import TorchBuild
+    from ddp_runner.observe.gpus import Gpu
+    from ddp_runner.system.torch_versions import TorchBuild
 
 _COMMAND = "nvidia-smi"
 _ASK_TIMEOUT_S = 30.0

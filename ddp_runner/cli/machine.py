@@ -5,41 +5,11 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.system.torch_versions import NCCL2
 
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchBuild:
-    """The installed torch, read from its files. ``cuda`` is "" for a build without, ``hip`` for one without ROCm.
-
-    ``other`` names the GPUs that it was built for where they are of neither, as ``XPU 20250101``.
-    """
-
-    version: str
-    cuda: str
-    hip: str = ""
-    other: str = ""
-
-
-def torch_build() -> TorchBuild | None:
-    """The torch that a rank would import; None if there is none."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    xpu = _quoted(text, "xpu")
-    return TorchBuild(
-        version=_quoted(text, "__version__"),
-        cuda=_quoted(text, "cuda"),
-        hip=_quoted(text, "hip"),
-        other=f"XPU {xpu}" if xpu else "",
-    )
 
 
 def torch_has(module: str) -> bool:
@@ -60,11 +30,6 @@ def has_nccl2() -> bool:
         return NCCL2 in file.read_text(encoding="utf-8")
     except OSError:
         return False
-
-
-def _quoted(text: str, name: str) -> str:
-    found = re.search(rf"^{name}\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)
-    return found.group(1) if found else ""
 
 
 def core_count() -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.cli.gpu_checks import installed_nccl
-from ddp_runner.cli.machine import torch_build
 from ddp_runner.cli.probing import probe
+from ddp_runner.core.batch_sizes import SHARES
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.modes import (
     Collectives,
     Mode,
@@ -16,12 +20,14 @@ from ddp_runner.core.modes import (
     asks_for_collectives,
     choose_mode,
 )
+from ddp_runner.system.run_files import from_json, read_lines
+from ddp_runner.system.torch_versions import torch_build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ddp_runner.core.launch_plan import DevicePlan
-    from ddp_runner.core.settings import Settings
+    from ddp_runner.core.settings import RunSettings, Settings
 
 _NCCL, _GLOO = "cpu:gloo,cuda:nccl", "gloo"
 
@@ -90,3 +96,80 @@ def with_backend(settings: Settings, choice: ModeChoice) -> Settings:
         return settings
     assert choice.backend == "gloo", "what there is beside NCCL"
     return replace(settings, ddp=replace(settings.ddp, backend="gloo"))
+
+
+def with_shares(
+    settings: Settings, devices: Sequence[DevicePlan], *, is_alone: bool
+) -> tuple[Settings, tuple[str, ...]]:
+    """``settings`` with the shares that ``data.shares=auto`` gives on ``devices``, and a line on them.
+
+    A run that has a checkpoint keeps the shares that it was written with; a fresh start takes what an earlier launch
+    of this name has proposed for such devices. Without either, auto stays, and the ranks are measured.
+    """
+    if settings.data.shares != "auto":
+        return settings, ()
+    if settings.stages or not is_alone:
+        where = "with stages" if settings.stages else "on several machines"
+        raise BadInputError(SHARES, "auto", f"is not measured {where}: give a number for each rank")
+    if len(devices) == 1:
+        return _sharing(settings, ()), ("data.shares=auto: the only rank has all samples",)
+    run = settings.run
+    names = [place.name for place in devices]
+    # INVARIANT shares-stay: a launch that resumes shares out its steps as the checkpoint's run did.
+    # Broken if: a proposal is taken in the middle of a run.
+    # Guarded by: test_auto_shares_are_kept_by_a_resume_taken_by_fresh_starts.
+    began = None if run.resume == "none" else _shares_of_checkpoint(run, ranks=len(devices))
+    proposed = _proposed(Path(run.log_dir) / "events.jsonl", names)
+    shown = ",".join(map(str, proposed or ()))
+    if began is not None:
+        words = ",".join(map(str, began)) or "equal shares"
+        line = f"data.shares=auto: {words}, as this run began"
+        if proposed and proposed != began:
+            line += f"; data.shares={shown}, as measured, would change its steps from here on"
+        # Equal ones are still measured, for the next fresh start.
+        keeps: tuple[int, ...] | Literal["auto"] = began
+        if not began and proposed is None:
+            keeps = "auto"
+        return _sharing(settings, keeps), (line,)
+    if proposed is None:
+        return settings, ("data.shares=auto: equal shares, and the first steps are measured",)
+    words = shown or "equal shares"
+    return _sharing(settings, proposed), (
+        f"data.shares=auto: {words}, as an earlier launch measured",
+    )
+
+
+def _sharing(settings: Settings, shares: tuple[int, ...] | Literal["auto"]) -> Settings:
+    return replace(settings, data=replace(settings.data, shares=shares))
+
+
+def _shares_of_checkpoint(run: RunSettings, *, ranks: int) -> tuple[int, ...] | None:
+    """Of the checkpoint that a launch goes on from; none where there is none, or it is of other ranks."""
+    try:
+        entries = Catalog(Path(run.checkpoint_dir)).resolve(run.resume)
+    except OSError:
+        return None  # which the claim of the folder says
+    for entry in entries:
+        if entry.manifest is None or entry.problem is not None:
+            continue
+        found = entry.manifest.recipe.get(SHARES)
+        if entry.manifest.recipe.get("ranks") != ranks or not isinstance(found, list):
+            return ()
+        return tuple(int(str(one)) for one in found)
+    return None
+
+
+def _proposed(journal: Path, devices: Sequence[str]) -> tuple[int, ...] | None:
+    """The newest proposal for such devices; empty where that is equal shares, None where there is none."""
+    found = None
+    try:
+        for line in read_lines(journal):
+            if b'"shares_proposed"' not in line:
+                continue
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                event = from_json(line)
+                if event["event"] == "shares_proposed" and event["devices"] == list(devices):
+                    found = tuple(int(one) for one in event["shares"])
+    except OSError:
+        return None
+    return found if not found or (len(found) == len(devices) and min(found) > 0) else None

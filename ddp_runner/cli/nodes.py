@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ddp_runner.cli.machine import torch_build
 from ddp_runner.config import to_record
 from ddp_runner.config.identity import ON_RESUME, OnResume, is_sealed, shared_settings
 from ddp_runner.core.errors import BadInputError
@@ -33,6 +32,7 @@ from ddp_runner.system.interfaces import (
 )
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
+from ddp_runner.system.torch_versions import torch_build
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:

@@ -25,7 +25,12 @@ from ddp_runner.observe.progress_report import fault_sentence
 from ddp_runner.observe.reports.ended_run import EndedRun
 from ddp_runner.observe.reports.html_page import html_report
 from ddp_runner.observe.reports.improvements import improvements
-from ddp_runner.observe.reports.text_report import curve_lines, improvement_lines, time_lines
+from ddp_runner.observe.reports.text_report import (
+    curve_lines,
+    gpu_use,
+    improvement_lines,
+    time_lines,
+)
 from ddp_runner.observe.script_summary import ScriptSummary, read_script_summary
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.start import COMMAND
@@ -49,6 +54,7 @@ first, faults and their repair.
       --compare A B         two runs side by side; names, or log folders"""
 _HTML, _COMPARE = ("--html", ""), "--compare"
 _RANKS_SHOWN_MAX = 8  # of more, the fastest, the middle one and the slowest
+_GPUS_SHOWN_MAX, _EPOCHS_SHOWN_MAX = 8, 8
 _FAULTS_SHOWN_MAX = 20
 _LABEL_COLUMNS, _CURVE_LABELS = 12, 17
 _ENDED = (RunState.DONE.value, RunState.FAILED.value)
@@ -178,6 +184,7 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
         ("goodput", percent(summary.goodput)),
         ("own time", _own_times(summary)),
         ("memory", _memory(summary)),
+        *_gpu_rows(summary),
         ("exact", _exact(summary)),
         ("weights", (summary.weights_sha256 or "-")[:12]),
         ("checkpoint", summary.checkpoint or "-"),
@@ -253,6 +260,19 @@ def _memory(summary: RunSummary) -> str:
     peaks = (("host", summary.peak_rss_bytes), ("device", summary.peak_device_bytes))
     shown = [f"{name} {byte_size(size)}" for name, size in peaks if size]
     return "peak " + ", ".join(shown) if shown else "-"
+
+
+def _gpu_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """What GPUs have used: a row for each one, then one for each of the newest epochs, over all GPUs."""
+    gpus = sorted(summary.gpus.items())
+    for name, record in gpus[:_GPUS_SHOWN_MAX]:
+        if isinstance(record, dict) and (use := gpu_use([record])):
+            yield f"GPU {name}", use
+    if len(gpus) > _GPUS_SHOWN_MAX:
+        yield "", f"and {len(gpus) - _GPUS_SHOWN_MAX} more in summary.json"
+    for epoch in summary.gpu_epochs[-_EPOCHS_SHOWN_MAX:]:
+        if use := gpu_use(list(epoch["gpus"].values())):
+            yield f"GPUs, epoch {epoch['epoch']}", use
 
 
 def _fault_line(fault: FaultRecord) -> str:

@@ -18,9 +18,8 @@ from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.dry_stages import Handed, try_stages
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.gpu_checks import installed_nccl, judge_nccl
-from ddp_runner.cli.gpus import VisibleGpus
-from ddp_runner.cli.machine import core_count, has_nccl2, torch_build, torch_has
-from ddp_runner.cli.modes import choose, placed
+from ddp_runner.cli.machine import core_count, has_nccl2, torch_has
+from ddp_runner.cli.modes import choose, placed, with_shares
 from ddp_runner.cli.page import how_to_install
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.stage_choice import alone, at_its_begin, checked, in_mode, refuse_stages
@@ -53,7 +52,8 @@ from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.stopping import time_limit
 from ddp_runner.core.threads import share_of_cores
-from ddp_runner.system.torch_versions import NCCL2, untested
+from ddp_runner.observe.gpus import VisibleGpus
+from ddp_runner.system.torch_versions import NCCL2, torch_build, untested
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ def plan_launch(
     """
     environment = dict(os.environ)
     several, choice = None, None
+    share_notes: tuple[str, ...] = ()
     of_launcher = plain_rank(environment)
     is_rank = of_launcher is not None
     if not is_rank:  # who is one rank has its machines from its launcher
@@ -233,6 +234,9 @@ def plan_launch(
     # All machines have as many ranks, on devices of the same names.
     devices = devices * (1 if several is None else several.most)
     world_size = len(devices)
+    if not is_rank:
+        settings, share_notes = with_shares(settings, devices, is_alone=several is None)
+        stages = stages if settings.stages else (settings,)
     computing = sum(1 + len(place.others) for place in devices)
     for one in () if is_rank else stages:  # of which each rank knows by itself how many there are
         refuse_wrong_parts(one.data, ranks=world_size, devices=computing)
@@ -282,6 +286,7 @@ def plan_launch(
             *files_not_read(arguments.files),
             *resolved.notes,
             *notes,
+            *share_notes,
         ),
     )
 

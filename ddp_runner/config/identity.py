@@ -23,7 +23,7 @@ from ddp_runner.config.compose import validate_record
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
 from ddp_runner.config.foreign import REMOVED
 from ddp_runner.config.stage_list import OF_A_STAGE
-from ddp_runner.core.batch_sizes import global_batch, micro_batch
+from ddp_runner.core.batch_sizes import global_batch, micro_batch, shares_of
 from ddp_runner.core.run_stages import uses_best
 from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
 
@@ -205,7 +205,7 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
     return {
         **written,
         "data.micro_batch_size": micro_batch(settings.data, devices=found.devices),
-        "data.shares": _shares(settings.data.shares),
+        "data.shares": _shares(shares_of(settings.data)),
         TOTAL_STEPS: found.total_steps,
         "ranks": found.ranks,
         "device": found.device,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
 from ddp_runner.config.run_names import CHECKPOINTS, LOGS
-from ddp_runner.core.batch_sizes import SHARES, cut, global_batch
+from ddp_runner.core.batch_sizes import SHARES, cut, global_batch, shares_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, names_a_gpu_twice
@@ -68,6 +68,9 @@ def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:
             "needs a supervisor, which starts it: start `ddp_runner page` beside, and leave it out"
         )
         raise BadInputError("log.page", "true", expected)
+    if settings.data.shares == "auto":
+        expected = "needs a supervisor, which measures the ranks: give a number for each rank"
+        raise BadInputError(SHARES, "auto", expected)
     if settings.data.preload and world_size > 1:
         expected = (
             "needs a supervisor, whose memory the ranks share: start with ddp_runner train -n"
@@ -84,7 +87,7 @@ def refuse_for_loops(settings: Settings) -> None:
     if data.preload:
         wrong.append(("data.preload", "true"))
     if data.shares:
-        wrong.append((SHARES, ",".join(map(str, data.shares))))
+        wrong.append((SHARES, "auto" if data.shares == "auto" else ",".join(map(str, data.shares))))
     if settings.run.mode in ("single", "data_parallel"):
         wrong.append((MODE, settings.run.mode))
     if settings.log.profile:
@@ -450,10 +453,11 @@ def _notes(settings: Settings) -> tuple[str, ...]:
 def _share_notes(data: DataSettings) -> list[str]:
     """Where a larger share is computed in more parts than others, which nobody may have meant."""
     is_cut = data.global_batch_size or data.micro_batch_size or data.accumulation_total
-    if not data.shares or is_cut or data.accumulation > 1:
+    shares = shares_of(data)
+    if not shares or is_cut or data.accumulation > 1:
         return []
-    total = global_batch(data, world_size=len(data.shares))
-    most = max(cut(total, data.shares))
+    total = global_batch(data, world_size=len(shares))
+    most = max(cut(total, shares))
     if most <= data.batch_size:
         return []
     parts = (

@@ -10,6 +10,47 @@ from ddp_runner.core.settings import DataSettings
 SHARES = "data.shares"
 
 
+_ALIKE = 1.15  # ranks whose own times differ by less are equally fast
+_EVEN = (
+    1.1  # shares are good enough where the slowest rank takes so many times as long as the fastest
+)
+_GAIN = 0.95  # what is proposed makes the slowest rank's part of a step shorter than this
+_LARGEST_SHARE = 8
+
+
+def shares_of(data: DataSettings) -> tuple[int, ...]:
+    """The shares that are given; none where they are equal, as with auto before anything is known."""
+    return () if data.shares == "auto" else data.shares
+
+
+def proposed_shares(own_step_s: Sequence[float], *, total: int) -> tuple[int, ...]:
+    """Small numbers by which ranks need about equally long, from a rank's own seconds a step with equal shares.
+
+    Empty where equal shares do about as well. No rank is left without one of ``total`` samples.
+    """
+    fastest, slowest = min(own_step_s), max(own_step_s)
+    if fastest <= 0 or slowest < _ALIKE * fastest:
+        return ()
+    equal = (1,) * len(own_step_s)
+    # A sample's time, of each rank: it had equally many.
+    best, best_s = equal, _step_s(own_step_s, cut(total, equal))[1] * _GAIN
+    for most in range(2, _LARGEST_SHARE + 1):
+        shares = tuple(max(1, round(most * fastest / seconds)) for seconds in own_step_s)
+        counts = cut(total, shares)
+        least_s, most_s = _step_s(own_step_s, counts)
+        if most_s < best_s and 0 not in counts:
+            best, best_s = shares, most_s
+            if most_s <= _EVEN * least_s:
+                break
+    return () if best == equal else best
+
+
+def _step_s(per_sample: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
+    """The shortest and the longest time of a rank for so many samples."""
+    times = [each * count for each, count in zip(per_sample, counts, strict=True)]
+    return min(times), max(times)
+
+
 def global_batch(data: DataSettings, *, world_size: int) -> int:
     """Samples of a step over all ranks. ``world_size``: of them, or of all their devices."""
     return data.global_batch_size or data.batch_size * accumulated(data, world_size=world_size)
@@ -51,7 +92,7 @@ def refuse_wrong_parts(data: DataSettings, *, ranks: int, devices: int) -> None:
 
 def refuse_wrong_shares(data: DataSettings, *, world_size: int) -> None:
     """Raise BadInputError where ``data.shares`` are not those of so many ranks, or leave one without a sample."""
-    shares = data.shares
+    shares = shares_of(data)
     if not shares:
         return
     shown = ",".join(map(str, shares))
@@ -75,7 +116,7 @@ def refuse_uneven_accumulation(data: DataSettings, *, ranks: int, devices: int) 
     ``devices``: of all ranks, each of which has its batches.
     """
     total = data.accumulation_total
-    if data.shares or total % devices == 0:
+    if shares_of(data) or total % devices == 0:
         return
     below = total - total % devices
     near = f"{below} or {below + devices}" if below else f"{devices}"

@@ -374,6 +374,18 @@ class Straggler(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharesProposed(Event):
+    """With ``data.shares=auto``: what the first steps of this launch say. Empty ``shares``: equal ones.
+
+    ``own_step_s``: seconds of a step outside collectives, of each rank; ``devices``: their names.
+    """
+
+    shares: tuple[int, ...]
+    own_step_s: tuple[float, ...]
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Injected(Event):
     """A fault of ``--inject`` happens now. ``number``: of the option; None where a random plan did it."""
 

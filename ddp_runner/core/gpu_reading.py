@@ -27,7 +27,7 @@ class GpuReading:
     ``index`` counts as CUDA does under CUDA_VISIBLE_DEVICES: the reading is of ``cuda:<index>``. ``use`` is the
     share of time in which a kernel ran, 0 to 1. ``memory_used_bytes`` is taken by all processes;
     ``allocated_bytes`` and ``reserved_bytes`` by tensors of torch's and by its cache, of the ranks that
-    compute there. Clocks in MHz. ECC errors count since the driver was loaded. ``problems``: what
+    compute there, ``memory_efficiency`` the peak of the former over that of the latter. Clocks in MHz. ECC errors count since the driver was loaded. ``problems``: what
     needs a person, such as a GPU that is lost or rows that cannot be remapped.
     """
 
@@ -39,6 +39,7 @@ class GpuReading:
     memory_total_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
+    memory_efficiency: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
@@ -76,6 +77,7 @@ class GpuReading:
             self,
             allocated_bytes=_sum(found, "device_allocated_bytes"),
             reserved_bytes=_sum(found, "device_reserved_bytes"),
+            memory_efficiency=_mean(found, "memory_efficiency"),
         )
 
     def figures(self) -> dict[str, float]:
@@ -106,6 +108,11 @@ def _sum(ranks: list[Mapping[str, float]], name: str) -> int | None:
     return int(sum(values)) if values else None
 
 
+def _mean(ranks: list[Mapping[str, float]], name: str) -> float | None:
+    values = [rank[name] for rank in ranks if name in rank]
+    return sum(values) / len(values) if values else None
+
+
 @dataclass(slots=True)
 class Tally:
     """Mean and peak of figures over many looks. Holds three numbers for each."""
@@ -133,8 +140,9 @@ class Tally:
 
 _TALLIED = (
     *("use", "memory_used_bytes", "allocated_bytes", "reserved_bytes", "temperature_c"),
-    *("power_w", "clock_mhz", "memory_clock_mhz"),
+    *("power_w", "clock_mhz", "memory_clock_mhz", "memory_efficiency"),
 )
+_BY_EPOCH = ("use", "memory_used_bytes", "memory_efficiency", "temperature_c", "power_w")
 
 
 class GpuTally:
@@ -173,3 +181,26 @@ class GpuTally:
             "ecc_uncorrected": newest.ecc_uncorrected,
             "problems": list(self._problems),
         }
+
+
+class EpochTally:
+    """What GPUs have used in each epoch, by their names in summary.json; of a long run in its newest epochs."""
+
+    EPOCHS_MAX = 200
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, dict[str, Tally]] = {}
+
+    def add(self, epoch: int, gpu: str, reading: GpuReading) -> None:
+        """One look at a GPU, in an epoch."""
+        tallies = self._epochs.setdefault(epoch, {})
+        tallies.setdefault(gpu, Tally()).add({name: getattr(reading, name) for name in _BY_EPOCH})
+        if len(self._epochs) > self.EPOCHS_MAX:
+            del self._epochs[min(self._epochs)]
+
+    def record(self) -> tuple[dict[str, object], ...]:
+        """``{"epoch": 0, "gpus": {"0": {"use": {"mean": 0.93, "peak": 1.0}, ...}}}``, the oldest first."""
+        return tuple(
+            {"epoch": epoch, "gpus": {gpu: one.record() for gpu, one in sorted(tallies.items())}}
+            for epoch, tallies in sorted(self._epochs.items())
+        )

@@ -170,9 +170,10 @@ class DataSettings:
     micro_batch_size: NonNegative = 0
     """Samples in one forward pass, of a batch that is too large for one; gradients are accumulated.
     0: the whole batch_size at once."""
-    shares: tuple[Positive, ...] = ()
+    shares: tuple[Positive, ...] | Literal["auto"] = ()
     """A number for each rank, such as 3,3,2 for devices of unequal speed: a step's samples are shared out in
-    that proportion, and each counts the same. Empty: equal shares."""
+    that proportion, and each counts the same. Empty: equal shares. auto: the first launch measures the ranks and
+    proposes shares, which the next fresh start of the same name takes; a resume keeps those it began with."""
     evaluation_batch_size: NonNegative = 0
     """Samples that a rank evaluates at once. 0: batch_size."""
     num_workers: PerMachine[Literal["auto"] | NonNegative] = "auto"
@@ -182,8 +183,8 @@ class DataSettings:
     """Processes that load data, for all ranks of a machine together: shared out over them, the first ranks have
     the remainder. none: num_workers for each rank."""
     preload: bool = False
-    """Read every sample once, at the start, into memory that all ranks share: for map-style data that says
-    deterministic = True. Validation data too."""
+    """Read every sample once, at the start, into memory that all ranks share: for map-style data whose
+    samples draw no random numbers. Validation data too."""
     prefetch_factor: PerMachine[Positive] = 2
     """Micro-batches that each loader worker prepares ahead."""
     pin_memory: PerMachine[bool] = True

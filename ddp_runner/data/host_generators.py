@@ -24,6 +24,26 @@ def seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def moved_generators(before: tuple[Any, ...]) -> tuple[str, ...]:
+    """Whose generators are no more as in ``before``, which :func:`generator_states` gave."""
+    names = ("Python's random", "numpy", "torch")
+    return tuple(
+        name for name, old, new in zip(names, before, generator_states(), strict=True) if old != new
+    )
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Of Python's, numpy's and torch's CPU generator, to be compared."""
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - as above
+    state = numpy["state"]
+    rest = (state["pos"], numpy["has_gauss"], numpy["gauss"])
+    return (
+        random.getstate(),
+        state["key"].tobytes() + repr(rest).encode(),
+        torch.default_generator.get_state().numpy().tobytes(),
+    )
+
+
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Give python's, numpy's and torch's CPU generator back as they were."""

@@ -54,6 +54,16 @@ class Reading:
     device_peak_bytes: int | None = None
     device_taken_peak_bytes: int | None = None
 
+    @property
+    def memory_efficiency(self) -> float | None:
+        """Peak of tensors over peak of what torch has reserved on the device, 0 to 1; None before the first use."""
+        sizes = (self.device_total_bytes, self.device_free_bytes, self.device_reserved_bytes)
+        total, free, reserved = (0 if size is None else size for size in sizes)
+        peak = (self.device_taken_peak_bytes or 0) - (total - free - reserved)
+        if not self.device_peak_bytes or peak <= 0:
+            return None
+        return min(1.0, self.device_peak_bytes / peak)
+
 
 class Reader(Protocol):
     """The port through which MemoryManager sees memory."""

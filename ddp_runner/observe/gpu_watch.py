@@ -1,7 +1,7 @@
 """``GpuWatch``: what a program, or the process beside a run, asks of GPUs and of the machine. Changes nothing.
 
-By nvidia-ml-py (``pynvml``) where that is installed and a driver answers; else by torch, where this
-process uses it on a GPU. A call into a driver can hang after a fault of a GPU: who must not, asks
+By nvidia-ml-py (``pynvml``) where that is installed and a driver answers; for a torch that is built for ROCm by
+``amd-smi`` or ``rocm-smi``; else by torch, where this process uses it on a GPU. A call into a driver can hang after a fault of a GPU: who must not, asks
 in a process of its own, as a run's supervisor does.
 """
 
@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import psutil
 
 from ddp_runner.core.gpu_reading import GpuReading, GpuTally, Tally, throttling
+from ddp_runner.observe.amd_gpus import AmdReader, NoAmdToolError
+from ddp_runner.system.torch_versions import torch_build
 
 _T = TypeVar("_T")
 
@@ -47,7 +49,7 @@ class GpuWatch:
     """Looks at the GPUs that CUDA_VISIBLE_DEVICES shows, at this process and at its machine.
 
     ``read()`` is one look, ``summary()`` the means and peaks of all looks so far. ``source`` says who is
-    asked of GPUs (``nvml``, ``torch``, or empty for nobody), ``why_none`` why nobody, or not NVML. Not for
+    asked of GPUs (``nvml``, ``amd-smi``, ``rocm-smi``, ``torch``, or empty for nobody), ``why_none`` why nobody, or not the driver. Not for
     several threads at once. Nothing is started or changed, and no CUDA context is made.
     """
 
@@ -58,22 +60,26 @@ class GpuWatch:
         self._gpus: dict[int, GpuTally] = {}
         self._looks = 0
         self.why_none = ""
-        self._nvml: NvmlReader | None = None
+        self._reader: NvmlReader | AmdReader | None = None
         try:
-            self._nvml = NvmlReader()
-        except NoNvmlError as error:
+            self._reader = driver_reader()
+        except NoDriverError as error:
             self.why_none = str(error)
 
     @property
     def source(self) -> str:
-        """``nvml``, ``torch``, or empty where nobody knows of a GPU."""
-        if self._nvml is not None:
-            return "nvml"
+        """``nvml``, ``amd-smi``, ``rocm-smi``, ``torch``, or empty where nobody knows of a GPU."""
+        if self._reader is not None:
+            return self._reader.source
         return "torch" if _torch_in_use() is not None else ""
 
     def read(self) -> MachineReading:
-        """One look. Takes some milliseconds a GPU; blocks where the driver does. Never raises for a GPU."""
-        gpus = _torch_readings() if self._nvml is None else _with_own(self._nvml.read())
+        """One look. Takes some milliseconds a GPU, by AMD's tools up to a second; blocks where the driver does.
+
+        Never raises for a GPU.
+        """
+        reader = self._reader
+        gpus = _torch_readings() if reader is None else _with_own(reader.read())
         memory = psutil.virtual_memory()
         reading = MachineReading(
             gpus=gpus,
@@ -99,10 +105,10 @@ class GpuWatch:
         return {"looks": self._looks, **self._host.record(), "gpus": gpus}
 
     def close(self) -> None:
-        """Let go of the driver; a look after it finds no GPUs by NVML."""
-        if self._nvml is not None:
-            self._nvml.close()
-            self._nvml, self.why_none = None, "closed"
+        """Let go of the driver; a look after it finds no GPUs by it."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader, self.why_none = None, "closed"
 
     def _cpu_share(self) -> float | None:
         now_s, spent = time.monotonic(), self._cpu_seconds()
@@ -121,29 +127,44 @@ class GpuWatch:
         return found
 
 
-class NoNvmlError(Exception):
-    """NVML cannot be asked: why, in words for people."""
+class NoDriverError(Exception):
+    """No driver of a GPU can be asked: why, in words for people."""
+
+
+def driver_reader() -> NvmlReader | AmdReader:
+    """Who answers here, for NVIDIA's or AMD's GPUs. Raises NoDriverError."""
+    try:
+        return NvmlReader()
+    except NoDriverError as no_nvml:
+        try:
+            return AmdReader(os.environ)
+        except NoAmdToolError as no_tool:
+            build = torch_build()
+            is_rocm = build is not None and bool(build.hip)
+            raise NoDriverError(str(no_tool if is_rocm else no_nvml)) from None
 
 
 class NvmlReader:
     """Asks NVML of the GPUs under a mask, as CUDA_VISIBLE_DEVICES has it by the order of the bus.
 
-    Raises NoNvmlError where nvidia-ml-py is not installed or no driver answers. A handle is asked for at each
+    Raises NoDriverError where nvidia-ml-py is not installed or no driver answers. A handle is asked for at each
     look: a GPU may be lost and come back.
     """
+
+    source = "nvml"
 
     def __init__(self, mask: str | None = None) -> None:
         """``mask``: None for that of the environment."""
         try:
             self._nvml: Any = import_module("pynvml")
         except ImportError:
-            raise NoNvmlError("nvidia-ml-py is not installed (the extra gpu)") from None
+            raise NoDriverError("nvidia-ml-py is not installed (the extra gpu)") from None
         self._mask = os.environ.get("CUDA_VISIBLE_DEVICES") if mask is None else mask
         try:
             self._nvml.nvmlInit()
             count = int(self._nvml.nvmlDeviceGetCount())
         except self._nvml.NVMLError as error:
-            raise NoNvmlError(f"NVML: {error}") from None
+            raise NoDriverError(f"NVML: {error}") from None
         self._uuids = [self._uuid(number) for number in range(count)]
 
     def read(self) -> tuple[GpuReading, ...]:
@@ -283,6 +304,7 @@ def _torch_readings() -> tuple[GpuReading, ...]:
                 memory_total_bytes=total,
                 allocated_bytes=int(torch.cuda.memory_allocated(index)),
                 reserved_bytes=int(torch.cuda.memory_reserved(index)),
+                memory_efficiency=_efficiency(torch, index),
             )
         )
     return tuple(found)
@@ -299,8 +321,15 @@ def _with_own(gpus: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
             gpu,
             allocated_bytes=int(torch.cuda.memory_allocated(gpu.index)),
             reserved_bytes=int(torch.cuda.memory_reserved(gpu.index)),
+            memory_efficiency=_efficiency(torch, gpu.index),
         )
         if gpu.index in known
         else gpu
         for gpu in gpus
     )
+
+
+def _efficiency(torch: Any, index: int) -> float | None:
+    """Peak of tensors over peak of what torch has reserved, of this process."""
+    reserved = int(torch.cuda.max_memory_reserved(index))
+    return min(1.0, int(torch.cuda.max_memory_allocated(index)) / reserved) if reserved else None

@@ -8,10 +8,10 @@ import select
 import sys
 from collections.abc import Sequence
 
-from ddp_runner.observe.gpu_watch import NoNvmlError, NvmlReader
+from ddp_runner.observe.gpu_watch import NoDriverError, driver_reader
 from ddp_runner.system import parent_death
 
-NO_NVML = 4  # exit code: there is nobody to ask here, and another attempt finds nobody either
+NO_DRIVER = 4  # exit code: there is nobody to ask here, and another attempt finds nobody either
 _NICE = 5  # ranks come first
 
 
@@ -25,14 +25,15 @@ def main(words: Sequence[str]) -> int:
     parent_death.set_process_name("ddp:gpu-watch")
     os.nice(_NICE)
     try:
-        reader = NvmlReader()
-    except NoNvmlError as error:
+        reader = driver_reader()
+    except NoDriverError as error:
         sys.stderr.write(f"{error}\n")
-        return NO_NVML
+        return NO_DRIVER
+    closing = select.poll()  # of any descriptor: select() takes none from 1,024 on
+    closing.register(0, select.POLLIN | select.POLLHUP)
     while True:
         record = [gpu.to_record() for gpu in reader.read()]
         os.write(1, json.dumps(record).encode() + b"\n")
-        ready, _, _ = select.select([0], [], [], interval_s)
-        if ready and not os.read(0, 64):
+        if closing.poll(interval_s * 1e3) and not os.read(0, 64):
             reader.close()
             return 0

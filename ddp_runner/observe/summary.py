@@ -169,6 +169,7 @@ class RunSummary:
     # Means and peaks by log.gpu_watch_s, of each GPU and each rank.
     gpus: Mapping[str, object] = field(default_factory=dict)
     rank_use: Mapping[str, object] = field(default_factory=dict)
+    gpu_epochs: tuple[Mapping[str, Any], ...] = ()  # the same of GPUs by epoch, the newest 200
 
     @property
     def called(self) -> str:
@@ -214,6 +215,7 @@ def read_summary(path: Path) -> RunSummary:
             repeated=int(proof.get("repeated", 0)), drilled=tuple(proof.get("drilled", ()))
         )
         known["stages"] = tuple(StageRecord(**one) for one in known.get("stages", ()))
+        known["gpu_epochs"] = tuple(known.get("gpu_epochs", ()))
         known["suspected_leaks"] = tuple(known.get("suspected_leaks", ()))
         return RunSummary(**known)
     except (KeyError, TypeError) as error:

@@ -19,11 +19,13 @@ from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
 from ddp_runner.checkpoint.publish import DurableWriter, publish
 from ddp_runner.checkpoint.safetensors_file import write_safetensors
+from ddp_runner.checkpoint.weights import holds_average
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.system import parent_death
 from ddp_runner.training.begun_weights import built_model, first_line, whole_weights
 
+_DICT_FILE = "checkpoint.pt"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,6 +58,10 @@ def export(spec: Mapping[str, Any]) -> Iterator[str]:
         yield f"with what the run has begun with and the checkpoint leaves out, from {begun}"
     dtype = _DTYPES.get(spec["dtype"])
     folder = Path(spec["to"])
+    if spec["counts"] is not None:
+        average = _average(spec)
+        yield from _write_dict(folder, weights, average, dtype=dtype, counts=spec["counts"])
+        return
     model, why = (None, unknown) if settings is None else _model_of(settings, weights)
     folder.mkdir(parents=True, exist_ok=True)
     if model is not None:
@@ -70,14 +76,49 @@ def export(spec: Mapping[str, Any]) -> Iterator[str]:
     if why:
         yield f"without save_pretrained: {why}"
     tensors, skipped = _converted(weights, dtype)
-    if skipped:
-        named = ", ".join(skipped[:3])
-        yield f"{len(skipped)} entries that are no tensors are left out: {named}"
+    yield from _named(skipped)
     name = f"model.{spec['format']}"
     disk = RealDisk()
     publish(disk, folder / name, lambda out: _write(out, tensors, spec["format"]))
     disk.sync_directory(folder)
     yield from _listed(folder, "the model's state dict")
+
+
+def _average(spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """All weights with the average in their place; None where the run keeps none."""
+    path = Path(spec["path"])
+    if not holds_average(path):
+        return None
+    with contextlib.redirect_stdout(sys.stderr):
+        return whole_weights(path, average=True, init_from=spec["init_from"])[0]
+
+
+def _write_dict(
+    folder: Path,
+    weights: Mapping[str, Any],
+    average: Mapping[str, Any] | None,
+    *,
+    dtype: torch.dtype | None,
+    counts: Mapping[str, Any],
+) -> Iterator[str]:
+    """One file with ``state_dict``, ``ema`` and ``counts``, as other trainers' readers expect them."""
+    tensors, skipped = _converted(weights, dtype)
+    yield from _named(skipped)
+    content: dict[str, Any] = {"state_dict": tensors}
+    if average is not None:
+        content["ema"] = _converted(average, dtype)[0]
+    content |= counts
+    disk = RealDisk()
+    folder.mkdir(parents=True, exist_ok=True)
+    publish(disk, folder / _DICT_FILE, lambda out: torch.save(content, out))  # type: ignore[arg-type]
+    disk.sync_directory(folder)
+    yield from _listed(folder, f"a dict of {', '.join(content)}")
+
+
+def _named(skipped: Sequence[str]) -> Iterator[str]:
+    if skipped:
+        named = ", ".join(skipped[:3])
+        yield f"{len(skipped)} entries that are no tensors are left out: {named}"
 
 
 def _listed(folder: Path, how: str) -> Iterator[str]:

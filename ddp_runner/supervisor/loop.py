@@ -335,6 +335,8 @@ class _Loop:
             for number, message in self._others.watched():
                 self._watch.hear(number, message)
         self._watch.look(self._world.ranks)
+        if (proposed := self._watch.shares(self._world.present)) is not None:
+            self._supervisor.recorder.record(proposed)
         accounting = self._supervisor.recorder.accounting
         if accounting.first_step_s is None:
             first_ns = self._world.ranks[0].slot.get(Cell.FIRST_STEP_NS)
@@ -426,7 +428,8 @@ class _Loop:
             gpus, rank_use = self._watch.summary(self._world.ranks)
             summary = replace(summary, gpus=gpus, rank_use=rank_use)
             if isinstance(summary, RunSummary):
-                summary = replace(summary, trackers=self._trackers.links())
+                links, epochs = self._trackers.links(), self._watch.epochs()
+                summary = replace(summary, trackers=links, gpu_epochs=epochs)
         outputs.finish(self._view(), summary)
         if ending.error_line:
             sys.stdout.flush()

@@ -7,8 +7,10 @@ and nowhere else.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -91,3 +93,39 @@ def _numbers(version: str) -> tuple[int, int]:
     """``2.15.0+cu132`` -> ``(2, 15)``: a patch release changes nothing that is known here."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """The installed torch, read from its files. ``cuda`` is "" for a build without, ``hip`` for one without ROCm.
+
+    ``other`` names the GPUs that it was built for where they are of neither, as ``XPU 20250101``.
+    """
+
+    version: str
+    cuda: str
+    hip: str = ""
+    other: str = ""
+
+
+def torch_build() -> TorchBuild | None:
+    """The torch that a rank would import; None if there is none."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except ValueError:  # a module that was put into sys.modules by hand
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    xpu = _quoted(text, "xpu")
+    return TorchBuild(
+        version=_quoted(text, "__version__"),
+        cuda=_quoted(text, "cuda"),
+        hip=_quoted(text, "hip"),
+        other=f"XPU {xpu}" if xpu else "",
+    )
+
+
+def _quoted(text: str, name: str) -> str:
+    found = re.search(rf"^{name}\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)
+    return found.group(1) if found else ""

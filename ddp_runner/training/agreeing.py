@@ -162,7 +162,8 @@ def agree_on_tuning(
     state = parts.state
     mine = _halved(parts, short_of_memory_in) if short_of_memory_in else state.tuning
     state.tuning = exchange_tuning(group, mine, changed=changed)
-    if shares := parts.settings.data.shares:
+    shares = parts.settings.data.shares
+    if shares and shares != "auto":
         # By the ranks of the launch: of those that are left each keeps its own.
         places = group.exchange("place", str(parts.runtime.rank_info.rank))
         parts.drills.shares = tuple(shares[int(place)] for place in places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_runner.collective.sync_batchnorm import OPTION
-from ddp_runner.core.batch_sizes import SHARES, cut, micro_batch
+from ddp_runner.core.batch_sizes import SHARES, cut, micro_batch, shares_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import micro_batch_count
@@ -13,7 +13,7 @@ from ddp_runner.data.order import micro_batch_count
 
 def refuse_unequal_shares(settings: Settings, global_batch: int, *, world_size: int) -> None:
     """Raise BadInputError where ranks that may be left would run unequally many micro-batches."""
-    shares, size = settings.data.shares, micro_batch(settings.data)
+    shares, size = shares_of(settings.data), micro_batch(settings.data)
     least = settings.recovery.min_ranks or world_size
     if shares and least < world_size:
         expected = f"must be 0 with {OPTION} and {SHARES}: who is left may not have shares that fit"

@@ -1,16 +1,15 @@
-"""Whether a task's data can be preloaded at all, as far as it says so. Looks at no sample."""
+"""Whether a task's data can be preloaded at all, by its kind. Looks at no sample."""
 
 from __future__ import annotations
 
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import Settings
-from ddp_runner.training.task import Datasets
 
 OPTION = "data.preload"
 TRAINING, VALIDATION = "training", "validation"
 
 
-def refuse_unfit(settings: Settings, datasets: Datasets, *, is_stream: bool) -> None:
+def refuse_unfit(settings: Settings, *, is_stream: bool) -> None:
     """Raise BadInputError for data that cannot be preloaded."""
     if not settings.data.preload:
         return
@@ -20,14 +19,3 @@ def refuse_unfit(settings: Settings, datasets: Datasets, *, is_stream: bool) -> 
             " give the samples by __getitem__"
         )
         raise BadInputError(OPTION, "true", expected)
-    given = [(TRAINING, datasets.train)]
-    given += [(VALIDATION, dataset) for dataset in datasets.validation_sets.values()]
-    for what, dataset in given:
-        if getattr(dataset, "deterministic", False):
-            continue
-        raise BadInputError(
-            OPTION,
-            "true",
-            f"needs samples that are the same each time, and the {what} data does not say that they are: set"
-            " deterministic = True on the dataset where it draws no random numbers, or leave it out",
-        )

@@ -10,7 +10,7 @@ import os
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -29,7 +29,7 @@ from ddp_runner.data.preload.memory import (
     SampleMemory,
     Unread,
 )
-from ddp_runner.data.preload.reading import NoRoomError, NotKeptError, Reading
+from ddp_runner.data.preload.reading import PROBES, NoRoomError, NotKeptError, Reading
 from ddp_runner.memory.readings import SystemReader
 from ddp_runner.observe.format import byte_size, count
 from ddp_runner.training.fit_for_preload import OPTION, TRAINING, VALIDATION
@@ -80,7 +80,7 @@ def preloaded(
         workload,
         datasets=replace(datasets, train=train, validation=validation),
         replaced_data=tuple(_let_go(one, state) for one in (datasets.train, *sets.values())),
-        notes=(*workload.notes, *_notes(found)),
+        notes=(*workload.notes, *_notes(found), *_watched_notes(given)),
     )
 
 
@@ -201,6 +201,20 @@ def _notes(found: dict[str, SampleMemory]) -> list[str]:
                 f" {filling.first_unread}: {first.error}"
             )
     return notes
+
+
+def _watched_notes(given: Mapping[str, Any]) -> list[str]:
+    """Of data that does not say that its samples are the same each time: why it was taken."""
+    named = [
+        what for what, dataset in given.items() if not getattr(dataset, "deterministic", False)
+    ]
+    if not named:
+        return []
+    line = (
+        f"the {' and the '.join(named)} data does not say deterministic = True and is preloaded all the same:"
+        f" no sample has drawn a random number, and up to {PROBES} were the same when they were read again"
+    )
+    return [line]
 
 
 # Several map-style datasets as one, and one as several, by where each begins. Reads no sample

@@ -87,7 +87,9 @@ class TrainState:
         self.begun_step = EMPTY_STEP  # where this launch, or its newest reading of a file, began
         self.trained_since = EMPTY_STEP  # where this process began to train
         self.samples = 0
-        self.tokens: float | None = None  # the weight of all steps, where the loss has one
+        self.tokens: float | None = (
+            None  # of all steps: the weight of the loss, else by tokens_per_sample
+        )
         self.all_used_steps = 0  # in a row, in which every rank used every parameter
         self.boundary_done_step = (
             0  # up to where evaluations and saves that were due have been made

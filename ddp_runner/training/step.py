@@ -44,6 +44,7 @@ class StepRules:
     others: tuple[torch.device, ...] = ()  # which have parts of each batch
     first_step: int = 0  # of the stage
     watch_use: bool = False  # count the steps in which every parameter was used
+    tokens_per_sample: float | None = None  # of all samples alike, where the task says so
 
     @property
     def unit(self) -> float:
@@ -185,8 +186,7 @@ class Stepper:
         self._commit.begin_change()
         self._update(rate, applied=applied)
         self._commit.end_change(agreed, applied=applied, samples=self._rules.global_batch)
-        if means.weight is not None:
-            state.tokens = (state.tokens or 0.0) + (means.weight if applied else 0.0)
+        self._count_tokens(means.weight, applied=applied)
         return StepResult(
             step=state.committed_step,
             loss=loss,
@@ -205,6 +205,17 @@ class Stepper:
             parts=means.parts,
             without_weight=means.weight == 0,
         )
+
+    def _count_tokens(self, weight: float | None, *, applied: bool) -> None:
+        """Add the tokens of a step: the weight of its loss, else those of its samples."""
+        state, size, each = self._state, self._rules.global_batch, self._rules.tokens_per_sample
+        if weight is None and each is None:
+            return
+        before = state.tokens
+        if before is None:  # the first step, or one after a checkpoint that counts none
+            before = 0.0 if each is None else each * (state.samples - size)
+        counted = weight if weight is not None else (each or 0.0) * size
+        state.tokens = before + (counted if applied else 0.0)
 
     def own_gradient_norm(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Compute this rank's gradient of the step just skipped once more, without reducing it.

@@ -99,7 +99,7 @@ def stream_order(
         seed=run.seed,
         dataset_size=size,
         global_batch_size=global_batch,
-        shares=data.shares,
+        shares=batch_sizes.shares_of(data),
         shuffle=False,
         first_step=steps_before(settings.stage),
         is_sharded=cut_up,
@@ -120,7 +120,9 @@ def _items_of_epoch(
     if settings.data.stream_end == "wrap":
         return sum(lengths)
     deal = Deal.of(seed=settings.run.seed, shards=len(lengths), world_size=world_size)
-    shares = batch_sizes.cut(global_batch, settings.data.shares or (1,) * world_size)
+    shares = batch_sizes.cut(
+        global_batch, batch_sizes.shares_of(settings.data) or (1,) * world_size
+    )
     steps = steps_of_epoch(lengths, deal=deal, shares=shares)
     if steps == 0:
         raise BadInputError(

@@ -124,7 +124,7 @@ class NamesLoss(Protocol):
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """A task of which all samples have equally many tokens may also say how many, for tokens per second.
+    """A task of which all samples have equally many tokens may also say how many, for tokens in all and per second.
 
     Where its loss is ``Weighted``, the sum of weights counts instead.
     """

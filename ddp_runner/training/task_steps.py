@@ -37,7 +37,7 @@ from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.session import Outcome, StepInHand
 from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes, WrapAgainError
-from ddp_runner.training.use_figures import UseFigures
+from ddp_runner.training.use_figures import UseFigures, tokens_per_sample
 
 WRAPS_MAX = 3  # of one step
 
@@ -343,6 +343,7 @@ class TaskSteps:
             device=workload.device,
             others=workload.other_devices,
             watch_use=self._adapt_rules.watch_use(self._state.tuning),
+            tokens_per_sample=tokens_per_sample(workload.task),
         )
 
     def _wrap_as_it_is(self) -> None:

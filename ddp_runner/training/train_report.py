@@ -13,7 +13,7 @@ from torch import nn
 from ddp_runner.checkpoint.codec import weights_sha256
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.communicators import ends_in_silence
-from ddp_runner.core.batch_sizes import cut
+from ddp_runner.core.batch_sizes import cut, shares_of
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.messages import Finished, Ready
 from ddp_runner.core.run_stages import steps_before
@@ -128,7 +128,7 @@ def block_of(parts: Built) -> tuple[str, ...]:
         total_steps=workload.length.total_steps,
         steps_per_epoch=workload.length.steps_per_epoch,
         committed_step=state.committed_step,
-        shares=cut(workload.global_batch, shares) if (shares := settings.data.shares) else (),
+        shares=cut(workload.global_batch, shares) if (shares := shares_of(settings.data)) else (),
         samples=workload.order.dataset_size if loads else None,
         global_batch=workload.global_batch if loads else None,
         micro_batch_size=state.tuning.micro_batch_size if loads else None,

@@ -23,6 +23,7 @@ from ddp_runner.config.identity import task_has_changed
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.modes import Mode
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.secrets import hidden_texts
 from ddp_runner.core.settings import Settings
@@ -43,7 +44,7 @@ from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.ready_objects import Objects, ReadyObjects
 from ddp_runner.training.resume import is_complete, take_up
-from ddp_runner.training.runtime import LocalRuntime, Runtime, local_runtime
+from ddp_runner.training.runtime import LocalRuntime, RankInfo, Runtime, local_runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.stage_begin import OtherStageError, begin_of, leave_for
 from ddp_runner.training.stages import StageClock
@@ -103,10 +104,8 @@ class DDPTrainer:
         if not isinstance(config, Settings):
             given = with_task_named(config or {})
             config, origins = configuration.from_flat(given), configuration.origins_of(given)
-        if (config.stages or config.run.stage) and config.stage is None:
-            expected = "needs a supervisor: start with ddp_runner train, or ddp_runner.launch()"
-            raise BadInputError("stages", "", expected)
         self.settings = config
+        _refuse_unsupervised_stages(config)
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
         configuration.refuse_untrue(
             given, configuration.facts_of_rank(self._runtime.rank_info.as_plain, os.environ)
@@ -114,6 +113,7 @@ class DDPTrainer:
         if ready is not None:
             ready.train_in(self._runtime, folder=self.settings.run.checkpoint_dir)
         if isinstance(self._runtime, LocalRuntime):
+            _refuse_measured_shares(config, world_size=self._runtime.rank_info.world_size)
             self._runtime.unread = partial(configuration.unread_warning, config, origins)
         if self.settings.log.phase_times:
             self._runtime.slot = timed(self._runtime.slot, self._runtime.rank_info.device)
@@ -126,10 +126,12 @@ class DDPTrainer:
     def info(self) -> dict[str, Any]:
         """What is trained, where and how, as plain values; may be called at any time.
 
-        ``task``, ``name``, ``rank``, ``world_size``, ``device``, ``log_dir``, ``checkpoint_dir``, ``versions``; once
-        :meth:`train` has built it also ``run_id``, ``precision``, ``parameters`` and ``trained_parameters`` (numbers
+        ``task``, ``name``, ``rank``, ``world_size``, ``device``, ``mode``, ``gpu_count`` (of all ranks), ``log_dir``, ``checkpoint_dir``,
+        ``versions``; once :meth:`train` has built it also ``run_id``, ``precision``, ``parameters`` and ``trained_parameters`` (numbers
         in them), ``batch_size`` (samples that this rank computes at once), ``global_batch`` (samples of a step
-        over all ranks), ``total_steps``, ``steps_per_epoch`` and ``committed_step`` (steps that count so far).
+        over all ranks), ``total_steps``, ``steps_per_epoch``, ``committed_step`` (steps that count so far) and ``devices``: of each GPU of this rank ``device``, ``name``,
+        ``compute_capability``, ``memory_total_bytes``, ``memory_free_bytes``, ``memory_allocated_bytes``, ``memory_reserved_bytes`` and
+        ``memory_efficiency`` (peak of the former over that of the latter).
         """
         return info_of(self.settings, self._runtime, self._parts)
 
@@ -295,6 +297,8 @@ def info_of(settings: Settings, runtime: Runtime, parts: TaskParts | None) -> di
         "rank": info.rank,
         "world_size": info.world_size,
         "device": info.device,
+        "mode": _mode_of(info),
+        "gpu_count": 0 if info.device == "cpu" else info.computing_devices,
         "log_dir": settings.run.log_dir,
         "checkpoint_dir": settings.run.checkpoint_dir,
         "versions": {
@@ -318,6 +322,35 @@ def info_of(settings: Settings, runtime: Runtime, parts: TaskParts | None) -> di
         "total_steps": workload.length.total_steps,
         "steps_per_epoch": workload.length.steps_per_epoch,
         "committed_step": max(0, state.committed_step),
+        "devices": [device_record(one) for one in workload.devices if one.type == "cuda"],
+    }
+
+
+def _mode_of(info: RankInfo) -> str:
+    """The word of run.mode that the devices are used by, also where nobody has chosen."""
+    if info.mode:
+        return info.mode.partition(":")[0]
+    if info.world_size > 1:
+        return str(Mode.DISTRIBUTED.value)
+    return str((Mode.DATA_PARALLEL if info.other_devices else Mode.SINGLE).value)
+
+
+def device_record(device: torch.device) -> dict[str, Any]:
+    """A GPU of this rank, and its memory as it is now."""
+    found = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    return {
+        "device": str(device),
+        "name": found.name,
+        "compute_capability": f"{found.major}.{found.minor}",
+        "memory_total_bytes": total,
+        "memory_free_bytes": free,
+        "memory_allocated_bytes": torch.cuda.memory_allocated(device),
+        "memory_reserved_bytes": torch.cuda.memory_reserved(device),
+        "memory_efficiency": torch.cuda.max_memory_allocated(device) / reserved
+        if reserved
+        else None,
     }
 
 
@@ -356,3 +389,15 @@ def performance_of(runtime: Runtime, parts: TaskParts | None) -> dict[str, float
                 ranks = runtime.rank_info.world_size
                 rates["flops_utilization"] = tokens_per_s * needed / (peak * ranks)
     return {**found, **rates, **peaks}
+
+
+def _refuse_unsupervised_stages(settings: Settings) -> None:
+    if (settings.stages or settings.run.stage) and settings.stage is None:
+        expected = "needs a supervisor: start with ddp_runner train, or ddp_runner.launch()"
+        raise BadInputError("stages", "", expected)
+
+
+def _refuse_measured_shares(settings: Settings, *, world_size: int) -> None:
+    if settings.data.shares == "auto" and world_size > 1:
+        expected = "needs a supervisor, which measures the ranks: give a number for each rank"
+        raise BadInputError("data.shares", "auto", expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -52,6 +53,7 @@ def memory_figures(memory: MemoryManager) -> dict[str, float]:
         "device_reserved_bytes": reading.device_reserved_bytes,
         "device_used_bytes": used,
         "device_total_bytes": reading.device_total_bytes,
+        "memory_efficiency": reading.memory_efficiency,
     }
     return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -63,10 +65,16 @@ def tokens_of(parts: TaskParts) -> float | None:
     """
     if parts.state.tokens is not None:
         return parts.state.tokens
-    each = getattr(parts.workload.task, "tokens_per_sample", None)
-    if isinstance(each, bool) or not isinstance(each, (int, float)) or not each > 0:
+    each = tokens_per_sample(parts.workload.task)
+    return None if each is None else each * parts.state.samples
+
+
+def tokens_per_sample(task: object) -> float | None:
+    """What the task says of all its samples alike; None where it says no number above 0."""
+    each = getattr(task, "tokens_per_sample", None)
+    if isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 < each < math.inf:
         return None
-    return float(each) * parts.state.samples
+    return float(each)
 
 
 def costs_of(parts: TaskParts) -> tuple[float, float] | None:

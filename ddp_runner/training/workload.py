@@ -204,7 +204,7 @@ def build_workload(
         settings.data, ranks=rank_info.world_size, devices=rank_info.computing_devices
     )
     order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
-    refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
+    refuse_unfit(settings, is_stream=isinstance(order, StreamOrder))
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
         epochs=settings.run.epochs,
@@ -375,7 +375,7 @@ def _sample_order(
         dataset_size=size,
         shuffle=datasets.shuffle or draws is not None,
         global_batch_size=global_batch,
-        shares=settings.data.shares,
+        shares=batch_sizes.shares_of(settings.data),
         draws=draws,
         first_step=steps_before(settings.stage),
     )

@@ -10,17 +10,17 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli import doctor
-from ddp_runner.cli.amd_gpus import find_amd_gpus, parse_amd_smi, parse_rocm_smi, visible_amd
 from ddp_runner.cli.checks import Verdict
 from ddp_runner.cli.devices import find_gpus
 from ddp_runner.cli.doctor import amd_checks, check_access, check_driver, check_variables
-from ddp_runner.cli.gpus import Gpu
-from ddp_runner.cli.machine import TorchBuild, torch_build
 from ddp_runner.cli.modes import find_collectives
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.probing import Probed, check_collectives
 from ddp_runner.cli.train import plan_launch
 from ddp_runner.core.launch_plan import group_backend
+from ddp_runner.observe.amd_gpus import find_amd_gpus, parse_amd_smi, parse_rocm_smi, visible_amd
+from ddp_runner.observe.gpus import Gpu
+from ddp_runner.system.torch_versions import TorchBuild, torch_build
 
 WITH_ROCM = TorchBuild(version="2.9.0+rocm6.4", cuda="", hip="6.4.43484")
 # As of amd-smi 26.2, of two GPUs that it does not list in the order of the kernel's nodes.

@@ -166,6 +166,50 @@ def test_export_has_the_model_save_itself_with_the_average(tmp_path, capsys):
     assert torch.equal(found["weight"], means["weight"])
 
 
+@pytest.mark.parametrize("averages", [True, False])
+def test_export_as_a_dict_has_weights_average_and_counts(tmp_path, capsys, averages):
+    """As readers of other trainers expect it; plain ``torch.load`` reads it, and a run can begin with it."""
+    task = tmp_path / "task.py"
+    task.write_text(TASK)  # its save_pretrained is not asked: it would write other files
+    means = {"weight": torch.tensor([[7.0, 8.0]])}
+    kept = {"parameters": means, "buffers": {}} if averages else None
+    made(tmp_path / "c", task=f"{task}:Pretrained", ema=kept)
+    words = ["checkpoints", "export", "--layout", "state_dict", "-c", str(tmp_path / "c"), "--to"]
+    assert main([*words, str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    file = tmp_path / "out" / "checkpoint.pt"
+    assert f"{file} " in capsys.readouterr().out
+    found = torch.load(file)
+    model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+    model.load_state_dict(found["state_dict"])
+    assert torch.equal(model.weight.float(), WEIGHTS["weight"])
+    assert ("ema" in found) is averages
+    if averages:
+        model.load_state_dict(found["ema"])
+        assert torch.equal(model.weight.float(), means["weight"])
+        assert torch.equal(model.bias.float(), WEIGHTS["bias"])
+    counts = {"step": 5, "global_step": 5, "epoch": 0, "samples": 40, "tokens": 1280.0, "loss": 2.5}
+    assert {name: found[name] for name in found if name not in ("state_dict", "ema")} == counts
+    assert load_weights(file).keys() == WEIGHTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--layout", "lightning"], "--layout=lightning: must be weights or state_dict"),
+        (["--layout", "state_dict", "--format", "safetensors"], "--format=safetensors: "),
+        (["--layout", "state_dict", "--ema"], "--ema: "),
+    ],
+)
+def test_export_refuses_options_that_do_not_go_together(tmp_path, capsys, more, said):
+    """In one line; nothing is written."""
+    made(tmp_path / "c")
+    to = tmp_path / "out"
+    assert main(["checkpoints", "export", "--to", str(to), "-c", str(tmp_path / "c"), *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert not to.exists()
+
+
 def test_export_of_a_file_without_its_frozen_weights_is_whole_or_refused(tmp_path, capsys):
     """They are in what its run has begun with; where that is gone nothing is written."""
     begun = tmp_path / "begun.pt"

@@ -14,10 +14,10 @@ import yaml
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli.configure import QUESTIONS, Machine, ask_all, written
-from ddp_runner.cli.gpus import Gpu, VisibleGpus
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.train import plan_launch
 from ddp_runner.config import resolve
+from ddp_runner.observe.gpus import Gpu, VisibleGpus
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Machine(gpus=VisibleGpus(why_none="none"), cores=2)

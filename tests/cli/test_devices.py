@@ -11,15 +11,16 @@ import pytest
 from ddp_runner.__main__ import main
 from ddp_runner.cli import doctor
 from ddp_runner.cli.devices import find_gpus, parse_query, plan_devices
-from ddp_runner.cli.gpus import VisibleGpus, visible
-from ddp_runner.cli.machine import TorchBuild, core_count, cpu_quota, torch_build
+from ddp_runner.cli.machine import core_count, cpu_quota
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.probing import Probed
 from ddp_runner.cli.train import place_notes, plan_launch, preset_name, threads_per_rank
 from ddp_runner.config import resolve
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.launch_plan import group_backend
+from ddp_runner.observe.gpus import VisibleGpus, visible
 from ddp_runner.supervisor.recovery.communicator_cut import SILENT_LEAVE_TIMEOUT_S
+from ddp_runner.system.torch_versions import TorchBuild, torch_build
 
 LISTED = """0, GPU-aaaa1111, NVIDIA H200, 143771 MiB
 1, GPU-aaaa2222, NVIDIA H200, 143771 MiB

@@ -26,10 +26,10 @@ from ddp_runner.cli.gpu_checks import (
     parse_memory,
     parse_peers,
 )
-from ddp_runner.cli.gpus import Gpu, VisibleGpus
-from ddp_runner.cli.machine import TorchBuild
 from ddp_runner.cli.probing import Probed, check_collectives, probe
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.observe.gpus import Gpu, VisibleGpus
+from ddp_runner.system.torch_versions import TorchBuild
 from tests.processes import ROOT, poll
 from tests.rank.failing_probe import VARIABLE
 

@@ -89,6 +89,27 @@ def test_a_report_draws_what_was_logged(tmp_path, capsys):
     assert "improve" in capsys.readouterr().out
 
 
+def test_a_report_shows_gpus_and_their_newest_epochs(tmp_path, capsys):
+    """Means with peaks, over all GPUs for an epoch; without a GPU there is no such line."""
+    assert main(["report", "-l", run_in(tmp_path / "cpu")]) == 0
+    assert "GPU" not in capsys.readouterr().out
+    use = {
+        "use": {"mean": 0.5, "peak": 0.9},
+        "power_w": {"mean": 310.0, "peak": 310.0},
+        "memory_efficiency": {"mean": 0.8, "peak": 0.8},
+    }
+    other = {"use": {"mean": 0.7, "peak": 1.0}}
+    epochs = tuple({"epoch": epoch, "gpus": {"0": use, "1": other}} for epoch in range(20))
+    logs = run_in(tmp_path / "gpu", gpus={"0": use, "1": {"name": "odd"}}, gpu_epochs=epochs)
+    assert main(["report", "-l", logs]) == 0
+    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("GPU")]
+    assert len(lines) == 1 + 8
+    assert lines[0].split(maxsplit=2)[2] == "use 50% (peak 90%), memory efficiency 80%, power 310 W"
+    assert lines[1].startswith("GPUs, epoch 12")
+    assert "use 60% (peak 100%)" in lines[-1]
+    assert lines[-1].startswith("GPUs, epoch 19")
+
+
 def test_two_runs_stand_side_by_side(tmp_path, monkeypatch, capsys):
     """By name or by folder; what files say is shown and not obeyed."""
     monkeypatch.chdir(tmp_path)

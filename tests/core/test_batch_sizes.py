@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_runner.core.batch_sizes import cut, refuse_wrong_shares
+from ddp_runner.core.batch_sizes import cut, proposed_shares, refuse_wrong_shares
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import DataSettings
 from ddp_runner.data.order import share_span
@@ -66,3 +66,37 @@ def test_shares_that_fit_are_accepted():
     """None of them fits any number of ranks."""
     refuse_wrong_shares(DataSettings(batch_size=8, shares=(3, 1)), world_size=2)
     refuse_wrong_shares(DataSettings(batch_size=8), world_size=5)
+
+
+@pytest.mark.parametrize(
+    ("own_s", "shares"),
+    [
+        ((0.03, 0.09), (3, 1)),
+        ((0.09, 0.03), (1, 3)),
+        ((0.02, 0.02, 0.03), (3, 3, 2)),
+        ((0.03, 0.033), ()),  # within what one run measures otherwise than the next
+        ((0.03, 0.03, 0.03), ()),
+        ((0.0, 0.03), ()),  # nothing was measured
+        ((0.001, 0.1), (8, 1)),  # as far as small numbers go
+    ],
+)
+def test_shares_are_proposed_where_ranks_differ(own_s, shares):
+    """Small numbers, by which all need about equally long for a step."""
+    assert proposed_shares(own_s, total=96) == shares
+
+
+def test_no_proposal_leaves_a_rank_without_a_sample():
+    """Of four samples a rank that is eight times as slow still has one."""
+    assert cut(4, proposed_shares((0.01, 0.08), total=4)) == (3, 1)
+    assert proposed_shares((0.01, 0.08), total=2) == ()
+
+
+@given(own_s=st.lists(st.floats(0.001, 1.0), min_size=2, max_size=6), total=st.integers(12, 4096))
+def test_a_proposal_makes_no_step_slower(own_s, total):
+    """The slowest rank of a step is at most as slow as with equal shares."""
+    shares = proposed_shares(own_s, total=total)
+    if shares:
+        counts, equal = cut(total, shares), cut(total, (1,) * len(own_s))
+        slowest = max(s * count for s, count in zip(own_s, counts, strict=True))
+        assert slowest < max(s * count for s, count in zip(own_s, equal, strict=True))
+        assert 0 not in counts

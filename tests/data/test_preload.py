@@ -7,6 +7,7 @@ import decimal
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import time
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from ddp_runner.data.host_generators import generator_states
 from ddp_runner.data.preload.memory import (
     OtherSamplesError,
     PreloadedDataset,
@@ -23,7 +25,7 @@ from ddp_runner.data.preload.memory import (
     UnreadSampleError,
 )
 from ddp_runner.data.preload.packing import ALIGNMENT, new_memory, pack, unpack
-from ddp_runner.data.preload.reading import TRIES, NoRoomError, NotKeptError, Reading
+from ddp_runner.data.preload.reading import PROBES, TRIES, NoRoomError, NotKeptError, Reading
 from ddp_runner.data.workers.fetch import BatchKey, SampleSource
 from tests.processes import poll
 
@@ -320,6 +322,60 @@ def test_a_sample_that_cannot_be_kept_is_named(memory, sample, why):
     """It is found with the first, before all others are read."""
     with pytest.raises(NotKeptError, match=why):
         read_into(memory, Given(sample))
+
+
+class Quiet(Counted):
+    """Does not say that it is the same each time; ``draws`` does so for one sample."""
+
+    deterministic = False
+
+    def __init__(self, *, draws=None, at=99, **how):
+        super().__init__(**how)
+        self.draws, self.at = draws, at
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if self.draws is not None and index == self.at:
+            sample["y"] = np.array([self.draws()])
+        return sample
+
+
+def test_data_that_draws_nothing_is_kept_though_it_does_not_say_so(memory):
+    """Some samples are read twice, to see that they are the same; generators are given back."""
+    dataset, before = Quiet(raises={50: 99}), generator_states()
+    read_into(memory, dataset)
+    assert generator_states() == before
+    assert memory.filling().unread == 1
+    reads = {index: times for index, times in dataset.read.items() if index != 50}
+    assert {*reads.values()} == {1, 2}
+    assert sum(times == 2 for times in reads.values()) == PROBES
+    for index in (0, 41, 99):
+        assert_equal(PreloadedDataset(memory)[index], Counted()[index])
+
+
+@pytest.mark.parametrize("at", [0, 1, 98])  # 1 and 98 are none of those that are looked at first
+@pytest.mark.parametrize(
+    ("draws", "whose"),
+    [
+        (random.random, "Python's random"),
+        (np.random.rand, "numpy"),
+        (lambda: float(torch.rand(1)), "torch"),
+        (lambda: random.seed(3) or 1.0, "Python's random"),
+    ],
+)
+def test_a_sample_that_draws_is_refused_wherever_it_is(memory, at, draws, whose):
+    """Also where no other sample does; it is not among those that were kept."""
+    with pytest.raises(NotKeptError, match=f"sample {at} moves the generator of {whose}"):
+        read_into(memory, Quiet(draws=draws, at=at))
+    assert memory.filling().done <= at
+
+
+def test_a_sample_that_differs_by_its_own_means_is_refused(memory):
+    """By a generator of the dataset's, a clock, or a counter: nobody seeds these."""
+    own = np.random.default_rng(1)
+    with pytest.raises(NotKeptError, match="sample 99 is another one when it is read again"):
+        read_into(memory, Quiet(draws=own.random))
+    assert memory.filling().done == 0
 
 
 def test_memory_that_holds_other_data_is_refused(memory):

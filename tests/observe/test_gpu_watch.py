@@ -129,6 +129,8 @@ def test_torch_is_asked_only_where_it_computes_on_a_gpu(monkeypatch):
         device_count = staticmethod(lambda: 2)
         memory_reserved = staticmethod(lambda index: [400, 0][index])
         memory_allocated = staticmethod(lambda index: 300)
+        max_memory_reserved = staticmethod(lambda index: 500)
+        max_memory_allocated = staticmethod(lambda index: 400)
         mem_get_info = staticmethod(lambda index: (600, 1000))
         get_device_name = staticmethod(lambda index: "NVIDIA A100")
 
@@ -140,6 +142,7 @@ def test_torch_is_asked_only_where_it_computes_on_a_gpu(monkeypatch):
     (gpu,) = watch.read().gpus  # on the second this process has nothing: it is not touched
     assert (gpu.index, gpu.memory_used_bytes, gpu.memory_total_bytes) == (0, 400, 1000)
     assert (gpu.allocated_bytes, gpu.reserved_bytes, gpu.use) == (300, 400, None)
+    assert gpu.memory_efficiency == 0.8  # of the peaks
 
 
 def test_cores_in_use_are_measured_between_two_looks():
@@ -215,4 +218,5 @@ def test_a_real_gpu_is_read():
     assert gpu.memory_used_bytes >= gpu.reserved_bytes
     assert 0 <= gpu.use <= 1
     assert 10 < gpu.temperature_c < 110
+    assert 0 < gpu.memory_efficiency <= 1
     assert gpu_watch.visible([gpu.uuid], gpu.uuid) == [0]

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from ddp_runner.cli.machine import torch_build
 from ddp_runner.core.messages import Ready, SpareReady
 from ddp_runner.core.spare import SpareKind
+from ddp_runner.system.torch_versions import torch_build
 from tests.processes import run_ranks
 
 from .supervising import PlayedSupervisor

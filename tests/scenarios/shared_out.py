@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -25,4 +26,13 @@ class SharedTask:
 
     def loss(self, model, batch):
         time.sleep(PACE_S)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+class UnevenTask(SharedTask):
+    """Rank 1 takes three times as long for a sample, as a slower device would."""
+
+    def loss(self, model, batch):
+        slow = dist.is_initialized() and dist.get_rank() == 1
+        time.sleep(len(batch[0]) * (0.006 if slow else 0.002) * model.training)
         return nn.functional.mse_loss(model(batch[0]), batch[1])

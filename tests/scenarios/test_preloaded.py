@@ -70,7 +70,10 @@ def test_nobody_reads_again_whoever_dies_while_it_is_read_or_later(tmp_path, mad
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("random", "set deterministic = True"), ("huge", "TB of memory for the training data")],
+    [
+        ("random", "training sample 191 moves the generator of torch"),
+        ("huge", "TB of memory for the training data"),
+    ],
 )
 def test_data_that_cannot_be_preloaded_is_one_line(tmp_path, kind, words):
     """Exit 2, and nothing is touched."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ddp_runner.core.batch_sizes import cut
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run, assert_every_sample_once
 
@@ -62,3 +63,36 @@ def test_who_is_left_keeps_its_share_of_the_rest(tmp_path):
     assert sizes(run, 5) == [9, 9, 6]
     assert sizes(run, STEPS) == [14, 0, 10]
     assert_every_sample_once(run, 3, samples=240)
+
+
+UNEVEN = f"{Path(__file__).with_name('shared_out.py')}:UnevenTask"
+
+
+def proposals(run):
+    return [one["shares"] for one in run.events() if one["event"] == "shares_proposed"]
+
+
+def test_auto_shares_are_kept_by_a_resume_taken_by_fresh_starts(tmp_path, made_once):
+    """One line says what would even the ranks out; a resume has the bits of the run that nobody stopped."""
+    auto = "data.shares=auto"
+    calm = made_once(*SETTINGS, task=UNEVEN, world=2)
+    with Run(tmp_path, *SETTINGS, auto, task=UNEVEN, world=2) as run:
+        run.wait_for_step(30)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    assert "data.shares=auto: equal shares, and the first steps are measured" in run.console
+    (shares,) = proposals(run)
+    assert shares[0] > 1.5 * shares[1]
+    words = ",".join(map(str, shares))
+    assert run.console.count(f"data.shares={words} would even out the ranks") == 1
+    with Run(tmp_path, *SETTINGS, auto, task=UNEVEN, world=2) as again:
+        assert again.wait() == 0, again.console
+    assert "data.shares=auto: equal shares, as this run began" in again.console
+    assert (again.digest, again.summary()["exact"]) == (calm.digest, True)
+    with Run(tmp_path, *SETTINGS, auto, "--resume", "none", task=UNEVEN, world=2) as fresh:
+        assert fresh.wait() == 0, fresh.console
+    assert f"data.shares=auto: {words}, as an earlier launch measured" in fresh.console
+    first, second = cut(16, shares)
+    assert f"global batch  16 = {first} + {second}" in fresh.console
+    assert len(proposals(fresh)) == 1
+    assert fresh.digest != calm.digest

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core.board import SLOT_BYTES, Board
-from ddp_runner.core.gpu_reading import GpuReading
+from ddp_runner.core.board import SLOT_BYTES, Board, Cell
+from ddp_runner.core.gpu_reading import EpochTally, GpuReading
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.node_messages import FROM_FOLLOWER, Watched, decode_from_node, encode_for_node
 from ddp_runner.core.node_options import NodeOptions
@@ -131,6 +131,54 @@ def test_a_logged_step_has_its_gpu_but_no_old_reading():
     assert watch.figures(1) == {"gpu_temperature_c": 61.0}
     clock.now_s += 3 * INTERVAL_S
     assert watch.figures(0) == {}
+
+
+def test_use_is_summed_up_for_each_epoch():
+    """By the epoch that was logged last; of two ranks on a GPU the memory efficiency is the mean."""
+    reader = Reader()
+    clock, ranks, watch = begun(plan(0, 0), reader)
+    for epoch, use in ((None, 0.1), (0, 0.5), (0, 0.7), (1, 0.9)):
+        for handle, share in zip(ranks, (0.4, 0.8), strict=True):
+            handle.metrics = {"memory_efficiency": share}
+            if epoch is not None:
+                handle.metrics["epoch"] = float(epoch)
+        clock.now_s += INTERVAL_S
+        reader.read(clock.now_s, GpuReading(index=0, use=use, memory_used_bytes=20, power_w=300.0))
+        watch.look(ranks)
+    gpus, _ = watch.summary(ranks)
+    assert gpus["0"]["use"]["mean"] == pytest.approx(0.55)
+    assert gpus["0"]["memory_efficiency"]["mean"] == pytest.approx(0.6)
+    first, second = watch.epochs()
+    assert (first["epoch"], second["epoch"]) == (0, 1)
+    assert first["gpus"]["0"]["use"] == {"mean": pytest.approx(0.6), "peak": 0.7}
+    assert second["gpus"]["0"]["use"] == {"mean": 0.9, "peak": 0.9}
+    assert {*second["gpus"]["0"]} == {"use", "memory_used_bytes", "memory_efficiency", "power_w"}
+
+
+def test_first_steps_propose_shares_once_where_that_is_asked_for():
+    """Behind those that compile, each rank by its own part; nothing without data.shares=auto."""
+    of = plan(None, None)
+    asked = replace(of.settings, data=replace(of.settings.data, shares="auto"))
+    for settings, shares in ((asked, (3, 1)), (of.settings, None)):
+        _, ranks, watch = begun(replace(of, settings=settings))
+        found = []
+        for step in range(40):
+            found.append(watch.shares(ranks))
+            for handle, own_ns in zip(ranks, (10_000_000, 30_000_000), strict=True):
+                handle.slot.add(Cell.OWN_NS, own_ns if step > 4 else 10**9)
+                handle.slot.add(Cell.OWN_STEPS, 1)
+        known = [one for one in found if one is not None]
+        assert [one.shares for one in known] == ([] if shares is None else [shares])
+        assert all(one.own_step_s == (0.01, 0.03) for one in known)
+
+
+def test_a_long_run_keeps_its_newest_epochs():
+    """What a summary has is bounded."""
+    tally = EpochTally()
+    for epoch in range(EpochTally.EPOCHS_MAX + 3):
+        tally.add(epoch, "0", GpuReading(index=0, use=0.5))
+    assert len(tally.record()) == EpochTally.EPOCHS_MAX
+    assert tally.record()[0]["epoch"] == 3
 
 
 def test_each_reading_counts_once_however_often_it_is_looked_at():

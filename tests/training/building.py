@@ -88,7 +88,9 @@ def build_replica(state, group, *, slot=None, loss=loss_of, form=PLAIN_FORM, **d
     )
 
 
-def build_stepper(state, replica, *, rank, world_size, micro_steps=1, optim=None, slot=None):
+def build_stepper(
+    state, replica, *, rank, world_size, micro_steps=1, optim=None, slot=None, tokens=None
+):
     """Steps over ``MICRO_BATCH * micro_steps`` samples per rank."""
     rules = StepRules(
         seed=7,
@@ -97,6 +99,7 @@ def build_stepper(state, replica, *, rank, world_size, micro_steps=1, optim=None
         total_steps=TOTAL_STEPS,
         optim=optim or optim_settings(),
         device=CPU,
+        tokens_per_sample=tokens,
     )
     return Stepper(state, replica, rules=rules, slot=slot or make_slot())
 

@@ -45,9 +45,14 @@ class Squares(Dataset):
 
 
 class Random(Squares):
-    """Says nothing of being the same each time."""
+    """Says nothing of being the same each time; may draw for one sample."""
 
     deterministic = False
+    draws_at = -1
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return (x + torch.rand(1) if index == self.draws_at else x), y
 
 
 class Stream(IterableDataset):
@@ -129,23 +134,53 @@ def test_several_validation_sets_are_read_once_too(tmp_path):
     assert report.weights_sha256 == plain.weights_sha256
 
 
-@pytest.mark.parametrize(
-    ("datasets", "words"),
-    [
-        (Datasets(train=Stream()), "needs data with an index"),
-        (Datasets(train=Random()), "the training data does not say that they are"),
-        (Datasets(train=Squares(), validation=Random()), "the validation data does not say"),
-    ],
-)
-def test_data_that_cannot_be_preloaded_is_refused_with_the_cure(tmp_path, datasets, words):
+def test_a_stream_cannot_be_preloaded(tmp_path):
     """One line, before anything is read."""
-    wanted = settings(tmp_path, **{"data.preload": True})
-    is_stream = isinstance(datasets.train, IterableDataset)
-    with pytest.raises(BadInputError, match=words) as caught:
-        refuse_unfit(wanted, datasets, is_stream=is_stream)
+    with pytest.raises(BadInputError, match="needs data with an index") as caught:
+        refuse_unfit(settings(tmp_path, **{"data.preload": True}), is_stream=True)
     assert "data.preload=true: " in str(caught.value)
     assert "leave it out" in str(caught.value)
-    refuse_unfit(settings(tmp_path), datasets, is_stream=is_stream)
+    refuse_unfit(settings(tmp_path), is_stream=True)
+
+
+class QuietTask(SquaresTask):
+    """Data that does not say anything of being the same each time; ``draws``: in its last sample."""
+
+    def __init__(self, draws=False):
+        super().__init__()
+        self.draws = draws
+
+    def build_datasets(self):
+        train = Random()
+        train.draws_at = SAMPLES - 1 if self.draws else -1
+        return Datasets(train=train, validation=Random(9), collate=mixed)
+
+
+def mixed(samples):
+    """Draws for each batch, as MixUp does."""
+    x, y = torch.utils.data.default_collate(samples)
+    return x * torch.rand(1), y
+
+
+def test_data_that_draws_nothing_trains_as_without_preload(tmp_path):
+    """Bit for bit, also with a collate function that draws; a line says what was looked at."""
+    how = {"run.task": f"{__name__}:QuietTask", "log.evaluate_every_steps": 5}
+    shared = DDPTrainer(config=settings(tmp_path / "shared", **how, **{"data.preload": True}))
+    report = shared.train()
+    (line,) = (one for one in shared._parts.workload.notes if "deterministic" in one)
+    assert "the training and the validation data does not say deterministic = True" in line
+    plain = DDPTrainer(config=settings(tmp_path / "plain", **how)).train()
+    assert report.weights_sha256 == plain.weights_sha256
+    assert report.figures == plain.figures
+
+
+def test_data_that_draws_is_refused_with_its_sample(tmp_path):
+    """One line; nothing is trained."""
+    how = {"run.task": f"{__name__}:QuietTask", "task.draws": True, "data.preload": True}
+    with pytest.raises(BadInputError, match="training sample 39 moves the generator of torch") as e:
+        DDPTrainer(config=settings(tmp_path, **how)).train()
+    assert str(e.value).startswith("--data.preload=true: ") or "data.preload=true: " in str(e.value)
+    assert str(e.value).endswith("leave it out")
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,6 +26,7 @@ from ddp_runner.memory.readings import SystemReader
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.task import Datasets
+from ddp_runner.training.trainer import device_record
 from tests.processes import hosted_store, ranks, run_ranks
 
 SAMPLES, BATCH = 40, 4  # ten steps an epoch for one rank
@@ -374,6 +377,59 @@ def test_each_process_trains_alone_where_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNNER_PLAIN_RANK", "0")
     alone = DDPTrainer(SmallTask, config=settings(tmp_path)).info()
     assert (alone["rank"], alone["world_size"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "mode", "gpus"),
+    [
+        ({"world_size": 1, "device": "cpu"}, "single", 0),
+        ({"world_size": 2, "device": "cpu"}, "distributed", 0),
+        ({"world_size": 2, "device": "cuda:0", "mode": "distributed: by NCCL"}, "distributed", 2),
+        ({"world_size": 1, "device": "cuda:0", "other_devices": ("cuda:1",)}, "data_parallel", 2),
+    ],
+)
+def test_info_has_the_mode_and_the_number_of_gpus(tmp_path, place, mode, gpus):
+    """By the word of run.mode, also where nobody has chosen."""
+    info = RankInfo(rank=0, local_rank=0, local_world_size=1, loads=True, **place)
+    runtime = LocalRuntime(rank_info=info, log_dir=tmp_path, debug=False)
+    found = DDPTrainer(SmallTask, config=settings(tmp_path), runtime=runtime).info()
+    assert (found["mode"], found["gpu_count"]) == (mode, gpus)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shares_are_not_measured_without_a_supervisor(tmp_path, world_size):
+    """One line where there is something to share out."""
+    config = settings(tmp_path, shares="auto")
+    where = {"rank": 0, "local_rank": 0, "local_world_size": world_size, "device": "cpu"}
+    info = RankInfo(**where, world_size=world_size, loads=True)
+    runtime = LocalRuntime(rank_info=info, log_dir=tmp_path, debug=False)
+    refused = pytest.raises(BadInputError, match="needs a supervisor, which measures the ranks")
+    with refused if world_size > 1 else contextlib.nullcontext():
+        DDPTrainer(SmallTask, config=config, runtime=runtime)
+
+
+def test_info_has_the_memory_of_each_gpu(monkeypatch):
+    """Of a rank that shares its batches out, of all its GPUs; as torch says it."""
+    found = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    for name, given in {
+        "get_device_properties": found,
+        "mem_get_info": (60, 80),
+        "memory_allocated": 5,
+        "memory_reserved": 10,
+        "max_memory_allocated": 9,
+        "max_memory_reserved": 12,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, given=given: given)
+    assert device_record(torch.device("cuda:1")) == {
+        "device": "cuda:1",
+        "name": "NVIDIA H100",
+        "compute_capability": "9.0",
+        "memory_total_bytes": 80,
+        "memory_free_bytes": 60,
+        "memory_allocated_bytes": 5,
+        "memory_reserved_bytes": 10,
+        "memory_efficiency": 0.75,
+    }
 
 
 def test_an_unused_layer_is_trained_around_by_default(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ddp_runner import DDPTrainer
+from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.config import from_flat
 from ddp_runner.core.messages import Finished, Metrics
 from ddp_runner.core.settings import Settings
@@ -68,6 +70,11 @@ def test_a_watch_adds_figures_and_changes_no_weight(tmp_path):
     assert last["tokens_per_s"] == pytest.approx(TOKENS * last["samples_per_s"], rel=0.2)
     assert on_report["all_tokens"] == STEPS * BATCH * TOKENS
     assert "all_tokens" not in off_report
+    assert [one["tokens"] for one in (last, steps_off[-1], on_report, off_report)] == [
+        STEPS * BATCH * TOKENS
+    ] * 4
+    newest = Catalog(Path(settings(tmp_path / "off")["checkpoint_dir"])).entries()[0]
+    assert newest.manifest.about["tokens"] == newest.step * BATCH * TOKENS
 
 
 class Parts:
@@ -137,13 +144,21 @@ def test_a_rank_of_several_devices_has_the_peak_of_all(h100):
     assert speed_report(parts)["peak_flops"] == 2 * 989.4e12
 
 
+def test_memory_efficiency_is_the_peak_of_tensors_over_that_of_the_cache():
+    """Of the process's own: what others take on the device is none of it."""
+    taken = replace(READING, device_peak_bytes=12, device_taken_peak_bytes=63 + 16)  # 63: by others
+    assert taken.memory_efficiency == 0.75
+    assert READING.memory_efficiency is None
+    assert replace(taken, device_peak_bytes=0).memory_efficiency is None
+
+
 def test_an_unknown_device_has_no_utilization(monkeypatch):
     """Absent, not guessed."""
     monkeypatch.setattr(use_figures.torch.cuda, "get_device_name", lambda device: "GPU X")
     assert "flops_utilization" not in UseFigures(Parts(tokens=1.0), world_size=1).take(seconds=1.0)
 
 
-@pytest.mark.parametrize("each", [None, 0, -3, True, "7", float("nan")])
+@pytest.mark.parametrize("each", [None, 0, -3, True, "7", float("nan"), float("inf")])
 def test_tokens_that_nobody_counts_are_none(each, h100):
     """Neither by the loss nor by the task."""
     parts = Parts(task=SimpleNamespace(tokens_per_sample=each))

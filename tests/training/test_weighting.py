@@ -15,6 +15,7 @@ from tests.processes import hosted_store, run_ranks
 
 from .building import (
     CPU,
+    MICRO_BATCH,
     bits_of,
     build_replica,
     build_state,
@@ -158,6 +159,36 @@ def test_a_weighted_loss_is_the_total_over_the_weight(undivided_tokens):
     counts = (batch[:, 0].abs() * 3).floor()
     loss = (model(batch).square().squeeze(1) * counts).sum() / counts.sum()
     assert undivided_tokens[0][0] == pytest.approx((loss.item(), counts.mean().item()), rel=1e-6)
+
+
+def _counted(me, port, before, weight):
+    state = build_state(ema=False)
+    state.tokens, state.samples = before, 80
+    state.tuning = state.tuning.with_loss_form(LossForm(is_weighted=weight is not None))
+
+    def loss(model, batch):
+        mean = loss_of(model, batch)
+        return mean if weight is None else Weighted(mean * weight, weight)
+
+    with join(me, port) as group:
+        replica = build_replica(state, group, loss=loss, form=state.tuning.loss_form)
+        stepper = build_stepper(state, replica, rank=0, world_size=1, tokens=5.0)
+        stepper.run(micro_batches(0, 0), votes=Votes())
+    return state.tokens
+
+
+@pytest.mark.parametrize(
+    ("before", "weight", "after"),
+    [
+        (36.0, None, 36.0 + 5 * MICRO_BATCH),  # of a stage before, with samples of another length
+        (None, None, 5 * (80 + MICRO_BATCH)),  # a checkpoint that counted none
+        (36.0, 7.0, 43.0),  # the loss counts for itself
+    ],
+)
+def test_tokens_in_all_go_on_from_those_before(before, weight, after):
+    """By what the task says of a sample, where its loss has no weight."""
+    with hosted_store() as port:
+        assert run_ranks(_counted, 1, port, before, weight) == [after]
 
 
 def _without_weight(me, port):

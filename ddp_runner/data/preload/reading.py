@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddp_runner.data.host_generators import generators_kept
+from ddp_runner.data.by_number import sample_at
+from ddp_runner.data.host_generators import generator_states, generators_kept, moved_generators
 from ddp_runner.data.preload.memory import SampleMemory, Unread
 from ddp_runner.data.preload.packing import new_memory, pack, unpack
 from ddp_runner.data.sample_hash import sample_hash
@@ -23,7 +24,29 @@ _AT_ONCE = 64  # samples, of a dataset that gives many
 
 
 class NotKeptError(ValueError):
-    """A sample cannot be kept as bytes; its text says which, and why."""
+    """A sample cannot be kept as bytes, or is another one each time; its text says which, and why."""
+
+
+class _Watched:
+    """A dataset that does not say that its samples are the same each time: ``moved`` says which one was not.
+
+    Each sample moves the generators that a loader seeds before it, or does not.
+    """
+
+    deterministic = False
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.moved = ""
+
+    def __getitem__(self, index: int) -> Any:
+        before = generator_states()
+        try:
+            return sample_at(self._dataset, index)
+        finally:
+            if whose := moved_generators(before):
+                what = f"sample {index} moves the generator of {' and '.join(whose)}"
+                self.moved = self.moved or f"{what}: it may be another one each time"
 
 
 class NoRoomError(MemoryError):
@@ -51,7 +74,12 @@ class Reading:
         on_sample: Callable[[int], None],
         on_progress: Callable[[int], None],
     ) -> None:
-        self._source = SampleSource(dataset, seed=0, collate=list)
+        # INVARIANT preloaded-draws-nothing: a sample is kept only where loading it again gives the same bits.
+        # Broken if: a sample that moves a generator is kept because the dataset's first ones do not.
+        # Guarded by: test_a_sample_that_draws_is_refused_wherever_it_is.
+        is_same = bool(getattr(dataset, "deterministic", False))
+        self._watched = None if is_same else _Watched(dataset)
+        self._source = SampleSource(self._watched or dataset, seed=0, collate=list)
         self._gives_many = hasattr(dataset, "__getitems__")
         self._memory = memory
         self._room = room
@@ -95,6 +123,8 @@ class Reading:
                 continue
             found[index] = packed = _packed(sample, index)
             _compare(sample, packed, index)
+            if self._watched is not None:
+                self._compare_again(sample, packed, index)
             size_bytes += len(packed)
             if size_bytes > _AHEAD_BYTES:
                 break
@@ -104,9 +134,26 @@ class Reading:
             raise NoRoomError(needed, self._room_bytes)
         return found
 
-    def _samples(self, indices: Sequence[int]) -> list[Any]:
+    def _compare_again(self, sample: Any, packed: bytearray, index: int) -> None:
+        """Raise NotKeptError where a second reading, as of another epoch, is another sample."""
+        (again,) = self._samples((index,), epoch=1)
+        if isinstance(again, Unread) or type(again) is not type(sample):
+            is_same = False
+        else:
+            hashed = sample_hash(sample)
+            is_same = hashed == sample_hash(again) if hashed else packed == _packed(again, index)
+        if not is_same:
+            raise NotKeptError(f"sample {index} is another one when it is read again")
+
+    def _samples(self, indices: Sequence[int], *, epoch: int = 0) -> list[Any]:
+        found = self._loaded(indices, epoch)
+        if self._watched is not None and self._watched.moved:
+            raise NotKeptError(self._watched.moved)
+        return found
+
+    def _loaded(self, indices: Sequence[int], epoch: int) -> list[Any]:
         loaded = self._source.load(
-            BatchKey(epoch=0, indices=tuple(indices)), on_sample=self._on_sample
+            BatchKey(epoch=epoch, indices=tuple(indices)), on_sample=self._on_sample
         )
         if not isinstance(loaded, SampleFailed):
             return list(loaded)

@@ -122,7 +122,7 @@ def straggler(run: EndedRun) -> Improvement | None:
         f"rank {slowest} takes {own[slowest] * 1e3:.1f} ms a step, the others {others_s * 1e3:.1f}: "
         f"they wait for it, about {percent(seconds / run.trained_s)} of the time"
     )
-    change = "data.shares with a smaller number for it, if its device is slower for good"
+    change = "data.shares with a smaller number for it, or data.shares=auto, if its device is slower for good"
     if run.settings.get("data.shares") in ((), [], None):
         change += "; else see what else runs there: other programs, its clocks, its disk"
     return Improvement(what=what, change=change, seconds=seconds)

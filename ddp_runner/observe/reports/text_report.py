@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import wrap
+from typing import Any
 
 from ddp_runner.core.monitor import LOSS, is_of_evaluation, parts_of
-from ddp_runner.observe.format import count, duration, figure, percent
+from ddp_runner.observe.format import byte_size, count, duration, figure, percent
 from ddp_runner.observe.history.metrics_history import Curves
 from ddp_runner.observe.reports.improvements import Improvement
 from ddp_runner.observe.reports.text_charts import bar, sparkline
@@ -53,6 +54,28 @@ def time_parts(time_s: TimeShares) -> list[tuple[str, float]]:
     """The parts of the time that there were, by the names that people are shown, in the order of a run."""
     parts = [(shown, float(getattr(time_s, name))) for name, shown in TIME_NAMES.items()]
     return [(shown, seconds) for shown, seconds in parts if seconds > 0]
+
+
+_GPU_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("use", "use", percent),
+    ("memory_used_bytes", "memory", byte_size),
+    ("memory_efficiency", "memory efficiency", percent),
+    ("temperature_c", "temperature", lambda value: f"{value:.0f} °C"),
+    ("power_w", "power", lambda value: f"{value:.0f} W"),
+)
+
+
+def gpu_use(records: Sequence[Mapping[str, Any]]) -> str:
+    """Means over GPUs with the highest peak, as text; empty where nothing is known of any."""
+    shown = []
+    for name, title, form in _GPU_FIGURES:
+        known = [one[name] for one in records if isinstance(one.get(name), Mapping)]
+        if known:
+            mean = sum(one["mean"] for one in known) / len(known)
+            peak = form(max(one["peak"] for one in known))
+            text = form(mean)
+            shown.append(f"{title} {text}" + (f" (peak {peak})" if peak != text else ""))
+    return ", ".join(shown)
 
 
 def improvement_lines(found: Sequence[Improvement], *, labels: int) -> Iterator[str]:

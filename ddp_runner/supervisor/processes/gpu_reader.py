@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ddp_runner import start
 from ddp_runner.core.gpu_reading import GpuReading
 from ddp_runner.core.tracking import backoff_s
-from ddp_runner.observe.gpu_watch_process import NO_NVML
+from ddp_runner.observe.gpu_watch_process import NO_DRIVER
 from ddp_runner.supervisor.processes.children import read_output
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.run_files import from_json
@@ -90,7 +90,7 @@ class GpuReader:
         self._close()
         self._failures += 1
         self._start_at_s = self._clock.monotonic() + backoff_s(self._failures)
-        if exit_code == NO_NVML:
+        if exit_code == NO_DRIVER:
             self._is_given_up = True
             self._say(f"no readings of GPUs: {said}")
         elif self._failures >= FAILURES_MAX:

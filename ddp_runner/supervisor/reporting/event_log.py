@@ -73,6 +73,8 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.Straggler(rank=rank, factor=factor):
             words = f"rank {rank} takes {factor:.1f} times as long as the others for its own work"
             yield words, "WARNING"
+        case events.SharesProposed():
+            yield _shares_line(event), "INFO"
         case events.Drill(differs=""):
             yield passed_line(rank=event.rank, step=event.step, seconds=event.seconds), "INFO"
         case events.Drill(finding=finding, inexact_reason=reason):
@@ -125,3 +127,15 @@ def lines_of_begin(plan: LaunchPlan, ready: Sequence[Ready]) -> tuple[str, ...]:
         if note not in first.notes
     ]
     return tuple(lines)
+
+
+def _shares_line(event: events.SharesProposed) -> str:
+    times = ", ".join(f"{seconds * 1e3:.0f}" for seconds in event.own_step_s)
+    measured = f"the ranks' own parts of a step take {times} ms"
+    if not event.shares:
+        return f"data.shares=auto: {measured}, so equal shares stay"
+    shares = ",".join(map(str, event.shares))
+    return (
+        f"data.shares={shares} would even out the ranks: {measured}; a fresh start of this name with"
+        " data.shares=auto takes them (--resume none)"
+    )

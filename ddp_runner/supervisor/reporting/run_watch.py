@@ -6,7 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddp_runner.core.gpu_reading import GpuReading, GpuTally, Tally
+from ddp_runner.core import events
+from ddp_runner.core.batch_sizes import global_batch, proposed_shares
+from ddp_runner.core.board import Cell
+from ddp_runner.core.gpu_reading import EpochTally, GpuReading, GpuTally, Tally
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.node_messages import Watched
 from ddp_runner.observe.view import GpuView
@@ -17,6 +20,10 @@ from ddp_runner.system.clock import Clock
 from ddp_runner.system.proc_state import cpu_ticks
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_WARM_STEPS, _MEASURED_STEPS = (
+    5,
+    20,
+)  # of each rank: those that compile and allocate, those that count
 _FRESH_INTERVALS = 3  # an older reading is none of the step that is logged
 
 
@@ -54,6 +61,9 @@ class RunWatch:
         self._cpu_share: dict[int, float] = {}
         self._ranks: dict[int, Tally] = {}
         self._gpus: dict[tuple[int, int], GpuTally] = {}
+        self._epochs = EpochTally()
+        self._paces: list[tuple[int, int]] | None = None  # each rank's own steps and ns so far
+        self._measures_shares = plan.settings.data.shares == "auto" and plan.world_size > 1
         self._others: dict[int, _Readings] = {}  # by node
 
     @classmethod
@@ -83,6 +93,31 @@ class RunWatch:
         self._spent = spent
         self._tally_gpus(handles)
         return True
+
+    def shares(self, handles: Sequence[RankHandle]) -> events.SharesProposed | None:
+        """What the ranks' first steps say of their shares, once, where that is asked for; None before."""
+        if not self._measures_shares:
+            return None
+        cells = [(one.slot.get(Cell.OWN_STEPS), one.slot.get(Cell.OWN_NS)) for one in handles]
+        if self._paces is None:
+            if len(cells) == self._plan.world_size and min(cells)[0] >= _WARM_STEPS:
+                self._paces = cells
+            return None
+        if len(cells) != len(self._paces):  # a rank was given up: its part is another one's
+            self._measures_shares = False
+            return None
+        done = [now[0] - before[0] for now, before in zip(cells, self._paces, strict=True)]
+        if min(done) < _MEASURED_STEPS:
+            return None
+        self._measures_shares = False
+        spent = [now[1] - before[1] for now, before in zip(cells, self._paces, strict=True)]
+        own_s = tuple(ns / 1e9 / steps for ns, steps in zip(spent, done, strict=True))
+        total = global_batch(self._plan.settings.data, world_size=self._plan.world_size)
+        return events.SharesProposed(
+            shares=proposed_shares(own_s, total=total),
+            own_step_s=tuple(round(one, 6) for one in own_s),
+            devices=tuple(place.name for place in self._plan.devices),
+        )
 
     def hear(self, node: int, message: Watched) -> None:
         """What another machine has seen of its own."""
@@ -157,12 +192,15 @@ class RunWatch:
                 self._tally(handle)
         if not self._gpus:
             self._tally_gpus(handles)
-        many = self._plan.nodes is not None
         gpus: dict[str, object] = {
-            f"{node}:{index}" if many else str(index): tally.record()
+            self._name_of(node, index): tally.record()
             for (node, index), tally in sorted(self._gpus.items())
         }
         return gpus, {str(rank): tally.record() for rank, tally in sorted(self._ranks.items())}
+
+    def epochs(self) -> tuple[dict[str, object], ...]:
+        """Of summary.json, after :meth:`summary`: what GPUs have used in each epoch, as far as epochs are logged."""
+        return self._epochs.record()
 
     def took(self, ended: Ended) -> bool:
         """Whether a child that was reaped was the GPUs' reader."""
@@ -184,6 +222,9 @@ class RunWatch:
 
     def _node_of(self, rank: int) -> int:
         return rank // self._plan.ranks_per_node
+
+    def _name_of(self, node: int, index: int) -> str:
+        return str(index) if self._plan.nodes is None else f"{node}:{index}"
 
     def _readings(self, node: int) -> _Readings:
         if node != self._here:
@@ -230,11 +271,14 @@ class RunWatch:
     def _tally_gpus(self, handles: Sequence[RankHandle]) -> None:
         """Each reading once; where no driver is asked, what the ranks have reported."""
         counts = {node: self._readings(node).count for node in (self._here, *self._others)}
+        epoch = max((one.metrics["epoch"] for one in handles if "epoch" in one.metrics), default=-1)
         for view in self.gpus(handles):
             is_new = counts.get(view.node, 0) > self._tallied.get(view.node, 0)
             if (is_new or view.age_s is None) and _says_anything(view.reading):
                 key = (view.node, view.reading.index)
                 self._gpus.setdefault(key, GpuTally()).add(view.reading)
+                if epoch >= 0:  # else no step was logged yet
+                    self._epochs.add(int(epoch), self._name_of(*key), view.reading)
         self._tallied = counts
 
 

@@ -20,6 +20,7 @@ from ddp_runner.checkpoint.disk import Disk
 from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.group import Group
+from ddp_runner.core.batch_sizes import shares_of
 from ddp_runner.core.board import Cell
 from ddp_runner.core.drill import (
     SHARE,
@@ -87,7 +88,7 @@ class Drills:
         )
         is_wanted &= not workload.norms.names  # a share of which needs the other ranks
         self._drill_at = settings.recovery.drill_at if is_wanted else None
-        self.shares = settings.data.shares  # of the ranks of the generation; none: equal ones
+        self.shares = shares_of(settings.data)  # of the ranks of the generation; none: equal ones
         self._folder = Path(settings.run.checkpoint_dir)
         self._total_steps = workload.length.total_steps
         self._device = workload.device
