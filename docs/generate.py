@@ -379,6 +379,7 @@ def command_line_page() -> str:
     lines += [
         "",
         "`gil` holds the interpreter's lock, `diverge` flips one bit of a weight. A value in brackets is the default.",
+        "Rank 0 writes the checkpoints: the kinds of saves happen there, whatever `rank` says.",
         "A run that reaches its end without a fault that it was to meet names that fault (`never caused: ...`) and exits with 1.",
         "An attached loop has no `backward`, `compile` or `profile`, and none of the kinds of a step: they are refused.",
         "",

@@ -74,6 +74,15 @@ SHOWS_AS: Mapping[InjectKind, tuple[FaultKind, ...]] = {
 # These change what a step computes, so they happen where its loss is computed.
 KINDS_IN_LOSS = frozenset({InjectKind.UNUSED, InjectKind.NAN, InjectKind.SPIKE, InjectKind.DIVERGE})
 
+# What meets a write of a checkpoint meets rank 0, which writes them: at another rank it would be nothing.
+_OF_SAVES = frozenset(
+    {
+        *(InjectKind.DISK_FULL, InjectKind.DISK_ERROR),
+        *(InjectKind.SLOW_DISK, InjectKind.CORRUPT_CHECKPOINT),
+    }
+)
+_WRITER = 0
+
 # These belong to one step: another one, which a resume begins with, has none of them.
 _OF_A_STEP = frozenset({InjectKind.NAN, InjectKind.SPIKE})
 
@@ -136,6 +145,8 @@ def parse_injection(text: str, *, world_size: int) -> Injection | RandomPlan:
         times=_integer(text, values, "times", 1),
         seconds=_number(text, values, "seconds", 1.0),
     )
+    if kind in _OF_SAVES:
+        injection = replace(injection, rank=_WRITER)
     if kind in _OF_A_STEP:
         injection = replace(injection, last_step=injection.step + injection.times - 1)
     _refuse_unknown(text, values, "rank, step, phase, times, seconds")
@@ -211,10 +222,11 @@ def _drawn_places(plan: RandomPlan, *, world_size: int, total_steps: int) -> lis
 def draw_injection(plan: RandomPlan, number: int, *, world_size: int) -> RandomInjection:
     """Fault ``number`` of the plan, from 0: a pure function of the plan and the world size."""
     first, second, third, _ = _uniform(plan.seed, number)
+    kind = plan.kinds[int(second * len(plan.kinds))]
     return RandomInjection(
         wait_s=-plan.mtbf_s * math.log(1.0 - first),
-        kind=plan.kinds[int(second * len(plan.kinds))],
-        rank=int(third * world_size),
+        kind=kind,
+        rank=_WRITER if kind in _OF_SAVES else int(third * world_size),
     )
 
 

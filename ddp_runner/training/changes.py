@@ -107,7 +107,9 @@ def _changed_values(
     since = ""  # where steps that are over had other rates, too
     if rates <= old.keys():
         since = _since(_first_other(old, {**old, TOTAL_STEPS: new[TOTAL_STEPS]}), step, first)
-    if since or (rates <= old.keys() and not _same_rates(old, new, step=step - first)):
+    # Of another length alone the steps to come have the rates of a run that has it from the start.
+    has_others = rates <= old.keys() and any(old[key] != new[key] for key in _RATES)
+    if since or (has_others and not _same_rates(old, new, step=step - first)):
         pairs = [(key, old[key], new[key]) for key in new if key in _RATES]
         if old["optim.warmup_steps"] == new["optim.warmup_steps"]:  # at most half of the run
             pairs.append(("end of the warm-up", _warmup_end(old), _warmup_end(new)))

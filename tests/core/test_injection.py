@@ -31,6 +31,17 @@ def test_all_ranks_can_be_meant():
         parse_injection("nan:rank=3", world_size=3)
 
 
+@pytest.mark.parametrize("kind", ["disk_full", "disk_error", "slow_disk", "corrupt_checkpoint"])
+@pytest.mark.parametrize("rank", ["", "rank=2", "rank=all"])
+def test_a_fault_of_saves_meets_the_rank_that_writes(kind, rank):
+    """At another one it would be noted as caused and hurt nothing, or never come."""
+    assert parse_injection(f"{kind}:{rank}", world_size=3).rank == 0
+    plan = parse_injection(f"random:kinds={kind}", world_size=3)
+    assert {draw_injection(plan, number, world_size=3).rank for number in range(20)} == {0}
+    with pytest.raises(BadInputError, match="rank is 0 to 2 here, or all"):
+        parse_injection(f"{kind}:rank=3", world_size=3)
+
+
 @pytest.mark.parametrize("kind", ["unused", "nan", "spike", "diverge"])
 def test_what_changes_a_loss_has_one_place(kind):
     """It happens where the loss is computed; any other phase would be a silent no-op."""

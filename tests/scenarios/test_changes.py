@@ -67,6 +67,17 @@ def test_what_cannot_matter_is_not_reported_and_changes_no_bit(tmp_path):
     assert two.digest == one.digest
 
 
+def test_a_longer_run_whose_steps_had_its_rates_is_exact(tmp_path):
+    """A first step has the highest rate whatever the length: the weights of one long run, and no line."""
+    linear = ("schedule=linear", "warmup_steps=0")
+    launched(tmp_path / "two", *linear, "--max-steps", 1)
+    two = launched(tmp_path / "two", *linear, "--max-steps", 12)
+    one = launched(tmp_path / "one", *linear, "--max-steps", 12)
+    assert "changed: " not in two.console
+    assert (two.summary()["exact"], two.summary()["inexact_reasons"]) == (True, [])
+    assert two.digest == one.digest
+
+
 @pytest.mark.timeout(300)
 def test_under_an_outside_launcher_a_change_is_reported_too(tmp_path):
     """There the ranks have no supervisor: rank 0 says it, and writes the summary."""

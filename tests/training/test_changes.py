@@ -125,6 +125,17 @@ def test_what_makes_other_steps_is_named_with_both_values_and_the_step(tmp_path,
     assert state.capture()["changes"] == lines
 
 
+def test_a_longer_run_before_its_old_schedule_bends_is_exact(tmp_path):
+    """Each step that is over has the rate of the longer run; past the bend, or with another setting, it has not."""
+    before = {"schedule": "wsd", "decay_steps": 10, "warmup_steps": 7, "max_steps": 60}
+    longer = {**before, "max_steps": 100}
+    assert resumed(tmp_path / "1", before=before, **longer).changes == ()
+    assert resumed(tmp_path / "2", before=before, step=50, **longer).changes == ()
+    (late,) = resumed(tmp_path / "3", before=before, step=55, **longer).changes
+    assert "60 -> 100 at step 55, where steps from 51 on" in late
+    assert resumed(tmp_path / "4", before=before, **longer, lr=0.5).changes
+
+
 def test_of_a_schedule_only_what_moves_the_rate_is_named(tmp_path):
     """A constant rate has no end; a warm-up that is over, or one that was cut, may move."""
     constant = {"schedule": "constant"}
