@@ -43,11 +43,11 @@ NEVER = {
 }
 
 COUNTS = {
-    "imports by the kernel of what is outside it": 184,
-    "files with one importer and under 120 lines": 34,
+    "imports by the kernel of what is outside it": 183,
+    "files with one importer and under 120 lines": 33,
     "functions of more than 60 lines": 20,
     "functions of nine parameters or more": 23,
-    "files": 497,
+    "files": 496,
 }
 
 

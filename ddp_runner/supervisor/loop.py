@@ -35,11 +35,10 @@ from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.resources import StorePlace, remove_temporary_files
 from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 from ddp_runner.supervisor.reporting.outputs import Outputs
-from ddp_runner.supervisor.reporting.page_keeper import PageKeeper
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
-from ddp_runner.supervisor.reporting.tracker_keeper import TrackerKeeper
+from ddp_runner.supervisor.reporting.side_programs import PageKeeper, TrackerKeeper
 from ddp_runner.supervisor.script_supervisor import ScriptSupervisor
 from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.supervisor.supervisor import Supervisor

@@ -14,8 +14,8 @@ from ddp_runner.cli.train import page_notes
 from ddp_runner.config import check_relations, refuse_without_supervisor, resolve
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import LogSettings
-from ddp_runner.supervisor.reporting import page_keeper
-from ddp_runner.supervisor.reporting.page_keeper import PORTS_TRIED, PageKeeper, free_port
+from ddp_runner.supervisor.reporting import side_programs
+from ddp_runner.supervisor.reporting.side_programs import PORTS_TRIED, PageKeeper, free_port
 from tests import processes
 
 TAKEN_S = 20.0
@@ -28,8 +28,8 @@ def settings(*assignments):
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """(keeper, lines that were said, lines that were announced) over a stand-in for the page."""
-    monkeypatch.setattr(page_keeper, "_MODULE", "tests.supervisor.echo_page")
-    monkeypatch.setattr(page_keeper, "find_spec", lambda name: name)
+    monkeypatch.setattr(side_programs, "_PAGE_MODULE", "tests.supervisor.echo_page")
+    monkeypatch.setattr(side_programs, "find_spec", lambda name: name)
     said, announced = [], []
 
     def make(**given):
@@ -88,7 +88,7 @@ def test_a_port_that_is_taken_is_passed_over():
 def test_a_page_that_cannot_be_started_is_one_line(made, monkeypatch):
     """And the run goes on."""
     make, said, announced = made
-    monkeypatch.setattr(page_keeper, "free_port", lambda first: None)
+    monkeypatch.setattr(side_programs, "free_port", lambda first: None)
     make(page_port=9000).look()
     monkeypatch.undo()
     assert said == ["no page: ports 9000 to 9019 are taken"]
@@ -103,7 +103,7 @@ def test_without_the_extra_a_run_says_how_to_install_it(tmp_path, monkeypatch):
     assert line.startswith("no page, the run goes on without it: NiceGUI is not installed")
     assert "environment --extra page" in line
     assert page_notes(settings()) == ()
-    monkeypatch.setattr(page_keeper, "find_spec", lambda name: None)
+    monkeypatch.setattr(side_programs, "find_spec", lambda name: None)
     PageKeeper(wanted.log, tmp_path, say=pytest.fail, announce=pytest.fail).look()
     assert list(tmp_path.iterdir()) == []
 

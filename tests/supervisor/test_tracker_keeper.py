@@ -10,8 +10,8 @@ import time
 import pytest
 
 from ddp_runner.core.tracking import STARTS_MAX, backoff_s
-from ddp_runner.supervisor.reporting import tracker_keeper
-from ddp_runner.supervisor.reporting.tracker_keeper import TrackerKeeper
+from ddp_runner.supervisor.reporting import side_programs
+from ddp_runner.supervisor.reporting.side_programs import TrackerKeeper
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.disks import small_disk
 from tests.observe.test_trackers import (
@@ -56,7 +56,7 @@ def files(tmp_path):
 
 def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files, monkeypatch):
     """And there for a while; a resume writes what it has missed."""
-    monkeypatch.setattr(tracker_keeper, "END_WAIT_S", 0.2)
+    monkeypatch.setattr(side_programs, "END_WAIT_S", 0.2)
     kept = Kept(files.folder)
     kept.keeper.look()
     (pid,) = kept.keeper.pids
