@@ -21,6 +21,7 @@ WIDE_PARAMETERS = 9
 KERNEL = (
     *("core.board", "core.classify", "core.crash_output", "core.divergence", "core.election"),
     *("core.errors", "core.events", "core.exits", "core.faults", "core.fork_specs"),
+    *("core.helper_roles",),
     *("core.hang_detection", "core.last_save", "core.lifecycle", "core.messages", "core.phases"),
     *("core.recovery", "core.repeats", "core.secrets", "core.stopping", "core.threads"),
     *("collective", "system"),
@@ -43,11 +44,11 @@ NEVER = {
 }
 
 COUNTS = {
-    "imports by the kernel of what is outside it": 183,
-    "files with one importer and under 120 lines": 33,
+    "imports by the kernel of what is outside it": 177,
+    "files with one importer and under 120 lines": 29,
     "functions of more than 60 lines": 20,
     "functions of nine parameters or more": 23,
-    "files": 496,
+    "files": 497,
 }
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import Finished, Formed, Ready, ZygoteReady
 from ddp_runner.rank import zygote
@@ -58,7 +59,7 @@ def _host_stores(me, folder):
     facts["value"] = connect(port).get("key")
 
     os.kill(first, signal.SIGKILL)
-    played.until(lambda: played.node.store is None)
+    played.until(lambda: played.node.helper(STORE) is None)
     facts["reaped"] = [signal_number for pid, _, signal_number in played.ended if pid == first]
     facts["port_held"] = answers_on(port)
     played.spawn_store()

@@ -338,6 +338,10 @@ class Simulation:
         alive = [one for one in alive if one is not one.machine.zygote]  # who stood by
         return max(alive, key=lambda process: process.pid, default=None)
 
+    def helper(self, role):
+        """What the supervisor holds of the process of a role; None where there is none."""
+        return self.node.helper(role)
+
     def kill(self, *ranks):
         """SIGKILL ranks; -1 is the store host, -2 the zygote, -3 the spare."""
         for number in ranks:

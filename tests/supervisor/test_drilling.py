@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.core import helper_roles as roles
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.messages import Drilled, DrillPart
 from tests.supervisor.judging import assert_done, lost, plans
@@ -46,7 +47,7 @@ def test_a_drill_that_finds_no_difference_is_a_proof(simulate):
     run = drilling(simulate)
     answer(run)
     run.run_until(lambda: proof(run) == {10})
-    run.run_until(lambda: run.node.drill is None)
+    run.run_until(lambda: run.helper(roles.DRILL) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: len(run.drills_asked) == 2)
     answer(run, 50, 2)
@@ -97,7 +98,7 @@ def test_a_difference_makes_the_run_inexact_once(simulate):
     """A second drill that finds one says nothing new."""
     run = drilling(simulate)
     answer(run, differs="layer.weight")
-    run.run_until(lambda: run.node.drill is None)
+    run.run_until(lambda: run.helper(roles.DRILL) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: run.rank(DRILL))
     answer(run, 50, 2, differs="layer.weight")
@@ -228,7 +229,7 @@ def test_a_drill_that_a_repair_cuts_short_is_made_up_for(simulate, is_running):
     run.run_until(lambda: run.events("repaired"))
     assert [one["step"] for one in run.events("drill_skipped")] == [10]
     assert run.supervisor.keeper.drills.is_owed is True
-    run.run_until(lambda: run.node.drill is None)
+    run.run_until(lambda: run.helper(roles.DRILL) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: run.rank(DRILL))
     answer(run, 50, 2)
