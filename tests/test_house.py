@@ -35,7 +35,7 @@ KERNEL = (
 
 # Rooms that are to know nothing of the other: how many imports still do.
 NEVER = {
-    ("supervisor", "observe"): 38,
+    ("supervisor", "observe"): 37,
     ("rank", "observe"): 13,
     ("training", "observe"): 17,
     ("supervisor", "config"): 5,
@@ -44,7 +44,7 @@ NEVER = {
 }
 
 COUNTS = {
-    "imports by the kernel of what is outside it": 177,
+    "imports by the kernel of what is outside it": 174,
     "files with one importer and under 120 lines": 29,
     "functions of more than 60 lines": 20,
     "functions of nine parameters or more": 23,

@@ -42,6 +42,7 @@ class Role:
     lived_s: float = math.inf  # one that lived so long has not failed at its start
     tries: float = math.inf  # that may fail in a row: then none follows
     refused_s: float = 0.0  # after no process could be forked
+    end_s: float = 0.0  # for it to end by itself once the run has
 
 
 STORE = Role(
@@ -77,6 +78,25 @@ DRILL = Role(
     runs_user_code=True,
 )
 SAVER = Role(name="saver", module="ddp_runner.rank.saver", fork=ForkKind.SAVER, spec=SaverSpec)
+_DOUBLED_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+TRACKER = Role(
+    name="tracker",  # of each, its own
+    module="ddp_runner.observe.trackers.tracker_process",
+    pauses_s=_DOUBLED_S,
+    lived_s=60.0,
+    tries=10,
+    end_s=5.0,  # to write what is left
+)
+PAGE = Role(name="page", module="ddp_runner.cli.live_page.beside", tries=1)
+GPU_READER = Role(
+    name="gpu_reader",
+    module="ddp_runner.observe.gpu_watch_process",
+    # The driver's first answer takes seconds where many GPUs wake up.
+    silent_s=15.0,
+    pauses_s=_DOUBLED_S,
+    tries=5,
+)
+AFTER_SAVE = Role(name="after_save", module="")  # a command of the user's
 
 FORKED = (STORE, STANDBY, SPARE, DRILL, SAVER)
 ROLE_OF = {role.fork: role for role in FORKED}

@@ -9,7 +9,16 @@ import math
 import pytest
 
 from ddp_runner.core.fork_specs import ForkKind
-from ddp_runner.core.helper_roles import FORKED, ROLE_OF, SPARE, SPEC_OF, STANDBY, Tries
+from ddp_runner.core.helper_roles import (
+    FORKED,
+    GPU_READER,
+    ROLE_OF,
+    SPARE,
+    SPEC_OF,
+    STANDBY,
+    TRACKER,
+    Tries,
+)
 
 
 @pytest.mark.parametrize("role", FORKED, ids=lambda role: role.name)
@@ -37,6 +46,19 @@ def test_spares_that_keep_dying_come_later_and_then_not_at_all():
     assert tries.allow(SPARE, now_s)
     tries.ended(SPARE, now_s, lived_s=0.0)
     assert not tries.allow(SPARE, math.inf)
+
+
+@pytest.mark.parametrize("role", [TRACKER, GPU_READER], ids=lambda role: role.name)
+def test_the_wait_before_a_start_doubles_up_to_a_limit(role):
+    """The first is short."""
+    tries, waits = Tries(), []
+    for _ in range(int(role.tries)):
+        assert tries.allow(role, tries.not_before_s)
+        tries.ended(role, 100.0, lived_s=1.0)
+        waits.append(tries.not_before_s - 100.0)
+    assert waits[:5] == [0.5, 1.0, 2.0, 4.0, 8.0]
+    assert waits[6:] == [30.0] * len(waits[6:])
+    assert not tries.allow(role, 1e9)
 
 
 def test_one_that_has_lived_for_long_was_none_of_a_row():

@@ -17,8 +17,13 @@ BLINK_S = 1.0  # between two looks, which are a tick apart: this process did not
 class Kept(Protocol):
     """The process of a role, from the request to its end."""
 
-    pid: int | None  # None while it is not known
-    since_s: float  # since then it runs, for all that is known
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None while it is not known."""
+
+    @property
+    def since_s(self) -> float:
+        """Since when it runs, for all that is known."""
 
     @property
     def is_ready(self) -> bool:
@@ -98,6 +103,15 @@ class Keeper(Generic[ProcessT, SpecT_contra]):
         """Whether one that is wanted may be started now."""
         is_free = self.process is None and self._host.can_fork
         return is_free and self.tries.allow(self.role, now_s)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether none follows any more."""
+        return self.tries.failures >= self.role.tries
+
+    def give_up(self) -> None:
+        """Have none follow."""
+        self.tries.failures = int(self.role.tries)
 
     def start(self, now_s: float, spec: SpecT_contra, *inherited: int) -> ProcessT:
         """Start one; it must be due. May raise OSError."""
