@@ -919,7 +919,10 @@ class Directory(Published):
 
 
 class Guardian:
-    """Looks at no process of this machine."""
+    """Looks at no process of this machine; ``watched`` and ``ended`` are the pids that it was given."""
+
+    def __init__(self):
+        self.watched, self.ended = [], []
 
     def start(self):
         pass
@@ -928,9 +931,11 @@ class Guardian:
         return dict(environment)
 
     def watch(self, rank_pid):
-        pass
+        self.watched.append(rank_pid)
 
     def rank_ended(self, rank_pid, *, known):
+        del known
+        self.ended.append(rank_pid)
         return []
 
     def close(self):

@@ -8,7 +8,7 @@ from ddp_runner.core import helper_roles as roles
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.messages import Drilled, DrillPart
 from tests.supervisor.judging import assert_done, lost, plans
-from tests.supervisor.simulated import DRILL, SPARE
+from tests.supervisor.simulated import DRILL, SAVER, SPARE
 
 
 def give(run, step, rank=1, parts=("state", "share")):
@@ -347,3 +347,18 @@ def test_a_replaced_rank_without_any_drill_changes_nothing(simulate):
     run = replaced(simulate)
     assert_done(run)
     assert reasons(run) == waits(run) == []
+
+
+def test_what_users_code_starts_in_a_helper_ends_with_it(simulate):
+    """The guardian hears of spare and drill, as of ranks; store and saver run none of it."""
+    run = drilling(simulate)
+    run.run_until(lambda: run.helper(roles.SPARE) is not None and run.helper(roles.SPARE).is_ready)
+    run.run_until(lambda: run.rank(SAVER) is not None)
+    theirs = {run.rank(number).pid for number in (DRILL, SPARE)}
+    ours = {run.rank(number).pid for number in (-1, SAVER)}
+    assert theirs <= set(run.node.guardian.watched)
+    assert not ours & set(run.node.guardian.watched)
+    run.kill(DRILL, SPARE, SAVER)
+    run.run_until(lambda: theirs <= set(run.node.guardian.ended))
+    run.run_until(lambda: run.events("saver_ended"))
+    assert not ours & set(run.node.guardian.ended)
