@@ -71,6 +71,7 @@ _REFUSED = {
     ForkKind.SPARE: "spares_refused",
     ForkKind.DRILL: "drills_refused",
     ForkKind.SAVER: "savers_refused",
+    ForkKind.STANDBY: "standbys_refused",
 }
 
 
@@ -239,6 +240,7 @@ class Simulation:
         self.answers_s = 0.0  # after which the zygote says whom it has forked
         # Forks for which there is no room.
         self.spares_refused = self.drills_refused = self.savers_refused = 0
+        self.standbys_refused = 0
         self.spares_asked = []  # what the ranks were doing when one was asked for
         self.spare_fails_on = set()  # kinds that none can be
         self.free_bytes = 2**40

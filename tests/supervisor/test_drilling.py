@@ -7,6 +7,7 @@ import pytest
 from ddp_runner.core import helper_roles as roles
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.messages import Drilled, DrillPart
+from ddp_runner.supervisor.processes.children import Ended
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import DRILL, SAVER, SPARE
 
@@ -362,3 +363,15 @@ def test_what_users_code_starts_in_a_helper_ends_with_it(simulate):
     run.run_until(lambda: theirs <= set(run.node.guardian.ended))
     run.run_until(lambda: run.events("saver_ended"))
     assert not ours & set(run.node.guardian.ended)
+
+
+def test_what_a_drill_said_before_it_was_reaped_is_heard(simulate):
+    """Though nobody had read it: it may end in the turn in which it reports."""
+    run = drilling(simulate)
+    process = run.rank(DRILL)
+    run.send(process, Drilled(rank=1, step=10))
+    run._end(process, exit_code=0)
+    ended = Ended(pid=process.pid, exit_code=0, signal_number=None, at_ns=0)
+    run.supervisor.on_ended(ended)
+    assert proof(run) == {10}
+    assert run.helper(roles.DRILL) is None

@@ -88,17 +88,19 @@ def test_a_spare_that_is_killed_while_it_builds_is_followed_by_another(simulate)
     assert_done(run)
 
 
-def test_a_spare_that_builds_while_a_rank_is_lost_gives_way(simulate):
-    """Its building takes from the repair, which has a fork; another one builds afterwards."""
-    run = simulate(steps=3000, warm_spare="model")
-    run.run_until(lambda: run.rank(SPARE) is not None and not run.helper(roles.SPARE).is_ready)
-    building = run.rank(SPARE)
-    run.kill(1)
-    run.run_until(lambda: run.events("repaired"))
-    assert building.dead
+@pytest.mark.parametrize("times", [1, int(roles.SPARE.tries) + 1])
+def test_a_spare_that_builds_while_a_rank_is_lost_gives_way(simulate, times):
+    """Its building takes from the repair, which has a fork; another one builds afterwards, however often."""
+    run = simulate(steps=3000, warm_spare="model", max_restarts=1000)
+    for number in range(1, times + 1):
+        run.run_until(lambda: run.rank(SPARE) is not None and not run.helper(roles.SPARE).is_ready)
+        building = run.rank(SPARE)
+        run.kill(1)
+        run.run_until(lambda number=number: len(run.events("repaired")) == number)
+        assert building.dead
     assert run.events("spare_taken") == []
     run.run_until(lambda: run.helper(roles.SPARE) is not None and run.helper(roles.SPARE).is_ready)
-    assert run.spare_kinds == ["model", "model"]
+    assert run.spare_kinds == ["model"] * (times + 1)
     assert_done(run)
 
 
