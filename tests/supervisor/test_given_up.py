@@ -65,7 +65,7 @@ def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(
 
 @pytest.mark.parametrize("helper", [SPARE, SAVER])
 @pytest.mark.parametrize("kills", [1, 2])
-def test_the_kill_of_a_helper_is_not_taken_for_that_of_a_rank(simulate, tmp_path, helper, kills):
+def test_the_kill_of_a_helper_is_not_taken_for_a_rank_s(simulate, tmp_path, helper, kills):
     """It is no fault; control: the kernel has killed another one."""
     run, events = simulate(steps=300), made_container(tmp_path)
     run.node.kernel_kills = KernelKills(tmp_path)
