@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -175,12 +176,11 @@ def test_a_command_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkey
     # A process in a sleep that nothing interrupts.
     stays = psutil.Process(driven.pid)
     monkeypatch.setattr(after_save, "_TERM_S", 0.05)
-    monkeypatch.setattr(after_save.os, "killpg", lambda pid, number: None)
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(after_save.os, "killpg", lambda pid, number: None)
         driven.finish(is_cut_short=never, grace_s=0.0)
-    finally:
-        stays.kill()
-        os.waitpid(stays.pid, 0)
+    os.killpg(stays.pid, signal.SIGKILL)
+    os.waitpid(stays.pid, 0)
     texts = [text for level, text in driven.said if level == "WARNING"]
     assert texts[1] == f"checkpoint.after_save for step_1.pt: process {stays.pid} would not end"
     assert texts[2] == "checkpoint.after_save: not run for step_2.pt"
