@@ -21,6 +21,7 @@ WIDE_PARAMETERS = 9
 KERNEL = (
     *("core.board", "core.classify", "core.crash_output", "core.divergence", "core.election"),
     *("core.errors", "core.events", "core.exits", "core.faults", "core.fork_specs"),
+    *("core.helper_roles",),
     *("core.hang_detection", "core.last_save", "core.lifecycle", "core.messages", "core.phases"),
     *("core.recovery", "core.repeats", "core.secrets", "core.stopping", "core.threads"),
     *("collective", "system"),
@@ -34,7 +35,7 @@ KERNEL = (
 
 # Rooms that are to know nothing of the other: how many imports still do.
 NEVER = {
-    ("supervisor", "observe"): 38,
+    ("supervisor", "observe"): 37,
     ("rank", "observe"): 13,
     ("training", "observe"): 17,
     ("supervisor", "config"): 5,
@@ -43,8 +44,8 @@ NEVER = {
 }
 
 COUNTS = {
-    "imports by the kernel of what is outside it": 184,
-    "files with one importer and under 120 lines": 33,
+    "imports by the kernel of what is outside it": 174,
+    "files with one importer and under 120 lines": 29,
     "functions of more than 60 lines": 20,
     "functions of nine parameters or more": 23,
     "files": 497,

@@ -61,8 +61,10 @@ class DrillFacts:
     is_running: bool
     is_wanted: bool  # nobody has given it up
     is_stopped: bool  # the process, by somebody
-    since_s: float  # it was asked for
-    limit_s: float  # as long as a replacement may take to start
+    is_late: (
+        bool  # it has run for longer than ``limit_s``: as long as a replacement may take to start
+    )
+    limit_s: float
 
 
 def must_end(facts: DrillFacts) -> str:
@@ -73,7 +75,7 @@ def must_end(facts: DrillFacts) -> str:
         return "something is being repaired, or the run ends"
     if facts.is_stopped:
         return "its process was stopped"
-    if facts.since_s > facts.limit_s:
+    if facts.is_late:
         return f"it took longer than {facts.limit_s:g} s"
     return ""
 

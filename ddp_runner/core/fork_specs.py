@@ -24,10 +24,6 @@ class ForkKind(enum.Enum):
     IMPORTS = "imports"  # no fork: what the zygote imports beside torch, sent first of all
 
 
-# The run goes on without these where no further process can be forked.
-DISPENSABLE = frozenset({ForkKind.SPARE, ForkKind.STANDBY, ForkKind.DRILL, ForkKind.SAVER})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What user code finds around it in any process that runs it.
@@ -149,22 +145,11 @@ class NothingMore:
 
 
 Spec = RankSpec | ScriptSpec | SpareSpec | DrillSpec | SaverSpec | ImportsSpec | NothingMore
-_SPECS: dict[ForkKind, type[Spec]] = {
-    ForkKind.RANK: RankSpec,
-    ForkKind.LOOP: RankSpec,
-    ForkKind.SCRIPT: ScriptSpec,
-    ForkKind.STORE: NothingMore,
-    ForkKind.SPARE: SpareSpec,
-    ForkKind.STANDBY: NothingMore,
-    ForkKind.DRILL: DrillSpec,
-    ForkKind.SAVER: SaverSpec,
-    ForkKind.IMPORTS: ImportsSpec,
-}
 
 
-def spec_of(kind: ForkKind, record: Mapping[str, Any]) -> Spec:
+def spec_of(kind: type[Spec], record: Mapping[str, Any]) -> Spec:
     """The spec of what came as JSON. Raises KeyError, TypeError and ValueError if it is none."""
-    spec: Spec = _built(_SPECS[kind], record)
+    spec: Spec = _built(kind, record)
     return spec
 
 

@@ -15,6 +15,7 @@ from typing import get_args
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.fork_specs import ForkKind, NothingMore, Spec, spec_of
+from ddp_runner.core.helper_roles import SPEC_OF
 from ddp_runner.core.run_stages import OtherStage
 
 WIRE_VERSION = 1
@@ -498,7 +499,7 @@ def decode(packet: bytes) -> Message:
         known = {key: _decode_field(key, body[key]) for key in _FIELDS[name] if key in body}
         if kind is Fork:
             what = ForkKind(body["kind"])
-            known |= {"kind": what, "spec": spec_of(what, body.get("spec", {}))}
+            known |= {"kind": what, "spec": spec_of(SPEC_OF[what], body.get("spec", {}))}
         make: Callable[..., Message] = kind
         return make(**known)
     except (TypeError, ValueError, KeyError) as error:

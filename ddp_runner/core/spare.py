@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 BUILDS_MIN_S = 0.1  # of a task that is worth building ahead
 FREE_SHARE_MAX = 0.25  # of the memory that is free, for what is built ahead
 # Spares that ended while they built, with none in between that had built; then no more build.
 LOST_BUILDING_MAX = 2
-# Spares that ended unused and young, with none in between that became a rank; then there are no more.
-LOST_MAX = 5
-YOUNG_S = 60.0
-LOST_WAIT_S = 1.0  # after the first of them; each further one waits once longer
 # For a spare that was made a rank to begin, which takes a millisecond: one that is stopped, and any.
 BEGIN_TIMEOUT_S = 1.0
 SLOW_BEGIN_TIMEOUT_S = 20.0
@@ -44,33 +39,17 @@ def builds_ahead(
     return setting is True and is_worth_it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpareFacts:
-    """What is known when it is asked whether to fork one."""
+def wants_spare(*, fault_free: bool, stepped: bool) -> bool:
+    """Whether a spare is wanted now.
 
-    fault_free: bool  # every rank trains, and nobody is asked to stop
-    stepped: bool  # in this generation: its first step is not to share the processor with a fork
-    exists: bool  # forked, or asked for
-    lost_in_a_row: int
-    since_lost_s: float
-
-
-def wants_spare(facts: SpareFacts) -> bool:
-    """Whether a spare is to be forked now."""
+    ``fault_free``: every rank trains, and nobody is asked to stop. ``stepped``: in this generation; its first step is
+    not to share the processor with a fork.
+    """
     # INVARIANT spare-without-faults: no spare is forked while something is being repaired, started or
-    # stopped: it would take time and processes from what matters. Spares that keep dying end, too.
+    # stopped: it would take time and processes from what matters.
     # Broken if: a fork is asked for while a rank is missing.
     # Guarded by: test_a_spare_is_forked_without_faults_only.
-    if facts.exists or not facts.fault_free or not facts.stepped:
-        return False
-    if facts.lost_in_a_row >= LOST_MAX:
-        return False
-    return facts.since_lost_s >= facts.lost_in_a_row * LOST_WAIT_S
-
-
-def lost_after(lost_in_a_row: int, *, lived_s: float) -> int:
-    """The spares lost in a row, with one more that ended unused after ``lived_s``."""
-    return lost_in_a_row + 1 if lived_s < YOUNG_S else 1
+    return fault_free and stepped
 
 
 def must_give_back(*, has_begun: bool, is_stopped: bool, since_s: float) -> bool:

@@ -12,11 +12,6 @@ from dataclasses import dataclass, field
 from ddp_runner.core.monitor import is_of_evaluation
 
 TRACKERS = ("csv", "tensorboard", "wandb")
-BACKOFF_FIRST_S = 0.5
-BACKOFF_MAX_S = 30.0
-LIVED_S = 60.0  # a process that lived so long has not failed at its start
-STARTS_MAX = 10  # in a row that failed: then the run goes on without
-END_WAIT_S = 5.0  # of the end of a run, for trackers to write what is left
 
 Values = Mapping[str, float | None]
 
@@ -130,9 +125,3 @@ class Lead:
         """Whether a line of this rank, which has just come, is the run's."""
         self.given_up.discard(rank)  # it is back
         return all(other in self.given_up for other in range(rank))
-
-
-def backoff_s(failures: int) -> float:
-    """How long to wait before a tracker's process is started after so many that ended in a row."""
-    wait_s: float = BACKOFF_FIRST_S * 2 ** max(0, failures - 1)
-    return min(BACKOFF_MAX_S, wait_s)

@@ -49,7 +49,7 @@ _SAMPLES = 2
 _STEPS = 2  # the first one builds what the second one uses
 
 
-def wait(request: Fork, descriptors: list[int]) -> int:
+def main(request: Fork, descriptors: list[int]) -> int:
     """Warm up, say so, and sleep; then run as the rank that is asked for, and return its status."""
     parent_death.set_process_name("ddp:spare")
     control, output = descriptors

@@ -7,7 +7,7 @@ import signal
 import socket
 
 from ddp_runner.collective.tcp_store import serve_store
-from ddp_runner.core.messages import StoreReady
+from ddp_runner.core.messages import Fork, StoreReady
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -15,18 +15,21 @@ from ddp_runner.system.control_channel import Channel, ChannelClosedError
 _TIMEOUT_S = 30.0
 
 
-def host(control_descriptor: int, listening_descriptor: int, output_descriptor: int) -> int:
+def main(request: Fork, descriptors: list[int]) -> int:
     """Serve a TCPStore on an already bound, listening socket until the supervisor hangs up.
 
-    The socket is the supervisor's: a store that dies is replaced on the very same port.
+    ``descriptors``: control channel, the socket, output. The socket is the supervisor's: a store that
+    dies is replaced on the very same port.
     """
+    del request
+    control, listening_descriptor, output = descriptors
     parent_death.set_process_name("ddp:store")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in RUN_SIGNALS:  # in a thread of the store's a handler would cut calls short
         signal.signal(number, signal.SIG_IGN)
-    os.dup2(output_descriptor, 1)
-    os.dup2(output_descriptor, 2)
-    channel = Channel.from_descriptor(control_descriptor)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    channel = Channel.from_descriptor(control)
     with socket.socket(fileno=os.dup(listening_descriptor)) as listening:
         host_name, port = listening.getsockname()[:2]
     store = serve_store(

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_runner import start
-from ddp_runner.core.fork_specs import DISPENSABLE, ForkKind, ImportsSpec
+from ddp_runner.core.fork_specs import ForkKind, ImportsSpec
+from ddp_runner.core.helper_roles import FORKED, ROLE_OF, STORE
 from ddp_runner.core.messages import (
     NO_PROCESS,
     Fork,
@@ -37,6 +38,13 @@ from ddp_runner.system.control_channel import Channel, ChannelClosedError
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
+# Whose main() is a rank, and whose run() one that is a program of the user's own.
+_RANK = "ddp_runner.rank.process"
+_PROGRAMS = {
+    ForkKind.SCRIPT: "ddp_runner.rank.script",
+    ForkKind.LOOP: "ddp_runner.rank.attached",
+}
+
 # What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
 # a process imports it; gloo's backend is looked up on first use.
 _PRELOADED = (
@@ -46,11 +54,8 @@ _PRELOADED = (
     "torch.nn.parallel.distributed",
     "torch.utils.data",
     "ddp_runner.training.trainer",
-    "ddp_runner.rank.process",
-    "ddp_runner.rank.spare",
-    "ddp_runner.rank.drill",
-    "ddp_runner.rank.saver",
-    "ddp_runner.rank.store_host",
+    _RANK,
+    *(role.module for role in FORKED),
 )
 
 
@@ -63,10 +68,10 @@ _PRELOADED_FOR = {
         "torch.nn.parallel.distributed",
         "torch.optim",
         "torch.utils.data",
-        "ddp_runner.rank.script",
-        "ddp_runner.rank.store_host",
+        _PROGRAMS[ForkKind.SCRIPT],
+        STORE.module,
     ),
-    ZYGOTE_OF_LOOPS: (*_PRELOADED, "ddp_runner.rank.attached"),
+    ZYGOTE_OF_LOOPS: (*_PRELOADED, _PROGRAMS[ForkKind.LOOP]),
 }
 
 
@@ -214,7 +219,8 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
         try:
             pid = fork_to_supervisor(supervisor_pid, run)
         except OSError:
-            if message.kind not in DISPENSABLE:
+            role = ROLE_OF.get(message.kind)
+            if role is None or not role.is_dispensable:
                 raise
             pid = NO_PROCESS
         for descriptor in descriptors:
@@ -224,29 +230,14 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
 
 def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
     """What a fork is for."""
-    from ddp_runner.rank import store_host  # noqa: PLC0415 - imported by preload
-
-    if request.kind is ForkKind.STORE:
-        return store_host.host(*inherited)
     if request.kind is ForkKind.STANDBY:
         return stand_by(*inherited, supervisor_pid=supervisor_pid)
-    if request.kind is ForkKind.SCRIPT:
-        from ddp_runner.rank import script  # noqa: PLC0415 - as above
-
-        raise ProgramBegins(lambda: script.run(request, inherited))
-    if request.kind is ForkKind.LOOP:
-        from ddp_runner.rank import attached  # noqa: PLC0415 - as above
-
-        raise ProgramBegins(lambda: attached.run(request, inherited))
-    from ddp_runner.rank import drill, process, saver, spare  # noqa: PLC0415 - as above
-
-    if request.kind is ForkKind.SAVER:
-        return saver.main(request, inherited)
-    if request.kind is ForkKind.SPARE:
-        return spare.wait(request, inherited)
-    if request.kind is ForkKind.DRILL:
-        return drill.main(request, inherited)
-    return process.main(request, inherited)
+    role, program = ROLE_OF.get(request.kind), _PROGRAMS.get(request.kind)
+    if program is not None:
+        run = importlib.import_module(program).run
+        raise ProgramBegins(lambda: int(run(request, inherited)))
+    module = importlib.import_module(_RANK if role is None else role.module)
+    return int(module.main(request, inherited))
 
 
 def stand_by(channel_descriptor: int, output: int, *, supervisor_pid: int) -> int:

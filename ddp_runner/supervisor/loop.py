@@ -35,11 +35,10 @@ from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.resources import StorePlace, remove_temporary_files
 from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 from ddp_runner.supervisor.reporting.outputs import Outputs
-from ddp_runner.supervisor.reporting.page_keeper import PageKeeper
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
-from ddp_runner.supervisor.reporting.tracker_keeper import TrackerKeeper
+from ddp_runner.supervisor.reporting.side_programs import PageKeeper, TrackerKeeper
 from ddp_runner.supervisor.script_supervisor import ScriptSupervisor
 from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.supervisor.supervisor import Supervisor
@@ -204,32 +203,33 @@ class _Loop:
             recorder=supervisor.recorder,
             ask_save=supervisor.ask_save,
         )
+        say, log_dir = supervisor.recorder.say, Path(self._plan.settings.run.log_dir)
         self._after_save = AfterSave(
             self._plan.settings.checkpoint.after_save or "",
-            log_dir=Path(self._plan.settings.run.log_dir),
+            log_dir=log_dir,
             environment=self._node.guardian.marked(os.environ),
-            say=supervisor.recorder.say,
+            say=say,
         )
         supervisor.recorder.on_saved = self._after_save.saved
         self._trackers = TrackerKeeper(
-            self._plan.settings.log.trackers,
-            Path(self._plan.settings.run.log_dir),
-            clock=clock,
-            say=supervisor.recorder.say,
+            self._plan.settings.log.trackers, log_dir, clock=clock, say=say
         )
         self._watch = RunWatch.of(
             self._plan,
             node=self._node.ranks[0] // self._plan.ranks_per_node,
             clock=clock,
-            say=supervisor.recorder.say,
+            say=say,
         )
         supervisor.recorder.figures_of = self._watch.figures
         self._page = PageKeeper(
             self._plan.settings.log,
-            Path(self._plan.settings.run.log_dir),
-            say=supervisor.recorder.say,
+            log_dir,
+            clock=clock,
+            say=say,
             announce=supervisor.outputs.announce,
         )
+        # Whoever has a program beside the run.
+        self._beside = (self._trackers, self._page, self._watch, self._after_save)
         self._shown_at_s = 0.0
         self._status_at_s = 0.0
         self._memory_at_s = 0.0
@@ -277,13 +277,7 @@ class _Loop:
 
     def _take_ended(self, ended: Ended) -> None:
         """A child was reaped: of those beside the run, or of the run itself."""
-        is_beside = (
-            self._trackers.ended(ended.pid, how=ended.how)
-            or self._page.ended(ended.pid, how=ended.how)
-            or self._watch.took(ended)
-            or self._after_save.took(ended)
-        )
-        if not is_beside:
+        if not any(one.took(ended) for one in self._beside):
             self._supervisor.on_ended(ended)
 
     def _hear_node(self, link: NodeLink | None) -> None:

@@ -1,14 +1,15 @@
-"""Looks after the processes of this machine that are no ranks: zygote, store, spare, saver, drill."""
+"""Looks after the processes of this machine that are no ranks: the zygote, and those of each role that it forks."""
 
 from __future__ import annotations
 
 import signal
+from typing import Protocol
 
 from ddp_runner.core import events
 from ddp_runner.core.faults import Fault
+from ddp_runner.core.helper_roles import DRILL, SAVER, SPARE, STANDBY, STORE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import (
-    NO_PROCESS,
     Drilled,
     Forked,
     Message,
@@ -17,16 +18,9 @@ from ddp_runner.core.messages import (
     ZygoteReady,
 )
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.departures import (
-    DrillEnded,
-    HelperDeparture,
-    SaverEnded,
-    SpareEnded,
-    StandbyEnded,
-    StoreEnded,
-    ZygoteEnded,
-)
 from ddp_runner.supervisor.processes.endings import store_died
+from ddp_runner.supervisor.processes.helper_process import HelperEnded, ZygoteEnded
+from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_host import Notes, Respawns, SeesImport
 from ddp_runner.supervisor.recovery.drills import DrillKeeper
@@ -36,6 +30,36 @@ from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote, ZygoteKeeper
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
+
+
+class Policy(Protocol):
+    """What a role has of its own: why there is a process of it, and what comes of its end."""
+
+    def was_forked(self, forked: Forked, now_s: float) -> None:
+        """The zygote has answered: it is there, or cannot be."""
+
+    def ended(self, ended: Ended, output: str, now_s: float) -> Fault | None:
+        """It was reaped, having written that. Returns what is to be repaired, if anything."""
+
+
+class StorePolicy:
+    """Ranks meet in it: whoever is to form starts one, and a repair follows its end."""
+
+    def __init__(self, facts: RunFacts, *, node: Node, stopped_max_s: float) -> None:
+        self._facts = facts
+        self._keeper = Keeper(STORE, node, stopped_max_s=stopped_max_s)
+
+    def look(self, now_s: float) -> None:
+        """End one that is stopped, or never gets ready."""
+        self._keeper.look(now_s)
+
+    def was_forked(self, forked: Forked, now_s: float) -> None:
+        """It gets ready from here on."""
+
+    def ended(self, ended: Ended, output: str, now_s: float) -> Fault:
+        """No rank can form without another one."""
+        del now_s
+        return store_died(ended, output=output, step=self._facts.committed_step)
 
 
 class NodeKeeper:
@@ -53,20 +77,33 @@ class NodeKeeper:
         start: SeesImport,
         clock: Clock,
     ) -> None:
-        self._facts = facts
         self._node = node
         self._world = world
         self._recorder = recorder
         self._start = start
         self._clock = clock
-        self.zygotes = ZygoteKeeper(
-            plan.settings.recovery, facts, node=node, world=world, recorder=recorder, repair=repair
+        settings = plan.settings.recovery
+        self._stores = StorePolicy(facts, node=node, stopped_max_s=settings.stopped_max_s)
+        self._zygotes = ZygoteKeeper(
+            settings, facts, node=node, world=world, recorder=recorder, repair=repair
         )
         self.spares = SpareKeeper(
             plan, facts, node=node, world=world, recorder=recorder, repair=repair
         )
         self.drills = DrillKeeper(plan, node=node, recorder=recorder)
         self.savers = SaverKeeper(plan, node=node, recorder=recorder)
+        self._policies: dict[str, Policy] = {
+            STORE.name: self._stores,
+            STANDBY.name: self._zygotes,
+            SPARE.name: self.spares,
+            DRILL.name: self.drills,
+            SAVER.name: self.savers,
+        }
+
+    def look(self, now_s: float) -> None:
+        """At each turn until the run ends: those without which nobody is repaired."""
+        self._zygotes.look(now_s)
+        self._stores.look(now_s)
 
     def look_beside(self, now_s: float, *, may_drill: bool, at_end: bool) -> None:
         """At each turn of the run, also while it ends: those that work for it, and are no part of a repair."""
@@ -89,8 +126,9 @@ class NodeKeeper:
             case Forked():
                 return self._on_forked(message)
             case StoreReady():
-                self._node.store_is_ready()
+                self._node.helper_is_ready(STORE, message)
             case SpareReady():
+                self._node.helper_is_ready(SPARE, message)
                 self.spares.is_ready(message)
             case Drilled():
                 self.drills.drilled(message, self._clock.monotonic())
@@ -99,46 +137,23 @@ class NodeKeeper:
         return None
 
     def _on_forked(self, forked: Forked) -> Ended | None:
-        is_standby = self.zygotes.is_standby(forked)
-        is_drill = self._node.drill is not None and self._node.drill.token == forked.token
-        is_saver = self.savers.is_saver(forked)
+        helper = self._node.forked_helper(forked)
         rank, ended = self._node.claim(forked)
         if rank is not None:
             self._world.ranks[rank].pid = forked.pid
-        if forked.pid == NO_PROCESS and is_standby:
-            self.zygotes.standby_refused(self._clock.monotonic())
-        elif forked.pid == NO_PROCESS and not (is_drill or is_saver):
-            self.spares.lost(self._clock.monotonic())
-        if is_saver:
-            self.savers.was_forked(forked)
-        self.spares.was_forked(forked)
+        if helper is not None:
+            self._policies[helper.role.name].was_forked(forked, self._clock.monotonic())
         return ended
 
-    def ended(self, departure: HelperDeparture) -> NoZygote | Fault | None:
+    def ended(self, departure: HelperEnded | ZygoteEnded) -> NoZygote | Fault | None:
         """One of them was reaped. Returns what the run is to end of, or to be repaired."""
-        ended, output = departure.ended, departure.output
-        match departure:
-            case ZygoteEnded():
-                if self._node.spare is not None and self._node.spare.pid is None:
-                    # Perhaps the fork of it was the cause.
-                    self.spares.lost(self._clock.monotonic())
-                return self.zygotes.ended(ended, output)
-            case SpareEnded():
-                self._claim_kernel_kill(ended)
-                self.spares.lost(self._clock.monotonic(), ended, output=output)
-            case DrillEnded():
-                self._claim_kernel_kill(ended)
-                self.drills.ended(ended, output)
-            case SaverEnded():
-                self._claim_kernel_kill(ended)
-                self.savers.ended(ended, output, self._clock.monotonic())
-            case StandbyEnded():
-                self.zygotes.standby_ended(ended)
-            case StoreEnded():
-                return store_died(ended, output=output, step=self._facts.committed_step)
-        return None
-
-    def _claim_kernel_kill(self, ended: Ended) -> None:
-        """If the kernel has killed it for memory, no rank is taken for the one that it killed."""
+        ended, output, now_s = departure.ended, departure.output, self._clock.monotonic()
+        if isinstance(departure, ZygoteEnded):
+            spare = self._node.helper(SPARE)
+            if spare is not None and spare.pid is None:
+                self.spares.lost(now_s)  # perhaps the fork of it was the cause
+            return self._zygotes.zygote_ended(ended, output)
         if ended.signal_number == signal.SIGKILL:
-            self._node.kernel_kills.claim(self._clock.monotonic())
+            # If the kernel has killed it for memory, no rank is taken for the one that it killed.
+            self._node.kernel_kills.claim(now_s)
+        return self._policies[departure.role.name].ended(ended, output, now_s)

@@ -19,6 +19,7 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.fork_specs import ScriptCall
+from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.lifecycle import (
     NO_PROCESS_LEFT,
     MembershipEvent,
@@ -254,7 +255,7 @@ class ScriptSupervisor(Supervisor):
         self.node.kernel_kills.look_sometimes(now_s)
         ranks = self.world.ranks
         self.facts.committed_step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in ranks)
-        self.keeper.zygotes.look(now_s)
+        self.keeper.look(now_s)
         self._look_for_stopped(now_s)
         self._end_after_fault()
         if self._kill_at_s is not None:
@@ -386,8 +387,9 @@ class ScriptSupervisor(Supervisor):
         self.world.forget_stacks()
         self._again_at_s = now_s + plan.delay_s
         # What is in the store is of this attempt: torch keeps no prefix for each.
-        self._renews_store = self.node.store is not None
-        self.node.kill(self.node.store)
+        store = self.node.helper(STORE)
+        self._renews_store = store is not None
+        self.node.kill(store)
         for handle in self.world.ranks:
             handle.member.advance(MembershipEvent.TO_REPLACE)
             handle.slot.clear()  # what it says is of the attempt that is over
@@ -415,7 +417,7 @@ class ScriptSupervisor(Supervisor):
     def _spawn(self, now_s: float) -> None:
         if not self.node.can_fork or now_s < self._again_at_s or self._renews_store:
             return
-        if self.node.store is None:
+        if self.node.helper(STORE) is None:
             self.node.start_store()
         missing = [handle for handle in self.world.ranks if handle.needs_process]
         if not missing or any(handle.state not in NO_PROCESS_LEFT for handle in missing):

@@ -59,8 +59,8 @@ from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.departures import RankEnded, ZygoteEnded
 from ddp_runner.supervisor.processes.endings import exit_of
+from ddp_runner.supervisor.processes.helper_process import RankEnded, ZygoteEnded
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -368,7 +368,7 @@ class Supervisor:
         )
         if self._is_at_its_end(now_s):
             return
-        self.keeper.zygotes.look(now_s)
+        self.keeper.look(now_s)
         given_up = self._repair.advance(now_s)
         if given_up is not None:
             self.run_end.give_up(given_up, stage=self.plan.settings.stage)

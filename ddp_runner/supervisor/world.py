@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from ddp_runner.core.board import Cell
+from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankEvent, RankState
 from ddp_runner.core.messages import Abort, CountCollectives, Cut, Form, Message, Stacks, Stop
@@ -85,7 +86,7 @@ class World:
     @property
     def has_store(self) -> bool:
         """Whether there is a store, or one that starts."""
-        return self._home.store is not None
+        return self._home.helper(STORE) is not None
 
     @property
     def has_ready_store(self) -> bool:
@@ -98,7 +99,7 @@ class World:
 
     def kill_store(self) -> None:
         """End the store, which is cheap to replace: another one takes its socket over."""
-        self._home.kill(self._home.store)
+        self._home.kill(self._home.helper(STORE))
 
     def spawn_rank(self, handle: RankHandle, start: RankStart, *, now_s: float) -> bool:
         """A process for a rank that has none. False where there is neither a spare nor a zygote that is ready."""

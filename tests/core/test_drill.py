@@ -22,7 +22,7 @@ WAITS = DrillFacts(
     is_running=False,
     is_wanted=True,
     is_stopped=False,
-    since_s=0.0,
+    is_late=False,
     limit_s=60.0,
 )
 RUNS = replace(WAITS, waits=False, is_running=True)
@@ -73,7 +73,7 @@ def test_a_drill_begins_without_faults_and_alone():
         ({"fault_free": False}, "something is being repaired"),
         ({"is_wanted": False}, "something is being repaired"),
         ({"is_stopped": True}, "was stopped"),
-        ({"since_s": 60.5}, "longer than 60 s"),
+        ({"is_late": True}, "longer than 60 s"),
         ({"is_running": False, "is_stopped": True, "fault_free": False}, ""),
     ],
 )

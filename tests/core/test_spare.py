@@ -8,58 +8,18 @@ from ddp_runner.core.spare import (
     BEGIN_TIMEOUT_S,
     BUILDS_MIN_S,
     LOST_BUILDING_MAX,
-    LOST_MAX,
-    LOST_WAIT_S,
     SLOW_BEGIN_TIMEOUT_S,
-    YOUNG_S,
-    SpareFacts,
     builds_ahead,
-    lost_after,
     must_give_back,
     wants_spare,
 )
 
 
-def facts(**changes):
-    known = {
-        "fault_free": True,
-        "stepped": True,
-        "exists": False,
-        "lost_in_a_row": 0,
-        "since_lost_s": 1000.0,
-    }
-    return SpareFacts(**{**known, **changes})
-
-
-def test_a_run_without_faults_wants_one():
-    """The ordinary case."""
-    assert wants_spare(facts())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"fault_free": False}, {"stepped": False}, {"exists": True}],
-    ids=lambda c: next(iter(c)),
-)
-def test_no_spare_beside_a_repair_a_first_step_or_another_spare(change):
-    """It would take time from what matters, or be one too many."""
-    assert not wants_spare(facts(**change))
-
-
-def test_spares_that_keep_dying_come_later_and_later_and_then_no_more():
-    """Bounded, whatever ends them."""
-    lost = 0
-    while wants_spare(facts(lost_in_a_row=lost)):
-        assert wants_spare(facts(lost_in_a_row=lost, since_lost_s=lost * LOST_WAIT_S))
-        if lost:
-            assert not wants_spare(facts(lost_in_a_row=lost, since_lost_s=lost * LOST_WAIT_S - 0.1))
-        lost = lost_after(lost, lived_s=YOUNG_S - 1)
-    assert lost == LOST_MAX
-
-
-def test_a_spare_that_has_lived_for_long_was_none_of_a_row():
-    """A machine that takes one process an hour is not to end what is useful."""
-    assert lost_after(LOST_MAX - 1, lived_s=YOUNG_S) == 1
+@pytest.mark.parametrize("fault_free", [True, False])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_no_spare_is_wanted_beside_a_repair_or_a_first_step(fault_free, stepped):
+    """It would take time from what matters; a run without faults wants one."""
+    assert wants_spare(fault_free=fault_free, stepped=stepped) is (fault_free and stepped)
 
 
 def test_who_has_not_begun_in_time_is_taken_back():

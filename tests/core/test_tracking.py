@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.core.tracking import BACKOFF_MAX_S, Change, Course, Lead, Settled, backoff_s
+from ddp_runner.core.tracking import Change, Course, Lead, Settled
 
 
 def test_steps_done_once_undo_nothing():
@@ -110,9 +110,3 @@ def test_the_first_rank_that_is_not_given_up_stands_for_the_run():
     assert lead.is_it(1)
     assert lead.is_it(0)
     assert not lead.is_it(1)
-
-
-def test_the_wait_before_a_start_doubles_up_to_a_limit():
-    """The first is short."""
-    assert [backoff_s(n) for n in (1, 2, 3)] == [0.5, 1.0, 2.0]
-    assert backoff_s(30) == BACKOFF_MAX_S

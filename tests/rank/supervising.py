@@ -8,10 +8,12 @@ import socket
 import time
 
 from ddp_runner import config
+from ddp_runner.core.fork_specs import SpareSpec
+from ddp_runner.core.helper_roles import SPARE, STORE
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.lifecycle import RankEvent
-from ddp_runner.core.messages import Forked, StoreReady, ZygoteReady
-from ddp_runner.supervisor.processes.departures import RankEnded
+from ddp_runner.core.messages import Forked, SpareReady, StoreReady, ZygoteReady
+from ddp_runner.supervisor.processes.helper_process import RankEnded
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.rank_start import RankStart
@@ -115,12 +117,16 @@ class PlayedSupervisor:
         if isinstance(message, ZygoteReady):
             self.node.zygote_is_ready()
         if isinstance(message, StoreReady):
-            self.node.store_is_ready()
+            self.node.helper_is_ready(STORE, message)
+        if isinstance(message, SpareReady):
+            self.node.helper_is_ready(SPARE, message)
         if isinstance(message, Forked):
             rank, _ = self.node.claim(message)
             if rank is not None:
                 self.world.ranks[rank].pid = message.pid
-            self.store_pid = None if self.node.store is None else self.node.store.pid
+            self.store_pid = (
+                None if self.node.helper(STORE) is None else self.node.helper(STORE).pid
+            )
 
     def count(self, kind):
         """How many messages of a kind were heard."""
@@ -131,6 +137,11 @@ class PlayedSupervisor:
         forks = self.count(Forked)
         self.node.start_store()
         self.until(lambda: self.node.has_ready_store and self.count(Forked) > forks)
+
+    def spawn_spare(self, kind):
+        """Ask for a spare."""
+        spec = SpareSpec(**self.node.surroundings(self.node.ranks[0]), kind=kind)
+        self.node.start_helper(SPARE, spec)
 
     def spawn_rank(self, handle, *, loads):
         """Fork a rank."""

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from ddp_runner.core.helper_roles import SPARE
 from ddp_runner.core.messages import Ready, SpareReady
 from ddp_runner.core.spare import SpareKind
 from ddp_runner.system.torch_versions import torch_build
@@ -114,16 +115,14 @@ def _spare(me, folder, nvidia, changes):
     os.environ.update(changes, LD_LIBRARY_PATH=str(nvidia))
     played = PlayedSupervisor(folder, 2)
     played.until(lambda: played.world.can_fork)
-    played.node.start_spare(SpareKind.LIBRARIES)
-    played.until(lambda: played.node.spare is None or played.node.spare.pid)
-    pid = played.node.spare.pid
-    played.until(lambda: played.count(SpareReady) or played.node.spare is None)
+    played.spawn_spare(SpareKind.LIBRARIES)
+    played.until(lambda: played.node.helper(SPARE) is None or played.node.helper(SPARE).pid)
+    pid = played.node.helper(SPARE).pid
+    played.until(lambda: played.count(SpareReady) or played.node.helper(SPARE) is None)
     facts = {"ready": played.count(SpareReady), "zygote_has_it": _has_driver(played.zygote_pid)}
     if not facts["ready"]:
         return {**facts, "ended": [ended[1:] for ended in played.ended if ended[0] == pid]}
     facts["has_it"] = _has_driver(pid)
-    spare = played.node.spare
-    spare.is_ready = True
     played.spawn_store()
     handle = played.world.ranks[1]
     played.spawn_rank(handle, loads=False)

@@ -10,6 +10,7 @@ import threading
 import psutil
 import pytest
 
+from ddp_runner.core.helper_roles import SPARE
 from ddp_runner.core.messages import Ready, SpareReady
 from ddp_runner.core.spare import SpareKind
 from tests.processes import run_ranks
@@ -77,10 +78,9 @@ def _spares_one_after_the_other(me, folder):
 def _what_becomes_of_one(played, how):
     """It is made rank 1, killed, or its supervisor hangs up."""
     ready = played.count(SpareReady)
-    played.node.start_spare(SpareKind.CPU)
-    played.until(lambda: played.count(SpareReady) > ready and played.node.spare.pid)
-    spare = played.node.spare
-    spare.is_ready = True
+    played.spawn_spare(SpareKind.CPU)
+    played.until(lambda: played.count(SpareReady) > ready and played.node.helper(SPARE).pid)
+    spare = played.node.helper(SPARE)
     process = psutil.Process(spare.pid)
     facts = {
         "name": process.name(),
@@ -98,11 +98,11 @@ def _what_becomes_of_one(played, how):
         facts["has_begun"] = handle.has_begun
         facts["name_after"] = process.name()
         facts["said"] = played.node.processes[handle.rank].what_it_wrote().before_log
-        facts["spares"] = played.node.spare
+        facts["spares"] = played.node.helper(SPARE)
     elif how == "killed":
         os.kill(pid, signal.SIGKILL)
         played.until(lambda: any(ended[0] == pid for ended in played.ended))
-        facts["gone"] = played.node.spare is None
+        facts["gone"] = played.node.helper(SPARE) is None
     elif how == "unasked":
         played.node.close()
         played.until(lambda: any(ended[0] == pid for ended in played.ended))
@@ -112,7 +112,7 @@ def _what_becomes_of_one(played, how):
         os.waitpid(pid, os.WUNTRACED)
         facts["becomes"] = played.node.has_spare
         os.kill(pid, signal.SIGKILL)
-        played.until(lambda: played.node.spare is None)
+        played.until(lambda: played.node.helper(SPARE) is None)
     return facts
 
 

@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from datetime import timedelta
 
 import psutil
 import pytest
 
+from ddp_runner.core.fork_specs import ForkKind, NothingMore, SpareSpec
+from ddp_runner.core.helper_roles import ROLE_OF, STORE
 from ddp_runner.core.lifecycle import RankEvent
-from ddp_runner.core.messages import Finished, Formed, Ready, ZygoteReady
+from ddp_runner.core.messages import (
+    NO_PROCESS,
+    Finished,
+    Fork,
+    Forked,
+    Formed,
+    Ready,
+    ZygoteReady,
+)
+from ddp_runner.core.spare import SpareKind
 from ddp_runner.rank import zygote
 from ddp_runner.rank.zygote import fork_to_supervisor
+from ddp_runner.system.control_channel import Channel
 from tests.processes import poll, ranks, run_ranks
 
 from .supervising import PlayedSupervisor, answers_on, parent_of, threads_of
+
+SPARES = SpareSpec(
+    settings={},
+    device="cpu",
+    world_size=1,
+    local_world_size=1,
+    threads=1,
+    store_host="127.0.0.1",
+    store_port=1,
+    kind=SpareKind.CPU,
+)
 
 
 def is_gone(pid):
@@ -58,7 +82,7 @@ def _host_stores(me, folder):
     facts["value"] = connect(port).get("key")
 
     os.kill(first, signal.SIGKILL)
-    played.until(lambda: played.node.store is None)
+    played.until(lambda: played.node.helper(STORE) is None)
     facts["reaped"] = [signal_number for pid, _, signal_number in played.ended if pid == first]
     facts["port_held"] = answers_on(port)
     played.spawn_store()
@@ -243,3 +267,30 @@ def test_a_task_that_has_started_cuda_at_its_import_is_found(monkeypatch, answer
 def test_here_no_driver_has_started():
     """Control: the real question, on a machine without one."""
     assert not zygote.driver_has_started()
+
+
+@pytest.mark.parametrize("kind", [ForkKind.SPARE, ForkKind.STANDBY, ForkKind.STORE])
+def test_a_zygote_without_room_for_a_fork_lives_on_without_helpers(monkeypatch, kind):
+    """It says that there is none; without a store no run goes on, so that ends it."""
+
+    def no_room(*given):
+        raise OSError("a limit on processes is reached")
+
+    monkeypatch.setattr(zygote, "fork_to_supervisor", no_room)
+    monkeypatch.setattr(zygote.parent_death, "set_process_name", lambda name: None)
+    ours, theirs = Channel.pair()
+    channel = Channel(theirs)
+    role = ROLE_OF[kind]
+    ours.send(
+        Fork(token=7, kind=kind, spec=NothingMore() if kind is not ForkKind.SPARE else SPARES)
+    )
+    if role.is_dispensable:
+        with socket.socket(fileno=os.dup(ours.fileno())) as same:
+            same.shutdown(socket.SHUT_WR)
+        zygote.serve(channel, os.getpid())
+        assert ours.receive()[0] == Forked(token=7, pid=NO_PROCESS)
+    else:
+        with pytest.raises(OSError, match="a limit"):
+            zygote.serve(channel, os.getpid())
+    ours.close()
+    channel.close()

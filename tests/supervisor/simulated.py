@@ -71,6 +71,7 @@ _REFUSED = {
     ForkKind.SPARE: "spares_refused",
     ForkKind.DRILL: "drills_refused",
     ForkKind.SAVER: "savers_refused",
+    ForkKind.STANDBY: "standbys_refused",
 }
 
 
@@ -239,6 +240,7 @@ class Simulation:
         self.answers_s = 0.0  # after which the zygote says whom it has forked
         # Forks for which there is no room.
         self.spares_refused = self.drills_refused = self.savers_refused = 0
+        self.standbys_refused = 0
         self.spares_asked = []  # what the ranks were doing when one was asked for
         self.spare_fails_on = set()  # kinds that none can be
         self.free_bytes = 2**40
@@ -337,6 +339,10 @@ class Simulation:
         alive = [p for p in self.processes.values() if p.rank == number and not p.dead]
         alive = [one for one in alive if one is not one.machine.zygote]  # who stood by
         return max(alive, key=lambda process: process.pid, default=None)
+
+    def helper(self, role):
+        """What the supervisor holds of the process of a role; None where there is none."""
+        return self.node.helper(role)
 
     def kill(self, *ranks):
         """SIGKILL ranks; -1 is the store host, -2 the zygote, -3 the spare."""
@@ -915,7 +921,10 @@ class Directory(Published):
 
 
 class Guardian:
-    """Looks at no process of this machine."""
+    """Looks at no process of this machine; ``watched`` and ``ended`` are the pids that it was given."""
+
+    def __init__(self):
+        self.watched, self.ended = [], []
 
     def start(self):
         pass
@@ -924,9 +933,11 @@ class Guardian:
         return dict(environment)
 
     def watch(self, rank_pid):
-        pass
+        self.watched.append(rank_pid)
 
     def rank_ended(self, rank_pid, *, known):
+        del known
+        self.ended.append(rank_pid)
         return []
 
     def close(self):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 import time
 from pathlib import Path
 
@@ -42,19 +42,6 @@ class Driven(AfterSave):
         )
         assert self.took(ended)
         self.look()
-
-
-class Unending:
-    """A process in a sleep that nothing interrupts."""
-
-    def __init__(self, pid):
-        self.pid = pid
-
-    def poll(self):
-        return None
-
-    def wait(self, timeout):
-        raise subprocess.TimeoutExpired("sleep", timeout)
 
 
 def never():
@@ -186,14 +173,14 @@ def test_a_command_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkey
     driven.saved("step_1.pt")
     driven.look()
     driven.saved("step_2.pt")
-    real, stays = driven._process, Unending(driven.pid)
-    driven._process = stays
+    # A process in a sleep that nothing interrupts.
+    stays = psutil.Process(driven.pid)
     monkeypatch.setattr(after_save, "_TERM_S", 0.05)
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(after_save.os, "killpg", lambda pid, number: None)
         driven.finish(is_cut_short=never, grace_s=0.0)
-    finally:
-        real.kill()
-        real.wait()
+    os.killpg(stays.pid, signal.SIGKILL)
+    os.waitpid(stays.pid, 0)
     texts = [text for level, text in driven.said if level == "WARNING"]
     assert texts[1] == f"checkpoint.after_save for step_1.pt: process {stays.pid} would not end"
     assert texts[2] == "checkpoint.after_save: not run for step_2.pt"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.core import helper_roles as roles
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.messages import Drilled, DrillPart
+from ddp_runner.supervisor.processes.children import Ended
 from tests.supervisor.judging import assert_done, lost, plans
-from tests.supervisor.simulated import DRILL, SPARE
+from tests.supervisor.simulated import DRILL, SAVER, SPARE
 
 
 def give(run, step, rank=1, parts=("state", "share")):
@@ -46,7 +48,7 @@ def test_a_drill_that_finds_no_difference_is_a_proof(simulate):
     run = drilling(simulate)
     answer(run)
     run.run_until(lambda: proof(run) == {10})
-    run.run_until(lambda: run.node.drill is None)
+    run.run_until(lambda: run.helper(roles.DRILL) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: len(run.drills_asked) == 2)
     answer(run, 50, 2)
@@ -97,7 +99,7 @@ def test_a_difference_makes_the_run_inexact_once(simulate):
     """A second drill that finds one says nothing new."""
     run = drilling(simulate)
     answer(run, differs="layer.weight")
-    run.run_until(lambda: run.node.drill is None)
+    run.run_until(lambda: run.helper(roles.DRILL) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: run.rank(DRILL))
     answer(run, 50, 2, differs="layer.weight")
@@ -228,7 +230,7 @@ def test_a_drill_that_a_repair_cuts_short_is_made_up_for(simulate, is_running):
     run.run_until(lambda: run.events("repaired"))
     assert [one["step"] for one in run.events("drill_skipped")] == [10]
     assert run.supervisor.keeper.drills.is_owed is True
-    run.run_until(lambda: run.node.drill is None)
+    run.run_until(lambda: run.helper(roles.DRILL) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: run.rank(DRILL))
     answer(run, 50, 2)
@@ -346,3 +348,30 @@ def test_a_replaced_rank_without_any_drill_changes_nothing(simulate):
     run = replaced(simulate)
     assert_done(run)
     assert reasons(run) == waits(run) == []
+
+
+def test_what_users_code_starts_in_a_helper_ends_with_it(simulate):
+    """The guardian hears of spare and drill, as of ranks; store and saver run none of it."""
+    run = drilling(simulate)
+    run.run_until(lambda: run.helper(roles.SPARE) is not None and run.helper(roles.SPARE).is_ready)
+    run.run_until(lambda: run.rank(SAVER) is not None)
+    theirs = {run.rank(number).pid for number in (DRILL, SPARE)}
+    ours = {run.rank(number).pid for number in (-1, SAVER)}
+    assert theirs <= set(run.node.guardian.watched)
+    assert not ours & set(run.node.guardian.watched)
+    run.kill(DRILL, SPARE, SAVER)
+    run.run_until(lambda: theirs <= set(run.node.guardian.ended))
+    run.run_until(lambda: run.events("saver_ended"))
+    assert not ours & set(run.node.guardian.ended)
+
+
+def test_what_a_drill_said_before_it_was_reaped_is_heard(simulate):
+    """Though nobody had read it: it may end in the turn in which it reports."""
+    run = drilling(simulate)
+    process = run.rank(DRILL)
+    run.send(process, Drilled(rank=1, step=10))
+    run._end(process, exit_code=0)
+    ended = Ended(pid=process.pid, exit_code=0, signal_number=None, at_ns=0)
+    run.supervisor.on_ended(ended)
+    assert proof(run) == {10}
+    assert run.helper(roles.DRILL) is None

@@ -12,6 +12,7 @@ from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import RepairedInPlace, TuningChanged
 from ddp_runner.memory.kernel_kills import KernelKills
 from tests.supervisor.judging import assert_done, lost, plans
+from tests.supervisor.simulated import SAVER, SPARE
 
 
 def made_container(root):
@@ -60,6 +61,22 @@ def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(
     run.kill(2)
     assert_done(run)
     assert plans(run) == [(2, kind, (2,))]
+
+
+@pytest.mark.parametrize("helper", [SPARE, SAVER])
+@pytest.mark.parametrize("kills", [1, 2])
+def test_the_kill_of_a_helper_is_not_taken_for_a_rank_s(simulate, tmp_path, helper, kills):
+    """It is no fault; control: the kernel has killed another one."""
+    run, events = simulate(steps=300), made_container(tmp_path)
+    run.node.kernel_kills = KernelKills(tmp_path)
+    run.to_step(15)
+    run.run_until(lambda: run.rank(helper) is not None)
+    events.write_text(f"oom_kill {kills}\n")
+    run.kill(helper)
+    run.pass_time(0.1)
+    run.kill(2)
+    assert_done(run)
+    assert plans(run) == [(2, "rank_killed" if kills == 1 else "out_of_memory", (2,))]
 
 
 @pytest.mark.parametrize("plain_retry", [True, False])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
-from ddp_runner.supervisor.processes import gpu_reader
-from ddp_runner.supervisor.processes.gpu_reader import GpuReader
+from ddp_runner.core.helper_roles import GPU_READER
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.reporting.side_programs import GpuReader
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.observe.nvml import H100, Driver
 from tests.processes import poll
@@ -28,9 +30,10 @@ def driver(tmp_path, monkeypatch):
 class Kept:
     """A reader, driven as a supervisor's loop drives it."""
 
-    def __init__(self, interval_s=0.05):
+    def __init__(self, interval_s=0.05, **changes):
         self.said = []
-        self.reader = GpuReader(interval_s, clock=SYSTEM_CLOCK, say=self._say)
+        role = replace(GPU_READER, **changes)
+        self.reader = GpuReader(interval_s, clock=SYSTEM_CLOCK, say=self._say, role=role)
 
     def _say(self, text, level="INFO"):
         self.said.append((level, text))
@@ -41,7 +44,9 @@ class Kept:
             pid, status = os.waitpid(self.reader.pid, os.WNOHANG)
             if pid:
                 code = os.waitstatus_to_exitcode(status)
-                assert self.reader.ended(pid, how=f"exit {code}", exit_code=code)
+                exit_code, number = (None, -code) if code < 0 else (code, None)
+                ended = Ended(pid=pid, exit_code=exit_code, signal_number=number, at_ns=0)
+                assert self.reader.took(ended)
 
     def until(self, is_so, timeout_s=20.0):
         def turn():
@@ -58,8 +63,8 @@ class Kept:
 
 
 @pytest.fixture
-def kept():
-    found = Kept()
+def kept(request):
+    found = Kept(**getattr(request, "param", {}))
     yield found
     found.end()
 
@@ -81,9 +86,9 @@ def test_readings_come_from_a_process_of_their_own(driver, kept):
     assert kept.said == []
 
 
-def test_a_driver_that_hangs_is_given_up_and_nobody_waits_for_it(driver, kept, monkeypatch):
+@pytest.mark.parametrize("kept", [{"silent_s": 1.5}], indirect=True)
+def test_a_driver_that_hangs_is_given_up_and_nobody_waits_for_it(driver, kept):
     """As after an Xid: each turn of the loop is short, the last reading stays with its age, and it is said once."""
-    kept.reader._silent_s = 1.5
     kept.until(lambda reader: reader.gpus)
     stuck = kept.reader.pid
     driver.write(H100, hang=True)
@@ -108,18 +113,20 @@ def test_a_driver_that_hangs_is_given_up_and_nobody_waits_for_it(driver, kept, m
 def test_nobody_to_ask_is_said_once_and_not_tried_again(driver, kept):
     """No driver, or no nvidia-ml-py: another process would find the same."""
     driver.write(no_driver=True)
-    kept.until(lambda reader: reader._is_given_up)
+    kept.until(lambda reader: reader.is_given_up)
     kept.turn()
     assert kept.reader.pid is None
     assert kept.said == [("INFO", "no readings of GPUs: NVML: Driver Not Loaded")]
 
 
-def test_a_reader_that_always_fails_is_given_up(driver, kept, monkeypatch):
+@pytest.mark.parametrize(
+    "kept",
+    [{"pauses_s": (0.0,), "tries": 2, "module": "ddp_runner.no_such_module"}],
+    indirect=True,
+)
+def test_a_reader_that_always_fails_is_given_up(driver, kept):
     """A run does not start a process every few seconds for nothing."""
-    monkeypatch.setattr(gpu_reader, "backoff_s", lambda failures: 0.0)
-    monkeypatch.setattr(gpu_reader, "FAILURES_MAX", 2)
-    monkeypatch.setattr(gpu_reader, "_MODULE", "ddp_runner.no_such_module")
-    kept.until(lambda reader: reader._is_given_up)
+    kept.until(lambda reader: reader.is_given_up)
     ((_, text),) = kept.said
     assert "their reader has ended" in text
     assert "no_such_module" in text

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -13,9 +14,12 @@ from ddp_runner.cli import page
 from ddp_runner.cli.train import page_notes
 from ddp_runner.config import check_relations, refuse_without_supervisor, resolve
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.helper_roles import PAGE
 from ddp_runner.core.settings import LogSettings
-from ddp_runner.supervisor.reporting import page_keeper
-from ddp_runner.supervisor.reporting.page_keeper import PORTS_TRIED, PageKeeper, free_port
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.reporting import side_programs
+from ddp_runner.supervisor.reporting.side_programs import PORTS_TRIED, PageKeeper, free_port
+from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests import processes
 
 TAKEN_S = 20.0
@@ -28,14 +32,15 @@ def settings(*assignments):
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """(keeper, lines that were said, lines that were announced) over a stand-in for the page."""
-    monkeypatch.setattr(page_keeper, "_MODULE", "tests.supervisor.echo_page")
-    monkeypatch.setattr(page_keeper, "find_spec", lambda name: name)
+    monkeypatch.setattr(side_programs, "find_spec", lambda name: name)
     said, announced = [], []
 
     def make(**given):
         return PageKeeper(
             LogSettings(page=True, **given),
             tmp_path,
+            clock=SYSTEM_CLOCK,
+            role=replace(PAGE, module="tests.supervisor.echo_page"),
             say=lambda text, **_: said.append(text),
             announce=announced.append,
         )
@@ -63,9 +68,10 @@ def test_the_page_is_started_once_with_a_token_of_its_own(made, tmp_path):
     assert given["port"] == int(port)
     assert (given["token"], given["rest"]) == (token, "")
     pid, _ = os.wait()
+    ended = Ended(pid=pid, exit_code=0, signal_number=None, at_ns=0)
     assert said == []
-    assert not keeper.ended(pid + 1, how="exit code 0")
-    assert keeper.ended(pid, how="exit code 0")
+    assert not keeper.took(replace(ended, pid=pid + 1))
+    assert keeper.took(ended)
     assert "the run goes on" in said[0]
     assert token not in said[0]
     keeper.look()
@@ -88,7 +94,7 @@ def test_a_port_that_is_taken_is_passed_over():
 def test_a_page_that_cannot_be_started_is_one_line(made, monkeypatch):
     """And the run goes on."""
     make, said, announced = made
-    monkeypatch.setattr(page_keeper, "free_port", lambda first: None)
+    monkeypatch.setattr(side_programs, "free_port", lambda first: None)
     make(page_port=9000).look()
     monkeypatch.undo()
     assert said == ["no page: ports 9000 to 9019 are taken"]
@@ -103,8 +109,10 @@ def test_without_the_extra_a_run_says_how_to_install_it(tmp_path, monkeypatch):
     assert line.startswith("no page, the run goes on without it: NiceGUI is not installed")
     assert "environment --extra page" in line
     assert page_notes(settings()) == ()
-    monkeypatch.setattr(page_keeper, "find_spec", lambda name: None)
-    PageKeeper(wanted.log, tmp_path, say=pytest.fail, announce=pytest.fail).look()
+    monkeypatch.setattr(side_programs, "find_spec", lambda name: None)
+    PageKeeper(
+        wanted.log, tmp_path, clock=SYSTEM_CLOCK, say=pytest.fail, announce=pytest.fail
+    ).look()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,13 +8,16 @@ import signal
 import pytest
 
 from ddp_runner.checkpoint import save_orders
+from ddp_runner.core import helper_roles as roles
 from tests.supervisor.judging import assert_done, lost
 from tests.supervisor.simulated import SAVER, SPARE
 
 
 def with_saver(simulate, **changes):
     run = simulate(**{"steps": 2000, **changes})
-    run.run_until(lambda: run.node.saver is not None and run.node.saver.pid is not None)
+    run.run_until(
+        lambda: run.helper(roles.SAVER) is not None and run.helper(roles.SAVER).pid is not None
+    )
     return run
 
 
@@ -83,9 +86,9 @@ def test_what_nobody_has_written_at_a_failure_is_said(simulate):
     run = with_saver(simulate)
     ordered(run, 20)
     run.kill(SAVER)  # soon after it was forked: the next one comes a second later
-    run.run_until(lambda: run.node.saver is None)
+    run.run_until(lambda: run.helper(roles.SAVER) is None)
     run.supervisor.keeper.savers.finish(is_cut_short=lambda: False)
-    assert run.node.saver is not None
+    assert run.helper(roles.SAVER) is not None
     assert any("nobody has written the copy of step 20" in text for _, text in run.outputs.said)
 
 
@@ -153,5 +156,5 @@ def test_without_copies_in_memory_there_is_none(simulate):
     run = simulate(steps=300, memory_every=0)
     assert_done(run)
     assert not run.node.shared.saver.is_used
-    assert run.node.saver is None
+    assert run.helper(roles.SAVER) is None
     assert run.events("saver_ended") == []

@@ -6,12 +6,13 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core.tracking import STARTS_MAX, backoff_s
-from ddp_runner.supervisor.reporting import tracker_keeper
-from ddp_runner.supervisor.reporting.tracker_keeper import TrackerKeeper
+from ddp_runner.core.helper_roles import TRACKER
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.reporting.side_programs import TrackerKeeper
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.disks import small_disk
 from tests.observe.test_trackers import (
@@ -29,21 +30,23 @@ from tests.supervisor.simulated import Clock
 class Kept:
     """A keeper of one tracker over the files of a run in ``folder``; ``said`` is what it has shown."""
 
-    def __init__(self, folder, clock=None, *, name="csv"):
+    def __init__(self, folder, clock=None, *, name="csv", role=TRACKER):
         self.said = []
         self.keeper = TrackerKeeper(
             [name],
             folder,
             clock=clock or SYSTEM_CLOCK,
             say=lambda text, **_: self.said.append(text),
+            role=role,
         )
 
     def ended(self, pid):
         """Reap it, as the supervisor does, and say so."""
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        assert self.keeper.ended(pid, how=how)
+        exit_code, number = (None, -code) if code < 0 else (code, None)
+        ended = Ended(pid=pid, exit_code=exit_code, signal_number=number, at_ns=0)
+        assert self.keeper.took(ended)
 
 
 @pytest.fixture
@@ -54,10 +57,9 @@ def files(tmp_path):
     return made
 
 
-def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files, monkeypatch):
+def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files):
     """And there for a while; a resume writes what it has missed."""
-    monkeypatch.setattr(tracker_keeper, "END_WAIT_S", 0.2)
-    kept = Kept(files.folder)
+    kept = Kept(files.folder, role=replace(TRACKER, end_s=0.2))
     kept.keeper.look()
     (pid,) = kept.keeper.pids
     poll(kept.keeper.links, what="its file", timeout_s=30.0)
@@ -74,7 +76,6 @@ def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files, monkeypatch):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert rows(files.folder) != stands(files.folder)
-    monkeypatch.undo()
     again = Kept(files.folder)
     again.keeper.look()
     (pid,) = again.keeper.pids
@@ -107,7 +108,7 @@ def test_a_tracker_on_a_full_disk_goes_on_once_there_is_room(tmp_path, name, rea
         kept.keeper.look()
         assert kept.keeper.pids == []  # not due yet
         filler.unlink()
-        clock.now_s += backoff_s(1)
+        clock.now_s += TRACKER.pauses_s[0]
         kept.keeper.look()
         (pid,) = kept.keeper.pids
         kept.keeper.end(0)
@@ -120,19 +121,20 @@ def test_a_tracker_that_cannot_start_is_given_up(tmp_path):
     (tmp_path / "logs").write_text("a file in the place of the folder")
     clock = Clock()
     kept = Kept(tmp_path / "logs", clock=clock)
-    for number in range(1, STARTS_MAX + 1):
+    for number in range(1, int(TRACKER.tries) + 1):
+        pause_s = TRACKER.pauses_s[min(number, len(TRACKER.pauses_s)) - 1]
         kept.keeper.look()
         assert len(kept.said) == number
-        clock.now_s += backoff_s(number) * 0.9
+        clock.now_s += pause_s * 0.9
         kept.keeper.look()
         assert len(kept.said) == number
-        clock.now_s += backoff_s(number) * 0.2
+        clock.now_s += pause_s * 0.2
     assert "is started again" in kept.said[-2]
     assert "the run goes on without it" in kept.said[-1]
     clock.now_s += 1_000_000.0
     kept.keeper.look()
     kept.keeper.end(0)
-    assert len(kept.said) == STARTS_MAX
+    assert len(kept.said) == int(TRACKER.tries)
     again = Kept(tmp_path / "logs", clock=clock)
     again.keeper.look()
     assert "is started again" in again.said[-1]

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from ddp_runner.core.exits import ExitCode, StopReason
+from ddp_runner.core.helper_roles import STANDBY as STANDBY_ROLE
 from ddp_runner.core.lifecycle import Membership, RankState
 from ddp_runner.supervisor.recovery.zygote_keeper import ZYGOTES_LOST_MAX
 from tests.supervisor.judging import assert_done, lost, plans
@@ -180,7 +181,25 @@ def test_a_standby_zygote_that_is_lost_is_followed_by_another(simulate, harm):
     lose_zygote(run)
     first = run.rank(STANDBY)
     getattr(run, harm)(STANDBY)
+    run.run_until(lambda: first.dead, within_s=3.0)
+    run.pass_time(0.8)
+    assert run.rank(STANDBY) is None, "not at once: whoever ends one may end the next"
     run.run_until(lambda: first.dead and run.rank(STANDBY) is not None, within_s=5.0)
+    run.steps = run.best + 20
+    assert_done(run)
+    assert plans(run) == []
+
+
+def test_a_standby_zygote_without_room_is_asked_for_a_minute_later(simulate):
+    """The run can do without; control: it is no fault, and one comes."""
+    run = simulate(steps=100_000)
+    run.to_step(15)
+    run.standbys_refused = 1
+    run.kill(-2)
+    run.run_until(lambda: run.standbys_refused == 0)
+    run.pass_time(STANDBY_ROLE.refused_s - 1.0)
+    assert run.rank(STANDBY) is None
+    run.run_until(lambda: run.rank(STANDBY) is not None, within_s=2.0)
     run.steps = run.best + 20
     assert_done(run)
     assert plans(run) == []

@@ -55,7 +55,7 @@ from ddp_runner.observe.console import LogTail
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.departures import RankEnded
+from ddp_runner.supervisor.processes.helper_process import RankEnded
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.processes.rank_start import RankStart
@@ -387,7 +387,7 @@ class Follower:
         if self._no_zygote and now_s >= self._again_at_s and not self.failed:
             self._no_zygote = ""
             self._node.start_zygote()
-        self._keeper.zygotes.look(now_s)
+        self._keeper.look(now_s)
 
     def look(self, now_s: float) -> None:
         """Say how everything stands here."""

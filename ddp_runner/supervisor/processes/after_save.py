@@ -6,28 +6,21 @@ import contextlib
 import os
 import shlex
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from ddp_runner.supervisor.processes.children import Ended, read_end
-from ddp_runner.system.run_files import open_to_append
+from ddp_runner.core.helper_roles import AFTER_SAVE
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.keeper import Keeper
+from ddp_runner.supervisor.processes.program import Given, NoLogError, Programs, Say
 
 PLACE = "{path}"  # where the checkpoint's path goes in a command
 LOG_NAME = "after_save.log"
 _TERM_S = 2.0
 _POLL_S = 0.02
 _NAME = "checkpoint.after_save"
-
-
-class Says(Protocol):
-    """Shows a line."""
-
-    def __call__(self, text: str, *, level: str = "INFO") -> None:
-        """``level`` as in the log."""
-        ...
 
 
 class AfterSave:
@@ -38,26 +31,27 @@ class AfterSave:
     """
 
     def __init__(
-        self, command: str, *, log_dir: Path, environment: Mapping[str, str], say: Says
+        self, command: str, *, log_dir: Path, environment: Mapping[str, str], say: Say
     ) -> None:
         self._command = command
         self._log = log_dir / LOG_NAME
         self._environment = environment
         self._say = say
-        self._process: subprocess.Popen[bytes] | None = None
+        self._programs = Programs()
+        self._keeper = Keeper(AFTER_SAVE, self._programs)
         self._path = ""  # of the checkpoint that the command is busy with
-        self._log_begin = 0
         self._next = ""  # empty: none waits
 
     @property
     def pid(self) -> int | None:
         """The command's process id, of a session of its own; None while none runs."""
-        return None if self._process is None else self._process.pid
+        program = self._keeper.process
+        return None if program is None else program.pid
 
     @property
     def is_owed(self) -> bool:
         """Whether a command runs, or is still to be run."""
-        return self._process is not None or bool(self._next)
+        return self._keeper.process is not None or bool(self._next)
 
     def saved(self, path: str) -> None:
         """There is a checkpoint, for which the command is to be run."""
@@ -72,29 +66,19 @@ class AfterSave:
 
     def look(self) -> None:
         """Start the command for the next checkpoint, where none runs. Never waits."""
-        if self._process is not None or not self._next:
+        now_s = time.monotonic()
+        if not self._next or not self._keeper.is_due(now_s):
             return
         self._path, self._next = self._next, ""
         words = self._command.replace(PLACE, shlex.quote(self._path))
+        given = Given(command=words, log=self._log, environment=self._environment)
         try:
-            output = open_to_append(self._log)
-        except OSError:
-            output = os.open(os.devnull, os.O_WRONLY)
-        try:
-            self._log_begin = os.fstat(output).st_size
-            self._process = subprocess.Popen(  # noqa: S602 - the user's own command, as a shell has it
-                words,
-                shell=True,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=dict(self._environment),
-            )
+            try:
+                self._keeper.start(now_s, given)
+            except NoLogError:  # the command is not to suffer from it
+                self._keeper.start(now_s, replace(given, log=None))
         except OSError as error:
             self._warn(f"cannot be started: {error.strerror or error}")
-        finally:
-            os.close(output)
 
     def took(self, ended: Ended) -> bool:
         """A child was reaped: whether it was this command, which has then been accounted for."""
@@ -111,12 +95,12 @@ class AfterSave:
         while True:
             self._poll()
             self.look()
-            if self._process is None and not self._next:
+            if not self.is_owed:
                 return
             if time.monotonic() >= deadline_s or is_cut_short():
                 break
             time.sleep(_POLL_S)
-        if self._process is not None:
+        if self._keeper.process is not None:
             self._warn(f"killed: the run has ended (checkpoint.after_save_grace_s={grace_s:g})")
             self._end()
         if self._next:
@@ -124,36 +108,35 @@ class AfterSave:
 
     def _end(self) -> None:
         """End all of its session: first it is asked to."""
-        process = self._process
-        assert process is not None
+        program = self._keeper.process
+        assert program is not None
         for number, patience_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _TERM_S)):
             # Not reaped: the session's number is nobody else's.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+                os.killpg(program.pid, number)
             deadline_s = time.monotonic() + patience_s
-            while time.monotonic() < deadline_s and not _has_ended(process.pid):
+            while time.monotonic() < deadline_s and not _has_ended(program.pid):
                 time.sleep(_POLL_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        try:
-            process.wait(timeout=_TERM_S)
-        except subprocess.TimeoutExpired:  # it waits for a disk, which no signal ends
-            self._warn(f"process {process.pid} would not end")
-        self._process = None
+            os.killpg(program.pid, signal.SIGKILL)
+        if not program.wait(_TERM_S):  # it waits for a disk, which no signal ends
+            self._warn(f"process {program.pid} would not end")
+        self._programs.forget(self._keeper.role)
 
     def _poll(self) -> None:
-        if self._process is not None and (code := self._process.poll()) is not None:
+        program = self._keeper.process
+        if program is not None and (code := program.poll()) is not None:
             self._over(code)
 
     def _over(self, code: int) -> None:
         """It has ended, with this exit code, or of a signal where that is below 0."""
-        process, self._process = self._process, None
-        assert process is not None
-        process.returncode = code  # it is not waited for again
+        program = self._keeper.process
+        assert program is not None
+        last = program.last_line()
+        self._programs.forget(self._keeper.role)
         if code == 0:
             return
-        lines = read_end(self._log, begin=self._log_begin).strip().splitlines()
-        said = f": {lines[-1].strip()[:300]}" if lines else ""
+        said = f": {last[:300]}" if last else ""
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._warn(f"{how}{said}")
 

@@ -1,128 +1,65 @@
-"""The processes beside the ranks that the zygote forks, as the supervisor holds them. Decides nothing."""
+"""The processes beside the ranks that the zygote forks, as the supervisor holds them, and whose process has ended.
+
+Decides nothing.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ddp_runner.core.fork_specs import ForkKind, RankSpec, Spec
-from ddp_runner.core.messages import Fork, SpareReady
-from ddp_runner.core.spare import SpareKind
-from ddp_runner.supervisor.processes.children import make_output_file, read_output
-from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.core.fork_specs import Spec
+from ddp_runner.core.helper_roles import Role
+from ddp_runner.core.messages import Fork, Message
+from ddp_runner.supervisor.processes.children import Ended, make_output_file
+from ddp_runner.supervisor.processes.rank_process import WhatItWrote
+from ddp_runner.system.control_channel import Channel
 
 
 class Helper:
-    """Owned by a Node, for one process: a new object for each that is asked for.
+    """Owned by a Node, for one process of a role: a new object for each that is asked for.
 
     It is there from the request until the process was reaped, or is known never to come. Then the node
     closes it and forgets it.
     """
 
-    fork_kind: ForkKind
-
-    def __init__(self, *, token: int, now_s: float) -> None:
+    def __init__(self, role: Role, spec: Spec, *, token: int, now_s: float) -> None:
+        self.role = role
+        # What it was sent when it was asked for.
+        self.spec = spec
         # The child's end, until it goes with the fork request; and ours, open until close().
         self.channel, self._theirs = Channel.pair()
         # A file in memory that it writes to, open until close().
-        self._output = make_output_file(self.fork_kind.value)
+        self.output = make_output_file(role.name)
         # What the zygote's answer is known by. No two forks of a run have the same.
         self.token = token
         # When it was asked for, and once its pid is known, since then.
         self.since_s = now_s
         # None while the zygote has not answered. It may say that it is ready before that.
         self.pid: int | None = None
-        # Whether it has said so. Never taken back.
-        self.is_ready = False
+        # What it said when it was ready; None before that.
+        self.ready: Message | None = None
 
     @property
-    def name(self) -> str:
-        """In messages."""
-        return self.fork_kind.value
+    def is_ready(self) -> bool:
+        """Whether it has said so. Never taken back."""
+        return self.ready is not None
 
-    def request(self, spec: Spec) -> Fork:
+    @property
+    def request(self) -> Fork:
         """What the zygote is asked for."""
-        return Fork(token=self.token, kind=self.fork_kind, spec=spec)
+        assert self.role.fork is not None
+        return Fork(token=self.token, kind=self.role.fork, spec=self.spec)
 
     def descriptors(self, *inherited: int) -> list[int]:
         """The child's ends, for the fork request; the caller closes the first."""
-        return [self._theirs.detach(), *inherited, self._output]
-
-    @property
-    def output(self) -> int:
-        """The file in memory that it writes to."""
-        return self._output
-
-    def last_output(self) -> str:
-        """What it has written."""
-        return read_output(self._output)
+        return [self._theirs.detach(), *inherited, self.output]
 
     def close(self) -> None:
         """Close channel and output; a process that is still behind them ends of it."""
         self.channel.close()
-        os.close(self._output)
-
-
-class StoreHost(Helper):
-    """Serves the store through which ranks find each other."""
-
-    fork_kind = ForkKind.STORE
-
-
-class Spare(Helper):
-    """Waits to become a rank; no rank, until it is made one."""
-
-    fork_kind = ForkKind.SPARE
-
-    def __init__(self, kind: SpareKind, *, token: int, now_s: float, settings: object) -> None:
-        """``settings``: of the ranks, as a record."""
-        super().__init__(token=token, now_s=now_s)
-        self.channel.set_blocking(blocking=False)
-        # What it may have built is of these, and of no others.
-        self._settings = settings
-        self.kind = kind
-        # What it said when it was ready, of the memory that it holds.
-        self.ready = SpareReady()
-
-    def fits(self, settings: object) -> bool:
-        """Whether it may become a rank in a run with these settings."""
-        return self.kind is not SpareKind.MODEL or settings is self._settings
-
-    def becomes(self, request: Fork, descriptors: Sequence[int]) -> bool:
-        """Have it become a rank.
-
-        False where that needs an ordinary fork: it is gone, or has built something else.
-        """
-        spec = request.spec
-        if not isinstance(spec, RankSpec) or not self.fits(spec.settings):
-            return False
-        try:
-            self.channel.send(request, descriptors=descriptors)
-        except (ChannelClosedError, BlockingIOError):
-            return False
-        return True
-
-
-class Standby(Helper):
-    """A fork of the zygote that forks nobody until it takes the zygote's place."""
-
-    fork_kind = ForkKind.STANDBY
-
-    def take_over(self) -> PromotedZygote | None:
-        """The zygote that it is from now on; None where its fork has not been answered."""
-        return None if self.pid is None else PromotedZygote(self, self.pid)
-
-
-class Drill(Helper):
-    """Computes what a replacement would, beside the run; never becomes a rank."""
-
-    fork_kind = ForkKind.DRILL
-
-
-class Saver(Helper):
-    """Writes checkpoints of what ranks have left in memory."""
-
-    fork_kind = ForkKind.SAVER
+        os.close(self.output)
 
 
 class PromotedZygote:
@@ -130,7 +67,7 @@ class PromotedZygote:
 
     ready = True
 
-    def __init__(self, standby: Standby, pid: int) -> None:
+    def __init__(self, standby: Helper, pid: int) -> None:
         self.pid = pid
         self.channel = standby.channel
         self.output = standby.output
@@ -147,3 +84,32 @@ class PromotedZygote:
     def close(self) -> None:
         """Close channel and output."""
         self._standby.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteEnded:
+    """The zygote is gone; ``output`` is what it said last."""
+
+    ended: Ended
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperEnded:
+    """The process of a role is gone; ``output`` is what it said last."""
+
+    role: Role
+    ended: Ended
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnded:
+    """The process of rank ``rank`` is gone; ``wrote`` is what it had to say."""
+
+    ended: Ended
+    rank: int
+    wrote: WhatItWrote
+
+
+Departure = RankEnded | HelperEnded | ZygoteEnded

@@ -17,29 +17,23 @@ from typing import Any
 
 from ddp_runner import config
 from ddp_runner.core.board import Cell, Slot
-from ddp_runner.core.fork_specs import (
-    DrillSpec,
-    ForkKind,
-    NothingMore,
-    RankSpec,
-    ScriptSpec,
-    SpareSpec,
-    Spec,
-)
+from ddp_runner.core.fork_specs import ForkKind, NothingMore, RankSpec, ScriptSpec, SpareSpec, Spec
+from ddp_runner.core.helper_roles import SAVER, SPARE, STANDBY, STORE, Role
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
 from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.core.spare import SpareKind
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
-from ddp_runner.supervisor.processes.departures import (
-    HELPER_ENDED,
+from ddp_runner.supervisor.processes.environment import of_plan, zygote_environment
+from ddp_runner.supervisor.processes.helper_process import (
     Departure,
+    Helper,
+    HelperEnded,
+    PromotedZygote,
     RankEnded,
     ZygoteEnded,
 )
-from ddp_runner.supervisor.processes.environment import of_plan, zygote_environment
-from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare, Standby, StoreHost
 from ddp_runner.supervisor.processes.operating_system import OperatingSystem, ZygoteProcess
 from ddp_runner.supervisor.processes.rank_process import RankProcess
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
@@ -82,11 +76,7 @@ class Node:
         # Of all ranks of the run, wherever they are: its board has the same layout on each machine.
         self._slots = [self._memory.board.slot(rank) for rank in range(plan.world_size)]
         self.become(range(plan.world_size) if ranks is None else ranks)
-        self.store: StoreHost | None = None
-        self.spare: Spare | None = None
-        self.standby: Standby | None = None
-        self.drill: Drill | None = None
-        self.saver: Helper | None = None
+        self._helpers: dict[str, Helper] = {}  # by the name of its role
         self._zygote: ZygoteProcess | None = None
         self.guardian = system.make_guardian()
         self.kernel_kills = system.kernel_kills()
@@ -122,7 +112,8 @@ class Node:
     @property
     def has_ready_store(self) -> bool:
         """Whether ranks can find each other."""
-        return self.store is not None and self.store.is_ready
+        store = self.helper(STORE)
+        return store is not None and store.is_ready
 
     @property
     def zygote_pid(self) -> int | None:
@@ -139,7 +130,7 @@ class Node:
         """When the zygote was asked for the oldest fork that it still owes; None: it owes none."""
         ranks = self.processes.values()
         asked_s = [one.asked_at_s for one in ranks if one.asked_at_s and one.is_owed]
-        asked_s += [helper.since_s for helper in self._helpers if helper.pid is None]
+        asked_s += [helper.since_s for helper in self._helpers.values() if helper.pid is None]
         return min(asked_s, default=None)
 
     def slot(self, rank: int) -> Slot:
@@ -159,20 +150,13 @@ class Node:
         self.zygote_since_s = self._clock.monotonic()
         self._watch(self._zygote.channel, None)
 
-    def start_standby(self) -> None:
-        """Fork the next zygote ahead of need."""
-        self.standby = Standby(token=self._take_token(), now_s=self._clock.monotonic())
-        self._start(self.standby, NothingMore())
-
     def promote_standby(self) -> bool:
-        """Have who stands by fork from now on; False where nobody does, or it is stopped."""
-        standby = self.standby
-        if standby is None or self.system.is_stopped(standby.pid):
+        """Have who stands by fork from now on; False where nobody does, or it is stopped or not forked yet."""
+        standby = self.helper(STANDBY)
+        if standby is None or standby.pid is None or self.system.is_stopped(standby.pid):
             return False
-        zygote = standby.take_over()
-        if zygote is None:
-            return False
-        self.standby, self._zygote = None, zygote
+        del self._helpers[STANDBY.name]
+        self._zygote = PromotedZygote(standby, standby.pid)
         self.zygote_since_s = self._clock.monotonic()
         return True
 
@@ -181,33 +165,38 @@ class Node:
         if self._zygote is not None:
             self._zygote.ready = True
 
-    def store_is_ready(self) -> None:
-        """Note that ranks can find each other from now on."""
-        if self.store is not None:
-            self.store.is_ready = True
+    def helper(self, role: Role) -> Helper | None:
+        """The process of a role, also while it is owed; None where there is none."""
+        return self._helpers.get(role.name)
+
+    def start_helper(self, role: Role, spec: Spec, *inherited: int) -> Helper:
+        """Fork a process of a role that has none, with these descriptors; it may say that it is ready."""
+        token, now_s = self._take_token(), self._clock.monotonic()
+        helper = self._helpers[role.name] = Helper(role, spec, token=token, now_s=now_s)
+        self._watch(helper.channel, None)
+        descriptors = helper.descriptors(*inherited)
+        self._fork(helper.request, descriptors)
+        os.close(descriptors[0])
+        return helper
+
+    def helper_is_ready(self, role: Role, message: Message) -> None:
+        """Its process has said so."""
+        if (helper := self.helper(role)) is not None:
+            helper.ready = message
 
     def start_store(self) -> None:
         """Fork a store host on the listening socket; ``StoreReady`` follows."""
-        self.store = StoreHost(token=self._take_token(), now_s=self._clock.monotonic())
-        self._start(self.store, NothingMore(), self.store_at.fileno())
+        self.start_helper(STORE, NothingMore(), self.store_at.fileno())
 
-    def start_drill(self, rank: int, *, step: int, folder: str) -> None:
-        """Fork a process that computes the share of ``rank`` of ``step``; ``Drilled`` follows."""
-        self.drill = Drill(token=self._take_token(), now_s=self._clock.monotonic())
-        surroundings = self._surroundings(rank)
-        self._start(self.drill, DrillSpec(**surroundings, rank=rank, step=step, folder=folder))
+    @property
+    def saver(self) -> Helper | None:
+        """The process that writes checkpoints."""
+        return self.helper(SAVER)
 
     def start_saver(self) -> None:
         """Fork the process that writes checkpoints; it begins with what is owed."""
         lines = self.shared.saver
-        self.saver = lines.make_saver(token=self._take_token(), now_s=self._clock.monotonic())
-        self._start(self.saver, lines.spec(self._plan), lines.bell)
-
-    def start_spare(self, kind: SpareKind) -> None:
-        """Fork a process ahead of need; ``SpareReady`` follows."""
-        token, now_s, record = self._take_token(), self._clock.monotonic(), self.settings_record
-        self.spare = Spare(kind, token=token, now_s=now_s, settings=record)
-        self._start(self.spare, SpareSpec(**self._surroundings(self.ranks[0]), kind=kind))
+        self.start_helper(SAVER, lines.spec(self._plan), lines.bell)
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none: the spare, or else a fork, which is owed then."""
@@ -237,19 +226,24 @@ class Node:
     @property
     def has_spare(self) -> bool:
         """Whether a process waits that may become a rank."""
-        spare, record = self.spare, self.settings_record
-        return bool(spare and self._is_warm(spare) and spare.fits(record))
+        spare = self.helper(SPARE)
+        return spare is not None and self._is_warm(spare) and self.fits(spare)
+
+    def forked_helper(self, forked: Forked) -> Helper | None:
+        """Whose fork the zygote answers for; None: of none that is waited for."""
+        helpers = self._helpers.values()
+        return next((one for one in helpers if one.token == forked.token), None)
 
     def claim(self, forked: Forked) -> tuple[int | None, Ended | None]:
         """Learn a fork's pid. Returns which rank it is, if any, and its end if it was reaped already."""
         its_rank = None
-        for helper in self._helpers:
-            if helper.token == forked.token:
-                helper.pid, helper.since_s = forked.pid, self._clock.monotonic()
-                if forked.pid == NO_PROCESS:
-                    self._close(helper)
-                elif helper in {self.drill, self.spare}:  # which run what users have written
-                    self.guardian.watch(forked.pid)
+        helper = self.forked_helper(forked)
+        if helper is not None:
+            helper.pid, helper.since_s = forked.pid, self._clock.monotonic()
+            if forked.pid == NO_PROCESS:
+                self._close(helper)
+            elif helper.role.runs_user_code:
+                self.guardian.watch(forked.pid)
         for process in self.processes.values():
             if process.token == forked.token and process.is_owed:
                 process.pid, its_rank = forked.pid, process.rank
@@ -261,9 +255,8 @@ class Node:
 
     def forget_owed(self) -> None:
         """What was asked of a zygote that died, without an answer, will never come; ranks aside."""
-        for helper in self._helpers:
-            if helper.pid is None:
-                self._close(helper)
+        for helper in [one for one in self._helpers.values() if one.pid is None]:
+            self._close(helper)
 
     def receive(self, channel: Channel, rank: int | None) -> tuple[Message, int | None] | None:
         """Read a channel that is ready; with the rank that it is of, None for one that is no rank.
@@ -285,8 +278,9 @@ class Node:
         """What a process that has ended had sent and nobody has read yet; with its rank, if any."""
         found = [(one.channel, one.rank) for one in self.processes.values() if one.pid == pid]
         channel, rank = found[0] if found else (None, None)
-        if self.drill is not None and self.drill.pid == pid:
-            channel = self.drill.channel
+        for helper in self._helpers.values():
+            if helper.pid == pid:
+                channel = helper.channel
         if self._zygote is not None and self._zygote.pid == pid:
             channel = self._zygote.channel
         while channel is not None:
@@ -310,14 +304,13 @@ class Node:
             self._forget_channel(zygote.channel)
             zygote.close()
             return ZygoteEnded(ended=ended, output=output)
-        for helper in self._helpers:
+        for helper in list(self._helpers.values()):
             if helper.pid == ended.pid:
-                output = helper.last_output()
-                kind = HELPER_ENDED[type(helper)]
-                if helper in {self.drill, self.spare}:
+                output = read_output(helper.output)
+                if helper.role.runs_user_code:
                     self.guardian.rank_ended(ended.pid, known=self._pids)
                 self._close(helper)
-                return kind(ended=ended, output=output)
+                return HelperEnded(role=helper.role, ended=ended, output=output)
         for process in self.processes.values():
             if process.pid == ended.pid:
                 self.guardian.rank_ended(ended.pid, known=self._pids)
@@ -427,7 +420,7 @@ class Node:
             self._forget_channel(self._zygote.channel)
             self._zygote.close()
             self._zygote = None
-        for helper in self._helpers:
+        for helper in list(self._helpers.values()):
             self._close(helper)
         self.guardian.close()
         self.store_at.close()
@@ -440,7 +433,7 @@ class Node:
 
     def _of_rank(self, rank: int, start: RankStart) -> tuple[ForkKind, RankSpec | ScriptSpec]:
         """What the process of a rank is, and what it gets."""
-        surroundings = self._surroundings(rank)
+        surroundings = self.surroundings(rank)
         if start.script is not None:
             spec = ScriptSpec(**surroundings, call=start.script, log_seal=self.log_seal)
             return ForkKind.SCRIPT, spec
@@ -455,7 +448,7 @@ class Node:
             program=None if self._program is None else self._program.program,
         )
 
-    def _surroundings(self, rank: int) -> dict[str, Any]:
+    def surroundings(self, rank: int) -> dict[str, Any]:
         """The fields of Surroundings, for this rank."""
         return {
             **of_plan(self._plan, rank, term=self.term, shares_logs=self.shares_logs),
@@ -465,15 +458,27 @@ class Node:
             **self.shared.paths,
         }
 
-    def _is_warm(self, spare: Spare) -> bool:
+    def fits(self, spare: Helper) -> bool:
+        """Whether it may become a rank: what it may have built is of its settings, and of no others."""
+        spec = spare.spec
+        assert isinstance(spec, SpareSpec)
+        return spec.kind is not SpareKind.MODEL or spec.settings is self.settings_record
+
+    def _is_warm(self, spare: Helper) -> bool:
         """Whether it waits, and is not stopped."""
         return spare.is_ready and spare.pid is not None and not self.system.is_stopped(spare.pid)
 
     def _spare_becomes(self, process: RankProcess, request: Fork, descriptors: list[int]) -> bool:
-        spare = self.spare
-        if spare is None or not self._is_warm(spare) or not spare.becomes(request, descriptors):
+        """Have it become a rank. False where that needs an ordinary fork: it is gone, or has built something else."""
+        spare = self.helper(SPARE)
+        if spare is None or not self.has_spare or not isinstance(request.spec, RankSpec):
             return False
         assert spare.pid is not None
+        spare.channel.set_blocking(blocking=False)  # it may be stopped since
+        try:
+            spare.channel.send(request, descriptors=descriptors)
+        except (ChannelClosedError, BlockingIOError):
+            return False
         process.pid = spare.pid
         self.guardian.watch(spare.pid)
         self._close(spare)
@@ -483,26 +488,13 @@ class Node:
     def _pids(self) -> set[int]:
         """The run's own processes, as far as they are known."""
         pids: set[int | None] = {process.pid for process in self.processes.values()}
-        pids |= {helper.pid for helper in self._helpers} | {self.zygote_pid}
+        pids |= {one.pid for one in self._helpers.values()} | {self.zygote_pid}
         return {pid for pid in pids if pid is not None}
-
-    @property
-    def _helpers(self) -> list[Helper]:
-        helpers = (self.store, self.spare, self.standby, self.drill, self.saver)
-        return [helper for helper in helpers if helper is not None]
 
     def _close(self, helper: Helper) -> None:
         self._forget_channel(helper.channel)
         helper.close()
-        for name in ("store", "spare", "standby", "drill", "saver"):
-            if getattr(self, name) is helper:
-                setattr(self, name, None)
-
-    def _start(self, helper: Helper, spec: Spec, *inherited: int) -> None:
-        self._watch(helper.channel, None)
-        descriptors = helper.descriptors(*inherited)
-        self._fork(helper.request(spec), descriptors)
-        os.close(descriptors[0])
+        del self._helpers[helper.role.name]
 
     def _take_token(self) -> int:
         self._next_token += 1

@@ -17,7 +17,6 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.fork_specs import Program, SaverSpec
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.script import LoopPlan
-from ddp_runner.supervisor.processes.helper_process import Saver
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.run_files import left_over
 
@@ -153,10 +152,6 @@ class SaverLines:
             os.ftruncate(trouble, mmap.PAGESIZE)
             self._descriptors.append(trouble)
             self.trouble_path = f"/proc/{os.getpid()}/fd/{trouble}"
-
-    def make_saver(self, *, token: int, now_s: float) -> Saver:
-        """One that is not forked yet."""
-        return Saver(token=token, now_s=now_s)
 
     @property
     def bell(self) -> int:

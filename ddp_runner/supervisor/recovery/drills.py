@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core import events
@@ -19,9 +20,12 @@ from ddp_runner.core.drill import (
     must_end,
     unproved_reason,
 )
+from ddp_runner.core.fork_specs import DrillSpec
+from ddp_runner.core.helper_roles import DRILL
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import Drilled, DrillPart
+from ddp_runner.core.messages import Drilled, DrillPart, Forked
 from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.keeper import Keeper, Stuck
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_host import Notes
 
@@ -33,6 +37,11 @@ class DrillKeeper:
         self._plan = plan
         self._folder = Path(plan.settings.run.checkpoint_dir)
         self._node = node
+        recovery = plan.settings.recovery
+        self._limit_s = recovery.startup_timeout_s
+        self._keeper = Keeper(
+            replace(DRILL, ready_s=self._limit_s), node, stopped_max_s=recovery.stopped_max_s
+        )
         self._recorder = recorder
         self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
         self._waiting: tuple[int, int] | None = (
@@ -46,7 +55,6 @@ class DrillKeeper:
             None  # of the newest that came to nothing, if none has since
         )
         self._is_given_up = False  # while its fork was still owed, perhaps
-        self._began_s = 0.0
         self._said_short = False
         self._refused: int | None = None  # the newest step of which a part could not be written
         self.is_owed = False  # a repair has cut one short, and none has come to its end since
@@ -83,24 +91,21 @@ class DrillKeeper:
         """
         if fault_free and at_end and self._running is None and self._waiting is None:
             self._waiting, self._kept = self._kept, None
-        drill = self._node.drill
-        if drill is None:  # where its zygote never had it
+        is_running, stuck = self._keeper.process is not None, self._keeper.look(now_s)
+        if not is_running:  # where its zygote never had it
             self._cut_short("its process could not be forked")
-        limit_s = self._plan.settings.recovery.startup_timeout_s
         facts = DrillFacts(
             fault_free=fault_free,
             can_fork=self._node.can_fork,
             waits=self._waiting is not None,
-            is_running=drill is not None,
+            is_running=is_running,
             is_wanted=not self._is_given_up,
-            is_stopped=drill is not None
-            and self._node.helper_stopped_s(drill, now_s)
-            > self._plan.settings.recovery.stopped_max_s,
-            since_s=now_s - self._began_s,
-            limit_s=limit_s,
+            is_stopped=stuck is Stuck.STOPPED,
+            is_late=stuck is Stuck.LATE,
+            limit_s=self._limit_s,
         )
         if why := must_end(facts):
-            self._node.kill(drill)
+            self._keeper.kill()
             self._is_given_up = True
             if fault_free and self._running is not None:
                 self._report_skipped(why)
@@ -110,15 +115,16 @@ class DrillKeeper:
             self.drop()
         elif may_begin(facts) and self._waiting is not None:
             self._running, self._waiting = self._waiting, None
-            self._began_s, self._is_given_up = now_s, False
+            self._is_given_up = False
             step, rank = self._running
-            self._node.start_drill(rank, step=step, folder=str(self._folder / folder_name(step)))
+            around, folder = self._node.surroundings(rank), str(self._folder / folder_name(step))
+            self._keeper.start(now_s, DrillSpec(**around, rank=rank, step=step, folder=folder))
 
     def drilled(self, message: Drilled, now_s: float) -> None:
         """The process has come to an end, which it may have done before it was to be ended."""
         if self._running != (message.step, message.rank):
             return
-        rank, step, seconds = message.rank, message.step, now_s - self._began_s
+        rank, step, seconds = message.rank, message.step, now_s - self._keeper.began_s
         if message.problem:
             self._report_skipped(message.problem)
             return
@@ -145,8 +151,12 @@ class DrillKeeper:
         if not message.differs:
             self._recorder.record(events.Proved(rank=rank, step=step, what=DRILLED))
 
-    def ended(self, ended: Ended, output: str) -> None:
+    def was_forked(self, forked: Forked, now_s: float) -> None:
+        """It computes from here on; that it could not be forked shows at the next look."""
+
+    def ended(self, ended: Ended, output: str, now_s: float) -> None:
         """Its process was reaped. One that has reported before has nothing to add."""
+        del now_s
         if self._running is not None:
             signal = ended.signal_number
             how = f"exit {ended.exit_code}" if signal is None else f"signal {signal}"
@@ -172,8 +182,8 @@ class DrillKeeper:
 
     def forget(self) -> None:
         """Another stage begins, whose task a process would build for a drill of this one."""
-        if self._running is not None and self._node.drill is not None:
-            self._node.kill(self._node.drill)
+        if self._running is not None and self._keeper.process is not None:
+            self._keeper.kill()
             self._is_given_up = True
             self._cut_short("another stage begins")
         self.drop()

@@ -86,18 +86,15 @@ class SaverKeeper:
                 level="WARNING",
             )
 
-    def was_forked(self, forked: Forked) -> None:
+    def was_forked(self, forked: Forked, now_s: float) -> None:
         """The zygote's answer to its fork; without it a rank writes by itself."""
+        del now_s
         if forked.pid == NO_PROCESS and not self._was_refused:
             self._was_refused = True
             self._recorder.say(
                 "no process could be forked that writes checkpoints: until one can, ranks write them",
                 level="WARNING",
             )
-
-    def is_saver(self, forked: Forked) -> bool:
-        """Whether this is the zygote's answer to its fork."""
-        return self._node.saver is not None and self._node.saver.token == forked.token
 
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
         """It was reaped: no fault of the run, whose copies another one goes on with."""

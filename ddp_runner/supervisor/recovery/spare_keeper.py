@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
+from ddp_runner.core.fork_specs import SpareSpec
+from ddp_runner.core.helper_roles import SPARE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.messages import Forked, SpareReady
+from ddp_runner.core.messages import NO_PROCESS, Forked, SpareReady
 from ddp_runner.core.spare import (
     LOST_BUILDING_MAX,
-    SpareFacts,
     SpareKind,
     builds_ahead,
-    lost_after,
     must_give_back,
     wants_spare,
 )
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.helper_process import Spare
+from ddp_runner.supervisor.processes.helper_process import Helper
+from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_host import Notes, Respawns
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 
-WARM_TIMEOUT_S = 20.0  # from the fork of a spare to its being ready; it takes a tenth of a second
-# Of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.
+# For it to be ready, of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.
 CUDA_WARM_TIMEOUT_S = 60.0
 BUILD_FACTOR = 20  # how much longer than a rank's own a spare's building may take, beside all ranks
 
 
 class SpareKeeper:
-    """Driven by :class:`Supervisor`: ``look`` at each turn, ``lost`` when one has ended unused."""
+    """Driven by :class:`Supervisor`: ``look`` at each turn, ``ended`` when one was reaped unused."""
 
     def __init__(
         self,
@@ -54,46 +54,38 @@ class SpareKeeper:
         self._generation = 0
         self._formed_at_step = 0
         self._build_s = 0.0  # the longest that a rank took to build what it trains
-        # Since one became a rank; without those that said why they cannot build.
-        self._lost_in_a_row = 0
-        # Of those that build ahead, since one of them was ready; one that said why counts as many.
+        self._keeper = Keeper(SPARE, node, stopped_max_s=plan.settings.recovery.stopped_max_s)
+        self._kind = SpareKind.CPU  # of the newest
+        # Lost of those that build ahead, since one of them was ready; one that said why counts as many.
         self._lost_building = 0
-        self._lost_at_s = 0.0
-        self._asked_at_s = 0.0
-        self._newest: Spare | None = None  # also once it is gone, until it has begun as a rank
-        self._dismissed: Spare | None = None  # ended for what it held: it was no use, and no loss
+        self._newest: Helper | None = None  # also once it is gone, until it has begun as a rank
+        self._dismissed: Helper | None = None  # ended for what it held: it was no use, and no loss
 
     def look(self, now_s: float, *, fault_free: bool) -> None:
         """Fork one ahead where none is; end one that is stopped; replace what never became a rank."""
         self._give_back(now_s)
         self._note_used()
-        if self._node.spare is None:
+        if self._keeper.process is None:
             self._facts.spare = {}
         if not self._settings.warm_spare:
             return
         if self._facts.generation != self._generation:
             self._generation = self._facts.generation
             self._formed_at_step = self._facts.committed_step
-        spare = self._node.spare
+        spare = self._keeper.process
         if spare is not None and not self._may_go_on(spare, fault_free=fault_free):
             self._dismissed = spare
-            self._node.kill(spare)
-        elif spare is not None and (
-            self._node.helper_stopped_s(spare, now_s) > self._settings.stopped_max_s
-            or (not spare.is_ready and now_s > spare.since_s + self._warm_timeout_s(spare.kind))
-        ):
-            self._node.kill(spare)
-        facts = SpareFacts(
-            fault_free=fault_free,
-            stepped=self._facts.committed_step > self._formed_at_step,
-            exists=spare is not None,
-            lost_in_a_row=self._lost_in_a_row,
-            since_lost_s=now_s - self._lost_at_s,
-        )
-        if self._node.can_fork and wants_spare(facts):
-            self._asked_at_s = now_s
-            self._node.start_spare(self._wanted_kind())
-            self._newest = self._node.spare
+            self._keeper.kill()
+        self._keeper.look(now_s)
+        stepped = self._facts.committed_step > self._formed_at_step
+        if self._keeper.is_due(now_s) and wants_spare(fault_free=fault_free, stepped=stepped):
+            self._start(now_s)
+
+    def _start(self, now_s: float) -> None:
+        self._kind = self._wanted_kind()
+        self._keeper.role = replace(SPARE, ready_s=self._warm_timeout_s(self._kind))
+        around = self._node.surroundings(self._node.ranks[0])
+        self._newest = self._keeper.start(now_s, SpareSpec(**around, kind=self._kind))
 
     def _wanted_kind(self) -> SpareKind:
         """On the CPU one that builds ahead, where that is wanted and there is memory for it."""
@@ -112,16 +104,16 @@ class SpareKeeper:
         )
         return SpareKind.MODEL if is_built else SpareKind.CPU
 
-    def _may_go_on(self, spare: Spare, *, fault_free: bool) -> bool:
+    def _may_go_on(self, spare: Helper, *, fault_free: bool) -> bool:
         """Whether what it builds is of this run's stage, and takes no time from a repair."""
-        if spare.kind is not SpareKind.MODEL:
+        if self._kind is not SpareKind.MODEL:
             return True
-        return spare.fits(self._node.settings_record) and (spare.is_ready or fault_free)
+        return self._node.fits(spare) and (spare.is_ready or fault_free)
 
     def _warm_timeout_s(self, kind: SpareKind) -> float:
         if kind is SpareKind.MODEL:
             return CUDA_WARM_TIMEOUT_S + BUILD_FACTOR * self._build_s
-        return WARM_TIMEOUT_S if kind is SpareKind.CPU else CUDA_WARM_TIMEOUT_S
+        return SPARE.ready_s if kind is SpareKind.CPU else CUDA_WARM_TIMEOUT_S
 
     def _give_back(self, now_s: float) -> None:
         """A spare may be stopped, or killed, in the very moment in which it is made a rank."""
@@ -141,41 +133,46 @@ class SpareKeeper:
     def _note_used(self) -> None:
         """One that has begun as a rank shows that spares are worth having."""
         newest = self._newest
-        if newest is None or newest is self._node.spare:
+        if newest is None or newest is self._keeper.process:
             return
         for handle in self._world.present:
             is_it = handle.was_spare and handle.pid == newest.pid and self._world.is_here(handle)
             if is_it and handle.has_begun:
-                self._newest, self._lost_in_a_row = None, 0
+                self._newest = None
+                self._keeper.tries.was_of_use()
 
     def is_ready(self, message: SpareReady) -> None:
         """It waits to be made a rank."""
-        spare = self._node.spare
+        spare = self._keeper.process
         if spare is None:
             return
-        spare.is_ready = True
-        spare.ready = message
-        self._facts.spare = {"kind": spare.kind.value, **asdict(message)}
-        if spare.kind is SpareKind.MODEL:
+        self._facts.spare = {"kind": self._kind.value, **asdict(message)}
+        if self._kind is SpareKind.MODEL:
             self._lost_building = 0
         if spare.pid is not None:
-            self._report_ready(spare)
+            self._report_ready(spare.pid, message)
 
-    def _report_ready(self, spare: Spare) -> None:
+    def _report_ready(self, pid: int, ready: SpareReady) -> None:
         self._recorder.record(
             events.SpareReady(
-                pid=spare.pid,
-                kind=spare.kind.value,
-                built_bytes=spare.ready.built_bytes,
-                build_s=spare.ready.build_s,
+                pid=pid,
+                kind=self._kind.value,
+                built_bytes=ready.built_bytes,
+                build_s=ready.build_s,
             )
         )
 
-    def was_forked(self, forked: Forked) -> None:
+    def was_forked(self, forked: Forked, now_s: float) -> None:
         """The zygote has answered; it may be held up until the spare is ready, and that is reported now."""
-        spare = self._node.spare
-        if spare is not None and spare.token == forked.token and spare.is_ready:
-            self._report_ready(spare)
+        spare = self._newest
+        if forked.pid == NO_PROCESS:
+            self.lost(now_s)
+        elif spare is not None and isinstance(spare.ready, SpareReady):
+            self._report_ready(forked.pid, spare.ready)
+
+    def ended(self, ended: Ended, output: str, now_s: float) -> None:
+        """It was reaped before it was needed; no fault of the run."""
+        self.lost(now_s, ended, output=output)
 
     def lost(self, now_s: float, ended: Ended | None = None, *, output: str = "") -> None:
         """It ended before it was needed, or (None) was not forked; no fault of the run."""
@@ -189,12 +186,11 @@ class SpareKeeper:
             )
         )
 
-    def _count_lost(self, newest: Spare | None, ended: Ended | None, now_s: float) -> None:
-        was_building = newest is not None and newest.kind is SpareKind.MODEL and not newest.is_ready
+    def _count_lost(self, newest: Helper | None, ended: Ended | None, now_s: float) -> None:
+        was_building = newest is not None and self._kind is SpareKind.MODEL and not newest.is_ready
         if was_building and ended is not None:
             said_why = bool(ended.exit_code)
             self._lost_building += LOST_BUILDING_MAX if said_why else 1
             if said_why:  # the next one builds nothing, and is no worse for it
                 return
-        self._lost_in_a_row = lost_after(self._lost_in_a_row, lived_s=now_s - self._asked_at_s)
-        self._lost_at_s = now_s
+        self._keeper.ended(now_s)

@@ -1,4 +1,4 @@
-"""Keeps zygote and store at hand: ends one that is stopped or never does its work, starts another.
+"""Keeps a zygote at hand: ends one that is stopped or never does its work, starts another.
 
 Once a zygote was lost, the next one is kept ready: a fork of it, which need not import anything. While
 there is no zygote nobody who dies is replaced, and whoever kills one may kill others.
@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 from ddp_runner.core import events
 from ddp_runner.core.classify import signal_name
-from ddp_runner.core.messages import Forked
+from ddp_runner.core.fork_specs import NothingMore
+from ddp_runner.core.helper_roles import STANDBY
+from ddp_runner.core.messages import NO_PROCESS, Forked
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.keeper import Awake, Keeper
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_host import Notes, Respawns
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
@@ -23,10 +26,6 @@ ZYGOTES_LOST_MAX = 20  # within the restart window, or as many as ranks may be r
 ZYGOTES_AT_START_MAX = 3
 STACKS_TIME_S = 0.5  # for a zygote to say where its import hangs, before it is killed
 FORK_TIMEOUT_S = 20.0  # for the zygote to answer; it takes milliseconds
-STORE_TIMEOUT_S = 10.0  # for a store host to be ready, once its process is known
-STANDBY_WAIT_S = 1.0  # after one that stood by was lost
-STANDBY_REFUSED_WAIT_S = 60.0  # after there was no room for one
-_BLINK_S = 1.0  # between two looks, which are a tick apart: this process did not run
 # What ends a process that did nothing wrong.
 _SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)
 
@@ -40,7 +39,7 @@ class NoZygote:
 
 
 class ZygoteKeeper:
-    """Driven by :class:`Supervisor`: ``look`` at each tick, ``ended`` when one was reaped."""
+    """Driven by :class:`Supervisor`: ``look`` at each tick, ``zygote_ended`` when one was reaped, ``ended`` for who stood by."""
 
     def __init__(
         self,
@@ -62,51 +61,34 @@ class ZygoteKeeper:
         self._lost_at_s: list[float] = []  # within the restart window
         self._asked_at_s: float | None = None  # where it hangs
         self._hangs = ""  # in what, in words
-        self._looked_at_s = self._awake_since_s = 0.0
-        self._no_standby_before_s = 0.0
+        self._awake = Awake()
+        self._standby = Keeper(STANDBY, node, stopped_max_s=settings.stopped_max_s)
         self._was_ready = False  # one has imported everything
         self._has_formed = False  # ranks that came of one have been asked to form
 
     def look(self, now_s: float) -> None:
-        """Kill a zygote or a store that is stopped, or does not do its work; its end follows."""
-        if now_s - self._looked_at_s > _BLINK_S:
-            self._awake_since_s = now_s  # what nobody could do meanwhile is held against nobody
-        self._looked_at_s = now_s
+        """Kill a zygote that is stopped, or does not do its work; its end follows. Have the next one stand by."""
+        self._awake.look(now_s)
         self._was_ready |= self._node.can_fork
         self._has_formed |= self._facts.generation > 0
         self._look_at_zygote(now_s)
-        self._look_at_store(now_s)
-        self._look_at_standby(now_s)
+        self._standby.look(now_s)
+        is_wanted = self._lost and self._settings.warm_spare
+        if is_wanted and self._node.fork_owed_since_s is None and self._standby.is_due(now_s):
+            self._standby.start(now_s, NothingMore())
 
-    def _look_at_standby(self, now_s: float) -> None:
-        standby = self._node.standby
-        if standby is not None:
-            if self._node.helper_stopped_s(standby, now_s) > self._settings.stopped_max_s:
-                self._node.kill(standby)
-        elif (
-            self._lost
-            and self._settings.warm_spare
-            and self._node.can_fork
-            and self._node.fork_owed_since_s is None
-            and now_s >= self._no_standby_before_s
-        ):
-            self._node.start_standby()
+    def was_forked(self, forked: Forked, now_s: float) -> None:
+        """The zygote's answer for who is to stand by; the run can do without."""
+        if forked.pid == NO_PROCESS:
+            self._standby.refused(now_s)
 
-    def is_standby(self, forked: Forked) -> bool:
-        """Whether the zygote answers for who is to stand by."""
-        standby = self._node.standby
-        return standby is not None and standby.token == forked.token
-
-    def standby_refused(self, now_s: float) -> None:
-        """There was no room for another process; the run can do without."""
-        self._no_standby_before_s = now_s + STANDBY_REFUSED_WAIT_S
-
-    def standby_ended(self, ended: Ended) -> None:
-        """Nobody misses it; another one follows."""
+    def ended(self, ended: Ended, output: str, now_s: float) -> None:
+        """Who stood by was reaped: nobody misses it; another one follows."""
+        del output
         self._recorder.record(
             events.StandbyEnded(exit_code=ended.exit_code, signal=ended.signal_number)
         )
-        self._no_standby_before_s = ended.at_ns / 1e9 + STANDBY_WAIT_S
+        self._standby.ended(now_s)
 
     def _look_at_zygote(self, now_s: float) -> None:
         if self._node.zygote_stopped_s(now_s) > self._settings.stopped_max_s:
@@ -121,27 +103,18 @@ class ZygoteKeeper:
         ):
             limit_s = self._settings.startup_timeout_s
             self._ask_where_it_hangs(now_s, f"was not ready within {limit_s:g} s")
-        elif self._has_had(FORK_TIMEOUT_S, self._node.fork_owed_since_s, now_s):
+        elif self._is_fork_overdue(now_s):
             self._ask_where_it_hangs(now_s, f"did not fork within {FORK_TIMEOUT_S:g} s")
+
+    def _is_fork_overdue(self, now_s: float) -> bool:
+        since_s = self._node.fork_owed_since_s
+        return since_s is not None and self._awake.has_passed(FORK_TIMEOUT_S, since_s, now_s)
 
     def _ask_where_it_hangs(self, now_s: float, hangs: str) -> None:
         self._asked_at_s, self._hangs = now_s, hangs
         self._node.ask_zygote_for_stacks()
 
-    def _look_at_store(self, now_s: float) -> None:
-        store = self._node.store
-        if store is None or store.pid is None:
-            return
-        stands_s = self._node.helper_stopped_s(store, now_s)
-        late = not store.is_ready and self._has_had(STORE_TIMEOUT_S, store.since_s, now_s)
-        if late or stands_s > self._settings.stopped_max_s:
-            self._node.kill(store)
-
-    def _has_had(self, limit_s: float, since_s: float | None, now_s: float) -> bool:
-        """Whether what has been waited for since then had so much time in which this process ran."""
-        return since_s is not None and now_s > max(since_s, self._awake_since_s) + limit_s
-
-    def ended(self, ended: Ended, output: str) -> NoZygote | None:
+    def zygote_ended(self, ended: Ended, output: str) -> NoZygote | None:
         """Start another one, or say why there will be none."""
         self._recorder.record(
             events.ZygoteEnded(exit_code=ended.exit_code, signal=ended.signal_number)

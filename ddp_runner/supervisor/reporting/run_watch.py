@@ -14,8 +14,9 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.node_messages import Watched
 from ddp_runner.observe.view import GpuView
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.gpu_reader import GpuReader, Say
+from ddp_runner.supervisor.processes.program import Say
 from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.reporting.side_programs import GpuReader
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.proc_state import cpu_ticks
 
@@ -204,10 +205,7 @@ class RunWatch:
 
     def took(self, ended: Ended) -> bool:
         """Whether a child that was reaped was the GPUs' reader."""
-        reader = self.reader
-        if reader is None:
-            return False
-        return reader.ended(ended.pid, how=ended.how, exit_code=ended.exit_code)
+        return self.reader is not None and self.reader.took(ended)
 
     def close(self) -> None:
         """Let go of the reader, whose process has been ended."""

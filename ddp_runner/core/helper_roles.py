@@ -1,0 +1,135 @@
+"""The kinds of helper process, as values: whose code, how long what may take, what follows its end. Starts none.
+
+A helper is added here, with the module that it runs. What it alone has to do is a policy beside the keeper that
+all of them share.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ddp_runner.core.fork_specs import (
+    DrillSpec,
+    ForkKind,
+    ImportsSpec,
+    NothingMore,
+    RankSpec,
+    SaverSpec,
+    ScriptSpec,
+    SpareSpec,
+    Spec,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A kind of helper process; ``inf``: without a limit.
+
+    ``module``: its ``main()`` is the process. ``fork``: the zygote forks it as this kind, with a ``spec``; None: it is
+    a program with an interpreter of its own.
+    """
+
+    name: str
+    module: str
+    fork: ForkKind | None = None
+    spec: type[Spec] = NothingMore
+    is_dispensable: bool = True  # the run goes on without it where no process can be forked
+    runs_user_code: bool = False  # what it has started ends with it
+    ready_s: float = math.inf  # until it says that it is, once its process is known
+    silent_s: float = math.inf  # since it was heard, or asked for
+    pauses_s: tuple[float, ...] = (0.0,)  # after each that failed in a row; the last one for more
+    lived_s: float = math.inf  # one that lived so long has not failed at its start
+    tries: float = math.inf  # that may fail in a row: then none follows
+    refused_s: float = 0.0  # after no process could be forked
+    end_s: float = 0.0  # for it to end by itself once the run has
+
+
+STORE = Role(
+    name="store",
+    module="ddp_runner.rank.store_host",
+    fork=ForkKind.STORE,
+    is_dispensable=False,
+    ready_s=10.0,
+)
+STANDBY = Role(
+    name="standby",
+    module="ddp_runner.rank.zygote",
+    fork=ForkKind.STANDBY,
+    pauses_s=(1.0,),
+    refused_s=60.0,
+)
+SPARE = Role(
+    name="spare",
+    module="ddp_runner.rank.spare",
+    fork=ForkKind.SPARE,
+    spec=SpareSpec,
+    runs_user_code=True,
+    ready_s=20.0,  # it takes a tenth of a second
+    pauses_s=(1.0, 2.0, 3.0, 4.0),
+    lived_s=60.0,
+    tries=5,
+)
+DRILL = Role(
+    name="drill",
+    module="ddp_runner.rank.drill",
+    fork=ForkKind.DRILL,
+    spec=DrillSpec,
+    runs_user_code=True,
+)
+SAVER = Role(name="saver", module="ddp_runner.rank.saver", fork=ForkKind.SAVER, spec=SaverSpec)
+_DOUBLED_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+TRACKER = Role(
+    name="tracker",  # of each, its own
+    module="ddp_runner.observe.trackers.tracker_process",
+    pauses_s=_DOUBLED_S,
+    lived_s=60.0,
+    tries=10,
+    end_s=5.0,  # to write what is left
+)
+PAGE = Role(name="page", module="ddp_runner.cli.live_page.beside", tries=1)
+GPU_READER = Role(
+    name="gpu_reader",
+    module="ddp_runner.observe.gpu_watch_process",
+    # The driver's first answer takes seconds where many GPUs wake up.
+    silent_s=15.0,
+    pauses_s=_DOUBLED_S,
+    tries=5,
+)
+AFTER_SAVE = Role(name="after_save", module="")  # a command of the user's
+
+FORKED = (STORE, STANDBY, SPARE, DRILL, SAVER)
+ROLE_OF = {role.fork: role for role in FORKED}
+# What a fork of each kind needs to know.
+SPEC_OF: dict[ForkKind, type[Spec]] = {
+    ForkKind.RANK: RankSpec,
+    ForkKind.LOOP: RankSpec,
+    ForkKind.SCRIPT: ScriptSpec,
+    ForkKind.IMPORTS: ImportsSpec,
+    **{role.fork: role.spec for role in FORKED if role.fork is not None},
+}
+
+
+@dataclass(slots=True)
+class Tries:
+    """How many processes of a role have failed in a row, and when another one may follow."""
+
+    failures: int = 0
+    not_before_s: float = -math.inf
+
+    def allow(self, role: Role, now_s: float) -> bool:
+        """Whether another one may be started now."""
+        return self.failures < role.tries and now_s >= self.not_before_s
+
+    def ended(self, role: Role, now_s: float, *, lived_s: float) -> None:
+        """One has ended that was not asked to; the row begins with it where it had lived."""
+        self.failures = 1 if lived_s >= role.lived_s else self.failures + 1
+        self.not_before_s = now_s + role.pauses_s[min(self.failures, len(role.pauses_s)) - 1]
+
+    def refused(self, role: Role, now_s: float) -> None:
+        """No process could be forked for one."""
+        self.not_before_s = now_s + role.refused_s
+
+    def was_of_use(self) -> None:
+        """One has done what it is for: those before it are forgotten."""
+        self.failures, self.not_before_s = 0, -math.inf

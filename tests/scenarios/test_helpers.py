@@ -1,0 +1,41 @@
+"""Each helper process of a real run is killed: another one follows, no weight depends on it, and none is left."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.scenarios.conftest import WITHOUT_WORKERS
+from tests.scenarios.harness import Run, poll
+
+# The zygote first: once one was lost, the next one stands by.
+HELPERS = ("zygote", "store", "saver", "spare", "csv", "standby")
+
+
+def pids(run, name):
+    """Of the living ones of this name."""
+    return {one.pid for one in run.processes() if one.name == f"ddp:{name}"}
+
+
+def kill_and_await_another(run, name):
+    poll(lambda: pids(run, name), timeout_s=60.0, what=f"a {name}")
+    dead = run.named(f"ddp:{name}").pid
+    run.signal(signal.SIGKILL, dead)
+    poll(lambda: pids(run, name) - {dead}, timeout_s=60.0, what=f"another {name} than {dead}")
+
+
+def test_whichever_helper_is_killed_is_followed_by_another(fault_free, tmp_path):
+    """Their kills are in the journal with their signal; the store's is a fault, which costs no step."""
+    settings = (*WITHOUT_WORKERS, "task.pace_s=0.5", "log.trackers=csv")
+    with Run(tmp_path, *settings) as run:
+        run.wait_for_event("spare_ready")
+        for name in HELPERS:
+            kill_and_await_another(run, name)
+        assert run.wait() == 0, run.console
+        run.assert_machine_clean()
+    for name in ("zygote", "standby", "saver", "spare"):
+        (event,) = run.events(f"{name}_ended")
+        assert event["signal"] == signal.SIGKILL
+    assert "the tracker csv has ended: signal 9; it is started again" in run.console
+    faults = [(fault["kind"], fault["steps_lost"]) for fault in run.summary()["faults"]]
+    assert faults == [("store_died", 0)]
+    assert (run.digest, run.summary()["exact"]) == (fault_free(2).digest, True)
