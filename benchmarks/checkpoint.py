@@ -35,9 +35,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.manifest import CheckpointFacts
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.ordered_saves import OrderedSaves, OrderedWriter, ring
-from ddp_runner.checkpoint.store import CheckpointStore, made_here
+from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.training.components.tensor_hash import state_hashes, tensor_hash
 from ddp_runner.training.exactness.state_hashes import StateHashing
 
@@ -169,14 +170,14 @@ class OursInThread(Contender):
         self._store = CheckpointStore(directory / "store", keep_last=1)
         self._steps = itertools.count(1)
 
-    def _facts(self) -> dict[str, object]:
-        return {
-            "step": next(self._steps), "epoch": 1, "samples": 1, "run_id": "benchmark",
-            "meaning": {}, "settings_digest": "", "monitored": None, "reason": "benchmark",
-        }  # fmt: skip
+    def _facts(self) -> CheckpointFacts:
+        return CheckpointFacts(
+            step=next(self._steps), epoch=1, samples=1, run_id="benchmark",
+            meaning={}, settings_digest="", monitored=None, reason="benchmark",
+        )  # fmt: skip
 
     def write(self) -> Callable[[dict[str, object]], object]:
-        return partial(self._store.save, **self._facts())
+        return partial(self._store.save, facts=self._facts())
 
     def save(self) -> None:
         write = self.write()
@@ -222,10 +223,9 @@ class Ours(OursInThread):
         self._process.start()
 
     def write(self) -> Callable[[dict[str, object]], object]:
-        facts = {**self._facts(), "pace": {}, "recipe": {}, "changes": (), "start_sha256": ""}
+        facts = self._facts()
 
         def order(content: dict[str, object]) -> object:
-            facts.update(made_here())
             return self._orders.wait(
                 self._slots.seal(content, facts, for_file=self._orders.for_file)
             )
@@ -269,7 +269,7 @@ class OursAtOnce(Ours):
     """The last save of a run: in the training thread, from the live tensors."""
 
     def save(self) -> None:
-        self._store.save(self.training.state(), **self._facts())
+        self._store.save(self.training.state(), self._facts())
 
     def wait(self) -> None:
         """Nothing is left to wait for."""

@@ -45,8 +45,8 @@ NEVER = {
 COUNTS = {
     "imports by the kernel of what is outside it": 184,
     "files with one importer and under 120 lines": 34,
-    "functions of more than 60 lines": 20,
-    "functions of nine parameters or more": 23,
+    "functions of more than 60 lines": 19,
+    "functions of nine parameters or more": 22,
     "files": 497,
 }
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.checkpoint import save_orders
-from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name
+from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest
 from ddp_runner.checkpoint.store import Loaded
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _HEADER_BYTES = save_orders.HEADER_BYTES + save_orders.ORDER_BYTES
 _ALIGNED_TO = 64
 _EMPTY = b"\0" * _HEADER_BYTES
-_NO_DIGEST = "0" * 64
 
 Checksum = Callable[[Tensor], str]  # over the bytes of a tensor
 
@@ -277,23 +276,23 @@ class MemorySlots:
     def seal(
         self,
         content: Mapping[str, Any],
-        facts: Mapping[str, JsonValue],
+        facts: CheckpointFacts,
         *,
         for_file: Mapping[str, JsonValue] | None = None,
         may_order: Callable[[], bool] = lambda: True,
     ) -> int:
         """The copy in hand is whole, and sound; the number that it has from now on.
 
-        ``facts``: the arguments of :class:`Manifest` for it. ``for_file``: a file is to be made of it, by
-        a store with these arguments, if ``may_order`` says so once all else is done.
+        ``for_file``: a file is to be made of it, by a store with these arguments, if ``may_order`` says so
+        once all else is done.
         """
         slot, self._writing = self._writing, None
         assert slot is not None, "seal() follows make_room()"
         by_age = self._by_age()
         sealed = by_age[-1][0].sealed + 1 if by_age else 1
         slot.seal(
-            {**content, _FACTS: dict(facts), _FOR_FILE: dict(for_file or {})},
-            step=int(str(facts["step"])),
+            {**content, _FACTS: facts, _FOR_FILE: dict(for_file or {})},
+            step=facts.step,
             sealed=sealed,
             checksum=self._checksum,
             may_order=may_order if for_file is not None else lambda: False,
@@ -333,9 +332,7 @@ class MemorySlots:
             _, content = found
             facts = content.pop(_FACTS)
             content.pop(_FOR_FILE)
-            manifest = Manifest(
-                **facts, file=checkpoint_name(header.step), size_bytes=0, sha256=_NO_DIGEST
-            )
+            manifest = Manifest.of(facts)
             where = Path(f"memory of step {header.step}")
             return Loaded(state=content, manifest=manifest, path=where), wrong
         return None, wrong
@@ -355,7 +352,7 @@ _OTHER_BYTES = "its bytes are not those that were written"
 class Lent:
     """A copy where it lies. ``wrong``: asked afterwards, whether it was what had been sealed (empty), or what not."""
 
-    facts: dict[str, Any]
+    facts: CheckpointFacts
     for_file: dict[str, Any]
     state: dict[str, Any]
     wrong: Callable[[], str]

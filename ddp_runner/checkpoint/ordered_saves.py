@@ -25,8 +25,6 @@ POLL_S = (0.002, 0.02)  # until the first look for an answer; between later ones
 PATIENCE_S = 20.0  # while nobody writes: a process that ended is replaced in a fraction of that
 NO_PATIENCE_S = 1.0  # where nobody has written the one before
 _NOBODY = "no process is there that writes checkpoints"
-# To the facts of a copy; a store finds them itself.
-_ADDED = ("versions", "created_utc", "start_sha256")
 
 
 class NobodyWritesError(Exception):
@@ -184,14 +182,13 @@ class OrderedWriter:
     def _save(self, descriptor: int) -> tuple[Saved, CheckpointStore]:
         lent = self._slots.lent(descriptor)
         store = self._store_of(**lent.for_file)
-        facts = {name: value for name, value in lent.facts.items() if name not in _ADDED}
 
         def confirm() -> None:
             """Before the file appears."""
             if problem := lent.wrong():
                 raise RuntimeError(f"the copy in memory is of no use: {problem}")
 
-        return store.save(lent.state, **facts, confirm=confirm), store
+        return store.save(lent.state, lent.facts, confirm=confirm), store
 
     def _store_of(self, *, directory: str, keep_last: int, keep_every: int) -> CheckpointStore:
         key = (directory, keep_last, keep_every)

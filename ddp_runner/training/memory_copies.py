@@ -6,19 +6,19 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from ddp_runner.checkpoint.background import BackgroundSave
-from ddp_runner.checkpoint.left_out import start_sha256
+from ddp_runner.checkpoint.manifest import CheckpointFacts
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.ordered_saves import NobodyWritesError, OrderedSaves, ring
 from ddp_runner.checkpoint.save_orders import SaveOrder
-from ddp_runner.checkpoint.store import CheckpointStore, Saved, made_here
+from ddp_runner.checkpoint.store import CheckpointStore, Saved
 from ddp_runner.core.board import Cell
 from ddp_runner.core.checkpoint_interval import CopyInterval
-from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.core.settings import Settings
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.runtime import RankInfo, Runtime
 
@@ -124,7 +124,7 @@ class MemoryCopies:
             raise RuntimeError(str(error)) from error
 
     def sealing(
-        self, facts: Mapping[str, JsonValue], write: Callable[[dict[str, Any]], Saved] | None
+        self, facts: CheckpointFacts, write: Callable[[dict[str, Any]], Saved] | None
     ) -> Callable[[dict[str, Any]], Saved | None]:
         """What a thread does with a copy that is proven: say that it is whole, then ``write`` the file."""
         slots, orders = self.slots, self._orders if write is not None else None
@@ -132,14 +132,12 @@ class MemoryCopies:
         def seal(content: dict[str, Any]) -> Saved | None:
             if slots is None:
                 return None if write is None else write(content)
-            start = start_sha256(content)
-            described = {**facts, "start_sha256": start, **made_here()}
             if orders is None or self._is_fenced():
-                slots.seal(content, described)
+                slots.seal(content, facts)
                 return None if write is None else write(content)
             sealed = slots.seal(
                 content,
-                described,
+                facts,
                 for_file=orders.for_file,
                 may_order=lambda: not self._is_fenced(),  # to seal a large state takes seconds
             )

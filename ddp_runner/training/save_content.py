@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
+import torch
+
 from ddp_runner import config
+from ddp_runner.checkpoint.left_out import start_sha256
+from ddp_runner.checkpoint.manifest import CheckpointFacts
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.training.described import about_file, tracker_ids
 from ddp_runner.training.progress import Progress
@@ -44,30 +50,33 @@ class SaveContent:
         """The same, without what the settings leave out of checkpoints."""
         return {**self._state.capture_for_file(), "versions": versions()}
 
-    def facts(self, reason: str) -> dict[str, Any]:
-        """What a manifest says of it: the arguments of the store's save."""
-        step = self._state.committed_step
-        return {
-            "step": step,
-            "epoch": self._workload.length.epoch_of(step),
-            "samples": self._state.samples,
-            "run_id": self._runtime.run_id,
-            "meaning": dict(self._workload.resume_key),
-            "settings_digest": self._workload.settings_digest,
-            "recipe": dict(self._workload.recipe),
-            "changes": self._state.changes,
-            "data": self._data(),
-            "about": about_file(
+    def facts(self, state: Mapping[str, Any], reason: str) -> CheckpointFacts:
+        """What a file with ``state``, captured now, says of itself."""
+        step, workload = self._state.committed_step, self._workload
+        return CheckpointFacts(
+            step=step,
+            epoch=workload.length.epoch_of(step),
+            samples=self._state.samples,
+            run_id=self._runtime.run_id,
+            meaning=dict(workload.resume_key),
+            settings_digest=workload.settings_digest,
+            versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+            created_utc=datetime.now(tz=timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            recipe=dict(workload.recipe),
+            changes=self._state.changes,
+            data=self._data(),
+            start_sha256=start_sha256(state),
+            about=about_file(
                 self._state,
                 loss=self._progress.loss,
                 settings=self._settings_record,
-                monitor=self._workload.monitor,
+                monitor=workload.monitor,
                 place=self._settings.stage,
                 trackers=tracker_ids(self._settings),
             ),
-            "monitored": self._state.judged(self._workload.monitor),
-            "monitor": self._workload.monitor.name,
-            "mode": self._workload.monitor.mode,
-            "reason": reason,
-            "order": self._state.order_version,
-        }
+            monitored=self._state.judged(workload.monitor),
+            monitor=workload.monitor.name,
+            mode=workload.monitor.mode,
+            reason=reason,
+            order=self._state.order_version,
+        )

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -347,8 +346,8 @@ class Saving:
     def _start_saving(self, reason: str) -> None:
         """Raises RuntimeError or MemoryError where there is no thread, or no memory at all, for it."""
         state, steady = self.content.for_file(), self._state.steady_tensors()
-        facts = self.content.facts(reason)
-        to_file = None if self._is_copying else partial(self._store.save, **facts)
+        facts = self.content.facts(state, reason)
+        to_file = None if self._is_copying else partial(self._store.save, facts=facts)
         sealing = partial(self._copies.sealing, facts, to_file)
         self._room.begin(state, steady=steady, sealing=sealing, to_file=to_file)
         if self._is_copying and self._copies.slots is None and self._makes_files:
@@ -357,13 +356,10 @@ class Saving:
     def _warn_of_room(self, text: str) -> None:
         self._runtime.logger.warning(text, step=self._state.committed_step)
 
-    def writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
-        """The store's save of this very step, for any thread."""
-        return partial(store.save, **self.content.facts(reason))
-
     def _save_at_once(self, store: CheckpointStore, *, reason: str) -> Saved:
         with self._at_disk():
-            return self.writer(reason, store)(self.content.for_file())
+            state = self.content.for_file()
+            return store.save(state, self.content.facts(state, reason))
 
     def _save_last(self, reason: str, *, compare_s: float = 0.0) -> Fault | None:
         """Save, if need be elsewhere: then what the disk says that has the other checkpoints."""

@@ -93,7 +93,7 @@ def _stay_amid_copies():
 
     def lent_to_writer(slots, descriptor):
         found = lent(slots, descriptor)
-        _HERE.copied_step = found.facts["step"]
+        _HERE.copied_step = found.facts.step
         return found
 
     def copied(snapshot):

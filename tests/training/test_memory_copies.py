@@ -21,6 +21,7 @@ from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.memory_copies import MemoryCopies
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import COPY_VOTE, agreed_save
+from tests.checkpoint.states import facts_of
 from tests.processes import run_ranks
 
 from .building import build_state
@@ -258,7 +259,7 @@ def test_ranks_that_die_one_soon_after_the_other_put_no_copy_off(tmp_path):
         assert copies.is_due(7, step_s=0.001) == is_due, ages_s
     slots = slots_on(found)
     slots.make_room([8])
-    slots.seal({"model": {}}, {"step": 3})
+    slots.seal({"model": {}}, facts_of(3))
     assert slots.age_s < pacing.FIRST_COPY_S
     assert not MemoryCopies(from_flat(settings(tmp_path)), runtime, store).is_due(7, step_s=0.001)
 

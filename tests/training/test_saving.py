@@ -25,6 +25,7 @@ from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import Votes
 from ddp_runner.training.workload import Workload
+from tests.checkpoint.states import facts_of
 from tests.collective.joining import join
 from tests.processes import hosted_store, poll, run_ranks
 
@@ -138,7 +139,7 @@ def _save_beside_a_step(me, port, folder, waits):
         for _ in range(2):
             _step(stepper, state)
         begun_at = bits_of(state)
-        store.save({**state.capture(), "versions": {}}, **_facts(step=1))
+        store.save({**state.capture(), "versions": {}}, facts_of(1))
         at_once = _loaded(store)
         hold(Snapshot, "copy_steady", gate)
         due(saving)
@@ -160,13 +161,6 @@ def _save_beside_a_step(me, port, folder, waits):
         other = build_stepper(resumed, build_replica(resumed, group), rank=0, world_size=1)
         _step(other, resumed)
         return begun_at, at_once, written, bits_of(state), bits_of(resumed), runtime.saved_steps
-
-
-def _facts(*, step):
-    return {
-        "step": step, "epoch": 0, "samples": 0, "run_id": "", "meaning": {},
-        "settings_digest": "", "monitored": None, "reason": "test",
-    }  # fmt: skip
 
 
 def _in_rank(function, *arguments):
@@ -282,13 +276,13 @@ def _failing_saves(me, folder, failures):
     saving, runtime, _ = make_saving(folder, state)
     real, tried = CheckpointStore.save, []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         if len(tried) > failures:
-            return real(self, content, step=step, **rest)
+            return real(self, content, facts, **rest)
         cause = f"cannot write: {errno.errorcode[errno.ENOSPC]}"
         raise FaultError(
-            Fault(kind=FaultKind.STORAGE_FAILED, rank=0, step=step, cause=cause, at_ns=1)
+            Fault(kind=FaultKind.STORAGE_FAILED, rank=0, step=facts.step, cause=cause, at_ns=1)
         )
 
     CheckpointStore.save = save
@@ -313,11 +307,11 @@ def _keeps(me, folder, fails):
     saving, runtime, store = make_saving(folder, state)
     real, tried = CheckpointStore.save, []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         if len(tried) in fails:
             raise OSError(errno.EIO, "an error of the disk")
-        return real(self, content, step=step, **rest)
+        return real(self, content, facts, **rest)
 
     CheckpointStore.save = save
     state.committed_step = 1
@@ -349,7 +343,7 @@ def _fail_one_save(me, folder, fenced):
     saving, runtime, _ = make_saving(folder, state)
     state.committed_step = 1
 
-    def save(self, content, **rest):
+    def save(self, content, facts, **rest):
         runtime.slot.set(Cell.FENCED, int(fenced))
         raise OSError(errno.EPERM, "no more")
 
@@ -370,13 +364,13 @@ def _repairs_in_a_pause(me, folder, every, asked):
     del me
     state = build_state()
     saving, runtime, store = make_saving(folder, state, save_every_steps=every, save_interval=0)
-    store.save({**state.capture()}, **_facts(step=0))
+    store.save({**state.capture()}, facts_of(0))
     (entry,) = store.catalog.entries()
     os.utime(entry.path, (time.time() - 100.0,) * 2)
     tried = []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         raise OSError(errno.ENOSPC, "no space")
 
     CheckpointStore.save = save
@@ -412,8 +406,8 @@ def _put_off_in_a_pause(me, folder):
     saving, _, _ = make_saving(folder, state)
     tried = []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         raise OSError(errno.ENOSPC, "no space")
 
     CheckpointStore.save = save
@@ -440,10 +434,10 @@ def _put_off_behind_one_that_fails(me, folder, asked):
     saving, runtime, _ = make_saving(folder, state)
     real, tried = CheckpointStore.save, []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         if len(tried) > 1:
-            return real(self, content, step=step, **rest)
+            return real(self, content, facts, **rest)
         gate()
         raise OSError(errno.ENOSPC, "no space")
 
@@ -479,8 +473,8 @@ def _fails_within_the_wait(me, folder):
     saving, runtime, _ = make_saving(folder, state)
     tried = []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         raise OSError(errno.ENOSPC, "no space")
 
     CheckpointStore.save = save
@@ -503,10 +497,10 @@ def _saves_without_means(me, folder, error):
     saving, runtime, _ = make_saving(folder, state)
     real, tried = CheckpointStore.save, []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         if len(tried) > 1:
-            return real(self, content, step=step, **rest)
+            return real(self, content, facts, **rest)
         raise error
 
     CheckpointStore.save = save
@@ -534,7 +528,7 @@ def _save_with_a_bug(me, folder):
     state = build_state()
     saving, _, _ = make_saving(folder, state)
 
-    def save(self, content, *, step, **rest):
+    def save(self, content, facts, **rest):
         raise ValueError("a bug")
 
     CheckpointStore.save = save
@@ -696,7 +690,7 @@ def _takes_over(me, folder, generation, age_s):
     state = build_state()
     saving, runtime, store = make_saving(folder, state, save_every_steps="auto", save_interval=0)
     if age_s is not None:
-        path = store.save({**state.capture()}, **_facts(step=3)).path
+        path = store.save({**state.capture()}, facts_of(3)).path
         if age_s == "gone":
             path.unlink()
             assert [entry.step for entry in store.catalog.entries()] == [3]

@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -156,7 +157,8 @@ class Drills:
         if not problem:
             folder = self._folder / folder_name(step) / STATE_FOLDER
             disk = cast("Disk", _Unsynced(self._runtime.disk))
-            write = self._saving.writer(REASON, CheckpointStore(folder, keep_last=1, disk=disk))
+            store = CheckpointStore(folder, keep_last=1, disk=disk)
+            write = partial(store.save, facts=self._saving.content.facts(state, REASON))
             saver = BackgroundSaver()
             try:
                 saver.begin(state, steady=self._state.steady_tensors(), write=write).prove()
