@@ -43,11 +43,11 @@ NEVER = {
 }
 
 COUNTS = {
-    "imports by the kernel of what is outside it": 184,
-    "files with one importer and under 120 lines": 34,
+    "imports by the kernel of what is outside it": 181,
+    "files with one importer and under 120 lines": 32,
     "functions of more than 60 lines": 19,
     "functions of nine parameters or more": 22,
-    "files": 497,
+    "files": 494,
 }
 
 

@@ -9,9 +9,11 @@ from ddp_runner.core.faults import Fault
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import (
     NO_PROCESS,
+    CopyWritten,
     Drilled,
     Forked,
     Message,
+    SaverReady,
     SpareReady,
     StoreReady,
     ZygoteReady,
@@ -92,6 +94,10 @@ class NodeKeeper:
                 self._node.store_is_ready()
             case SpareReady():
                 self.spares.is_ready(message)
+            case SaverReady():
+                self._node.saver_is_ready()
+            case CopyWritten():
+                self.savers.written(message, self._clock.monotonic())
             case Drilled():
                 self.drills.drilled(message, self._clock.monotonic())
             case _:
@@ -110,7 +116,7 @@ class NodeKeeper:
         elif forked.pid == NO_PROCESS and not (is_drill or is_saver):
             self.spares.lost(self._clock.monotonic())
         if is_saver:
-            self.savers.was_forked(forked)
+            self.savers.was_forked(forked, self._clock.monotonic())
         self.spares.was_forked(forked)
         return ended
 

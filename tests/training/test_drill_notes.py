@@ -48,11 +48,10 @@ class Bench:
         workload = SimpleNamespace(
             length=SimpleNamespace(total_steps=100), device=CPU, norms=SimpleNamespace(names=())
         )
-        content = SimpleNamespace(
+        saving = SimpleNamespace(
             captured=lambda: {**self.state.capture(), "versions": {}},
             facts=lambda *_: facts_of(self.state.committed_step),
         )
-        saving = SimpleNamespace(content=content)
         self.drills = Drills(
             from_flat({"task": "synthetic", "checkpoint_dir": str(folder), **settings}),
             workload,

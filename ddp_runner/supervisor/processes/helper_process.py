@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from ddp_runner.core.fork_specs import ForkKind, RankSpec, Spec
-from ddp_runner.core.messages import Fork, SpareReady
+from ddp_runner.core.messages import Fork, SpareReady, WriteCopy
 from ddp_runner.core.spare import SpareKind
 from ddp_runner.supervisor.processes.children import make_output_file, read_output
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -123,6 +123,16 @@ class Saver(Helper):
     """Writes checkpoints of what ranks have left in memory."""
 
     fork_kind = ForkKind.SAVER
+
+    def give(self, order: WriteCopy) -> bool:
+        """Have it write this copy; False where it is not ready, or ends: then the next one is asked."""
+        if not self.is_ready:
+            return False
+        try:
+            self.channel.send(order)
+        except (ChannelClosedError, BlockingIOError):
+            return False
+        return True
 
 
 class PromotedZygote:

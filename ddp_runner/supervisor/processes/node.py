@@ -39,7 +39,14 @@ from ddp_runner.supervisor.processes.departures import (
     ZygoteEnded,
 )
 from ddp_runner.supervisor.processes.environment import of_plan, zygote_environment
-from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare, Standby, StoreHost
+from ddp_runner.supervisor.processes.helper_process import (
+    Drill,
+    Helper,
+    Saver,
+    Spare,
+    Standby,
+    StoreHost,
+)
 from ddp_runner.supervisor.processes.operating_system import OperatingSystem, ZygoteProcess
 from ddp_runner.supervisor.processes.rank_process import RankProcess
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
@@ -86,7 +93,7 @@ class Node:
         self.spare: Spare | None = None
         self.standby: Standby | None = None
         self.drill: Drill | None = None
-        self.saver: Helper | None = None
+        self.saver: Saver | None = None
         self._zygote: ZygoteProcess | None = None
         self.guardian = system.make_guardian()
         self.kernel_kills = system.kernel_kills()
@@ -181,6 +188,11 @@ class Node:
         if self._zygote is not None:
             self._zygote.ready = True
 
+    def saver_is_ready(self) -> None:
+        """Note that copies can be written from now on."""
+        if self.saver is not None:
+            self.saver.is_ready = True
+
     def store_is_ready(self) -> None:
         """Note that ranks can find each other from now on."""
         if self.store is not None:
@@ -198,10 +210,9 @@ class Node:
         self._start(self.drill, DrillSpec(**surroundings, rank=rank, step=step, folder=folder))
 
     def start_saver(self) -> None:
-        """Fork the process that writes checkpoints; it begins with what is owed."""
-        lines = self.shared.saver
-        self.saver = lines.make_saver(token=self._take_token(), now_s=self._clock.monotonic())
-        self._start(self.saver, lines.spec(self._plan), lines.bell)
+        """Fork the process that writes checkpoints; ``SaverReady`` follows."""
+        self.saver = Saver(token=self._take_token(), now_s=self._clock.monotonic())
+        self._start(self.saver, self.shared.saver_spec(self._plan))
 
     def start_spare(self, kind: SpareKind) -> None:
         """Fork a process ahead of need; ``SpareReady`` follows."""
@@ -285,8 +296,9 @@ class Node:
         """What a process that has ended had sent and nobody has read yet; with its rank, if any."""
         found = [(one.channel, one.rank) for one in self.processes.values() if one.pid == pid]
         channel, rank = found[0] if found else (None, None)
-        if self.drill is not None and self.drill.pid == pid:
-            channel = self.drill.channel
+        for helper in (self.drill, self.saver):
+            if helper is not None and helper.pid == pid:
+                channel = helper.channel
         if self._zygote is not None and self._zygote.pid == pid:
             channel = self._zygote.channel
         while channel is not None:
