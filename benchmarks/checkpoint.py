@@ -35,14 +35,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.manifest import CheckpointFacts
 from ddp_runner.checkpoint.memory_slots import MemorySlots
-from ddp_runner.checkpoint.ordered_saves import OrderedSaves, OrderedWriter, ring
-from ddp_runner.checkpoint.store import CheckpointStore, made_here
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.checkpoint.writer import CopyWriter, saved_of
+from ddp_runner.core.messages import WriteCopy, decode, encode
 from ddp_runner.training.components.tensor_hash import state_hashes, tensor_hash
 from ddp_runner.training.exactness.state_hashes import StateHashing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
 WIDTH = 1024
 
@@ -169,14 +172,14 @@ class OursInThread(Contender):
         self._store = CheckpointStore(directory / "store", keep_last=1)
         self._steps = itertools.count(1)
 
-    def _facts(self) -> dict[str, object]:
-        return {
-            "step": next(self._steps), "epoch": 1, "samples": 1, "run_id": "benchmark",
-            "meaning": {}, "settings_digest": "", "monitored": None, "reason": "benchmark",
-        }  # fmt: skip
+    def _facts(self) -> CheckpointFacts:
+        return CheckpointFacts(
+            step=next(self._steps), epoch=1, samples=1, run_id="benchmark",
+            meaning={}, settings_digest="", monitored=None, reason="benchmark",
+        )  # fmt: skip
 
     def write(self) -> Callable[[dict[str, object]], object]:
-        return partial(self._store.save, **self._facts())
+        return partial(self._store.save, facts=self._facts())
 
     def save(self) -> None:
         write = self.write()
@@ -195,15 +198,13 @@ class OursInThread(Contender):
         self._saver.take_ended(None).result()
 
 
-def _serve(parent: int, files: list[int], bell: int) -> None:
+def _serve(parent: int, files: list[int], connection: Connection) -> None:
     """As ``ddp:saver`` does."""
     torch.set_num_threads(1)
     own = [os.open(f"/proc/{parent}/fd/{one}", os.O_RDWR) for one in files]
-    writer = OrderedWriter(MemorySlots(own, checksum=tensor_hash), disk=RealDisk())
-    end = os.open(f"/proc/{parent}/fd/{bell}", os.O_RDONLY)
-    while os.read(end, 4096):
-        while writer.write_next():
-            pass
+    writer = CopyWriter(MemorySlots(own, checksum=tensor_hash), disk=RealDisk())
+    while True:
+        connection.send_bytes(encode(writer.write(decode(connection.recv_bytes()))))
 
 
 class Ours(OursInThread):
@@ -212,23 +213,30 @@ class Ours(OursInThread):
     def __init__(self, training: Training, directory: Path) -> None:
         super().__init__(training, directory)
         files = [os.memfd_create(f"slot{number}") for number in (0, 1)]
-        bell, self._rung = os.pipe()
         self._slots = MemorySlots(files, checksum=tensor_hash)
-        self._orders = OrderedSaves(self._slots, self._store, ring=partial(ring, self._rung))
         self._saver = BackgroundSaver(self._slots)
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(os.getpid(), files, bell), daemon=True
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(os.getpid(), files, theirs), daemon=True
         )
         self._process.start()
 
     def write(self) -> Callable[[dict[str, object]], object]:
-        facts = {**self._facts(), "pace": {}, "recipe": {}, "changes": (), "start_sha256": ""}
+        facts, store = self._facts(), self._store
 
         def order(content: dict[str, object]) -> object:
-            facts.update(made_here())
-            return self._orders.wait(
-                self._slots.seal(content, facts, for_file=self._orders.for_file)
+            sealed = self._slots.seal(content, facts)
+            order = WriteCopy(
+                rank=0,
+                sealed=sealed,
+                step=facts.step,
+                directory=str(store.directory),
+                keep_last=store.keep_last,
+                keep_every=store.keep_every,
             )
+            self._connection.send_bytes(encode(order))
+            return saved_of(decode(self._connection.recv_bytes()), store)
 
         return order
 
@@ -269,7 +277,7 @@ class OursAtOnce(Ours):
     """The last save of a run: in the training thread, from the live tensors."""
 
     def save(self) -> None:
-        self._store.save(self.training.state(), **self._facts())
+        self._store.save(self.training.state(), self._facts())
 
     def wait(self) -> None:
         """Nothing is left to wait for."""

@@ -44,11 +44,11 @@ NEVER = {
 }
 
 COUNTS = {
-    "imports by the kernel of what is outside it": 174,
-    "files with one importer and under 120 lines": 29,
-    "functions of more than 60 lines": 20,
-    "functions of nine parameters or more": 23,
-    "files": 497,
+    "imports by the kernel of what is outside it": 171,
+    "files with one importer and under 120 lines": 27,
+    "functions of more than 60 lines": 19,
+    "functions of nine parameters or more": 22,
+    "files": 495,
 }
 
 

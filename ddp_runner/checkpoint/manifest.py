@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.file_hash import ALGORITHMS, PLAIN
@@ -27,6 +27,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 AMID_SKIPPED = (
     "amid_skipped"  # the reason of one that is kept as the best, shortly after a skipped step
 )
+NO_DIGEST = "0" * 64
 _ABOUT_THE_FILE = ("file", "size_bytes", "sha256", "hashed")
 
 
@@ -47,11 +48,10 @@ def step_of(name: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """One published checkpoint.
+class CheckpointFacts:
+    """What a checkpoint says of itself: known when its state is captured, before any file is there.
 
-    ``step`` is the number of committed steps, ``samples`` the samples they took, ``sha256`` the digest of
-    the whole file, ``hashed`` how that was made (``file_hash``). ``monitored`` is the value that ``best`` is judged by, None where there was none:
+    ``step`` is the number of committed steps, ``samples`` the samples they took. ``monitored`` is the value that ``best`` is judged by, None where there was none:
     of the figure ``monitor`` (older files name none); the lower the better, with ``mode`` ``max`` the
     higher. ``meaning`` is the resume key of the run (model, data, global batch, seed): resuming under another one is refused by the caller. ``created_utc`` is for people; ``order`` is the
     version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
@@ -66,15 +66,12 @@ class Manifest:
     epoch: int
     samples: int
     run_id: str
-    file: str
-    size_bytes: int
-    sha256: str
     monitored: float | None
     meaning: Mapping[str, JsonValue]
     settings_digest: str
-    versions: Mapping[str, str]
-    created_utc: str
     reason: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    created_utc: str = ""
     order: int = 1
     recipe: Mapping[str, JsonValue] = field(default_factory=dict)
     changes: Sequence[str] = ()
@@ -83,8 +80,29 @@ class Manifest:
     about: Mapping[str, JsonValue] = field(default_factory=dict)
     monitor: str = ""
     mode: str = "min"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(CheckpointFacts):
+    """One published checkpoint: its facts and what is known of its file.
+
+    ``sha256`` is the digest of the whole file, ``hashed`` how that was made (``file_hash``).
+    """
+
+    file: str
+    size_bytes: int
+    sha256: str
     hashed: str = PLAIN
     format: int = FORMAT
+
+    @classmethod
+    def of(
+        cls, facts: CheckpointFacts, *, size_bytes: int = 0, sha256: str = NO_DIGEST
+    ) -> Manifest:
+        """Of a file with these facts, where each has its place; without a size, one that is not there yet."""
+        values = {one.name: getattr(facts, one.name) for one in fields(CheckpointFacts)}
+        name = checkpoint_name(facts.step)
+        return cls(**values, file=name, size_bytes=size_bytes, sha256=sha256)
 
     def to_json(self) -> str:
         """A JSON object, one field a line. Raises TypeError or ValueError if a value has no JSON form."""

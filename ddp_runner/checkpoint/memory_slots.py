@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import io
+import json
 import mmap
 import os
 import pickle
@@ -16,22 +18,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_runner.checkpoint import save_orders
-from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name
+from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest
 from ddp_runner.checkpoint.store import Loaded
 
-if TYPE_CHECKING:
-    from ddp_runner.core.settings import JsonValue
-
-_HEADER_BYTES = save_orders.HEADER_BYTES + save_orders.ORDER_BYTES
+_HEADER_BYTES = 4096
 _ALIGNED_TO = 64
 _EMPTY = b"\0" * _HEADER_BYTES
-_NO_DIGEST = "0" * 64
 
 Checksum = Callable[[Tensor], str]  # over the bytes of a tensor
 
@@ -47,13 +44,17 @@ class _Header:
     checksum: str
 
     def to_bytes(self) -> bytes:
-        return save_orders.as_record(asdict(self), save_orders.HEADER_BYTES)
+        text = json.dumps(asdict(self)).encode()
+        sealed = hashlib.sha256(text).hexdigest().encode() + b" " + text
+        return sealed.ljust(_HEADER_BYTES, b"\0")
 
     @classmethod
     def from_bytes(cls, header: bytes) -> _Header | None:
         """None of a slot that holds nothing whole."""
-        values = save_orders.from_record(header)
-        return None if values is None else cls(**values)
+        digest, _, text = header.rstrip(b"\0").partition(b" ")
+        if not text or hashlib.sha256(text).hexdigest().encode() != digest:
+            return None
+        return cls(**json.loads(text))
 
 
 class _Slot:
@@ -70,13 +71,7 @@ class _Slot:
     @property
     def header(self) -> _Header | None:
         """None where there is nothing whole."""
-        return _Header.from_bytes(os.pread(self._descriptor, save_orders.HEADER_BYTES, 0))
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whether a file is still to be made of what it holds."""
-        order = save_orders.read(self._descriptor)
-        return order is not None and order.is_open
+        return _Header.from_bytes(os.pread(self._descriptor, _HEADER_BYTES, 0))
 
     @property
     def size_bytes(self) -> int:
@@ -147,12 +142,10 @@ class _Slot:
         step: int,
         sealed: int,
         checksum: Checksum,
-        may_order: Callable[[], bool],
     ) -> None:
         """Say that the pieces hold ``content``, which is of ``step``, and nothing will change them.
 
-        What of it lies elsewhere is added. Raises OSError where there is no memory for that. ``may_order``:
-        asked last of all, whether a file is to be made of it.
+        What of it lies elsewhere is added. Raises OSError where there is no memory for that.
         """
         assert self._memory is not None, "seal() follows make_room()"
         described = io.BytesIO()
@@ -168,12 +161,6 @@ class _Slot:
             described_bytes=len(text),
             checksum=_checksum_of(self._memory, text, checksum),
         )
-        if may_order():
-            end = payload_bytes + len(text)
-            os.posix_fallocate(self._descriptor, end, save_orders.ANSWER_ROOM_BYTES)
-            save_orders.place(
-                self._descriptor, save_orders.SaveOrder(sealed=sealed, step=step, answer_at=end)
-            )
         # INVARIANT sealed-last: a slot says what it holds only once all of that is in it.
         # Broken if: the header is written before the last piece, or stays while a piece is written.
         # Guarded by: test_a_copy_that_is_cut_short_leaves_the_other_one.
@@ -252,61 +239,40 @@ class MemorySlots:
     def make_room(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         """Memory for the next copy, a piece for each size; the newest whole copy stays as it is.
 
-        Raises OSError where the machine has none, or what it has is still being written to a file.
+        Raises OSError where the machine has none.
         """
         by_age = self._by_age()
         newest = by_age[-1][1] if by_age else None
-        chosen = next(slot for slot in self._slots if slot is not newest)
-        # INVARIANT written-first: a copy that is to be a file is not given up for the next one.
-        # Broken if: room is made in it before its order is answered.
-        # Guarded by: test_no_copy_is_made_in_what_is_still_to_be_written.
-        if chosen.is_ordered:
-            raise OSError(errno.EBUSY, "the copy before is still to be written")
-        self._writing = chosen
-        return chosen.make_room(sizes)
+        self._writing = next(slot for slot in self._slots if slot is not newest)
+        return self._writing.make_room(sizes)
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Make room for the next copies, ahead of them. Raises OSError where the machine has none."""
         by_age = self._by_age()
         for slot in self._slots:
-            if slot.is_ordered:
-                continue
             if not by_age or slot is not by_age[-1][1]:
                 slot.make_room(sizes)
 
-    def seal(
-        self,
-        content: Mapping[str, Any],
-        facts: Mapping[str, JsonValue],
-        *,
-        for_file: Mapping[str, JsonValue] | None = None,
-        may_order: Callable[[], bool] = lambda: True,
-    ) -> int:
-        """The copy in hand is whole, and sound; the number that it has from now on.
-
-        ``facts``: the arguments of :class:`Manifest` for it. ``for_file``: a file is to be made of it, by
-        a store with these arguments, if ``may_order`` says so once all else is done.
-        """
+    def seal(self, content: Mapping[str, Any], facts: CheckpointFacts) -> int:
+        """The copy in hand is whole, and sound; the number that it has from now on."""
         slot, self._writing = self._writing, None
         assert slot is not None, "seal() follows make_room()"
-        by_age = self._by_age()
-        sealed = by_age[-1][0].sealed + 1 if by_age else 1
-        slot.seal(
-            {**content, _FACTS: dict(facts), _FOR_FILE: dict(for_file or {})},
-            step=int(str(facts["step"])),
-            sealed=sealed,
-            checksum=self._checksum,
-            may_order=may_order if for_file is not None else lambda: False,
-        )
+        sealed = time.monotonic_ns()  # later than any before it, also where all were given up
+        described = {**content, _FACTS: facts}
+        slot.seal(described, step=facts.step, sealed=sealed, checksum=self._checksum)
         return sealed
 
-    def lent(self, descriptor: int) -> Lent:
-        """What one of them holds. Raises OSError where that is nothing whole."""
-        slot = self._slots[self.descriptors.index(descriptor)]
-        content, wrong = slot.lent(self._checksum)
-        return Lent(
-            facts=content.pop(_FACTS), for_file=content.pop(_FOR_FILE), state=content, wrong=wrong
-        )
+    def has(self, sealed: int) -> bool:
+        """Whether the copy of that number has not been given up."""
+        return any(header.sealed == sealed for header, _ in self._by_age())
+
+    def lent(self, sealed: int) -> Lent:
+        """The copy of that number. Raises OSError where it is not there, or not whole."""
+        for header, slot in self._by_age():
+            if header.sealed == sealed:
+                content, wrong = slot.lent(self._checksum)
+                return Lent(facts=content.pop(_FACTS), state=content, wrong=wrong)
+        raise OSError(errno.ENODATA, "the copy in memory was given up before it was written")
 
     def clear(self) -> None:
         """Nothing of what they hold may be gone back to."""
@@ -332,10 +298,7 @@ class MemorySlots:
                 continue
             _, content = found
             facts = content.pop(_FACTS)
-            content.pop(_FOR_FILE)
-            manifest = Manifest(
-                **facts, file=checkpoint_name(header.step), size_bytes=0, sha256=_NO_DIGEST
-            )
+            manifest = Manifest.of(facts)
             where = Path(f"memory of step {header.step}")
             return Loaded(state=content, manifest=manifest, path=where), wrong
         return None, wrong
@@ -347,7 +310,6 @@ class MemorySlots:
 
 
 _FACTS = "facts of the copy"
-_FOR_FILE = "store of its file"
 _OTHER_BYTES = "its bytes are not those that were written"
 
 
@@ -355,8 +317,7 @@ _OTHER_BYTES = "its bytes are not those that were written"
 class Lent:
     """A copy where it lies. ``wrong``: asked afterwards, whether it was what had been sealed (empty), or what not."""
 
-    facts: dict[str, Any]
-    for_file: dict[str, Any]
+    facts: CheckpointFacts
     state: dict[str, Any]
     wrong: Callable[[], str]
 

@@ -10,12 +10,10 @@ import errno
 import itertools
 import math
 import os
-import platform
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +22,7 @@ from ddp_runner.checkpoint.catalog import POINTERS, WORDS, Catalog, Entry
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.file_hash import algorithm_for, digest_of
-from ddp_runner.checkpoint.left_out import start_sha256
-from ddp_runner.checkpoint.manifest import (
-    Manifest,
-    checkpoint_name,
-    manifest_name,
-)
+from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest, manifest_name
 from ddp_runner.checkpoint.publish import publish, publish_text
 from ddp_runner.checkpoint.weights import (
     Content,
@@ -41,14 +34,11 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from ddp_runner.core.settings import JsonValue
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["MANIFEST_KEY", "CheckpointStore", "Loaded", "Saved", "load_weights"]
 
 MANIFEST_KEY = "manifest"
-NO_RECIPE: Mapping[str, JsonValue] = MappingProxyType({})
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -103,29 +93,15 @@ class CheckpointStore:
     def save(
         self,
         state: Mapping[str, Any],
+        facts: CheckpointFacts,
         *,
-        step: int,
-        epoch: int,
-        samples: int,
-        run_id: str,
-        meaning: Mapping[str, JsonValue],
-        settings_digest: str,
-        monitored: float | None,
-        reason: str,
-        order: int = 1,
-        recipe: Mapping[str, JsonValue] = NO_RECIPE,
-        changes: Sequence[str] = (),
-        data: Mapping[str, JsonValue] = NO_RECIPE,
-        about: Mapping[str, JsonValue] = NO_RECIPE,
-        monitor: str = "",
-        mode: str = "min",
         confirm: Callable[[], None] | None = None,
     ) -> Saved:
-        """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
+        """Publish ``state`` as the checkpoint of its step; returns when it survives a loss of power.
 
         Blocks for the write and its sync; device tensors are copied to the host one at a time. The
-        model's entries must have the bare model's names (``naming``). ``monitored`` is the
-        value of ``monitor``, better by ``mode``; one that is not finite counts as None.
+        model's entries must have the bare model's names (``naming``). A monitored value that is not
+        finite counts as None.
         ``confirm`` is called when the file is written, before it appears: what it raises is raised.
         Checkpoints of later steps belong to a branch that was left (a rollback, a resume from an older file): they are moved into
         ``set_aside_<utc>/``. The first save of a store removes what killed writers left over.
@@ -135,32 +111,12 @@ class CheckpointStore:
         TypeError or ValueError for a state that could not be read again.
         """
         started_s = time.perf_counter()
-        if monitored is not None and not math.isfinite(monitored):
-            monitored = None
-        manifest = Manifest(
-            step=step,
-            epoch=epoch,
-            samples=samples,
-            run_id=run_id,
-            file=checkpoint_name(step),
-            size_bytes=0,
-            sha256="0" * 64,
-            monitored=monitored,
-            meaning=meaning,
-            settings_digest=settings_digest,
-            **made_here(),
-            reason=reason,
-            order=order,
-            recipe=dict(recipe),
-            changes=tuple(changes),
-            data=dict(data),
-            start_sha256=start_sha256(state),
-            about=about,
-            monitor=monitor,
-            mode=mode,
-        )
+        if facts.monitored is not None and not math.isfinite(facts.monitored):
+            facts = replace(facts, monitored=None)
+        manifest = Manifest.of(facts)
         # What evaluations have found goes before what the files that are there tell.
-        manifest = replace(manifest, about={**self.catalog.best_so_far(manifest), **about})
+        about = {**self.catalog.best_so_far(manifest), **facts.about}
+        manifest = replace(manifest, about=about)
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")
         content = {**state, MANIFEST_KEY: manifest.facts()}
@@ -173,7 +129,7 @@ class CheckpointStore:
         except OSError as error:
             where = self.directory / manifest.file
             room = self._missing_room(error, needed_bytes=stored_bytes(content))
-            raise _storage_fault(error, where, step=step, room=room) from error
+            raise _storage_fault(error, where, step=facts.step, room=room) from error
         try:
             self._point_and_retain(published)
         except OSError as error:  # the next save makes up for it
@@ -483,12 +439,6 @@ def _storage_fault(error: OSError, path: Path, *, step: int, room: str) -> Fault
     place = "" if where in (path, path.parent) else f" (at {where})"
     cause = f"{path}{place}: {error.strerror or error}{room}"
     return FaultError(_fault(FaultKind.STORAGE_FAILED, cause, step=step))
-
-
-def made_here() -> dict[str, Any]:
-    """What a manifest says of when, and by what, its state was captured."""
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    return {"versions": versions, "created_utc": _utc("%Y-%m-%dT%H:%M:%SZ")}
 
 
 def _utc(form: str) -> str:

@@ -51,7 +51,7 @@ class Surroundings:
     store_port: int
     preload: tuple[str, ...] = ()
     memory_slots: tuple[str, ...] = ()
-    saver_bell: str = ""
+    has_saver: bool = False
     saver_trouble: str = ""
 
 

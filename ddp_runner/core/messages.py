@@ -251,6 +251,43 @@ class NotSaved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WriteCopy:
+    """Rank -> supervisor -> saver: make a file of the copy in memory that has the number ``sealed``.
+
+    ``rank`` has made the copy. Supervisor -> rank, ahead of a Form: this is still to be answered, to you.
+    The rest: of the store whose file it is to be.
+    """
+
+    rank: int
+    sealed: int  # no two copies of a machine have the same
+    step: int
+    directory: str
+    keep_last: int
+    keep_every: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyWritten:
+    """Saver -> supervisor -> rank: what came of a :class:`WriteCopy`: a file, or ``problem`` and why."""
+
+    sealed: int
+    step: int
+    # "disk", "state", "nobody" (is there that writes), "gone" (the copy), "other"; empty: there is a file.
+    problem: str = ""
+    text: str = ""
+    manifest: str = ""
+    blocked_s: float = 0.0
+    write_s: float = 0.0
+    notes: tuple[str, ...] = ()
+    proved: tuple[int, ...] = ()  # steps whose files were read once more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverReady:
+    """Saver -> supervisor: it has the memory with the copies; what ends it from here on is its work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderWorkers:
     """Rank -> supervisor: the process ids of this rank's loader workers now."""
 
@@ -467,6 +504,9 @@ Message = (
     | ZygoteReady
     | StoreReady
     | SpareReady
+    | SaverReady
+    | WriteCopy
+    | CopyWritten
 )
 _TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 _FIELDS = {name: tuple(one.name for one in fields(kind)) for name, kind in _TYPES.items()}
@@ -521,6 +561,6 @@ def _decode_field(name: str, value: object) -> object:
         return Fault(**{**value, **known})
     if name == "reason":
         return StopReason(value)
-    if name in ("pids", "notes", "block") and isinstance(value, list):
+    if name in ("pids", "notes", "block", "proved") and isinstance(value, list):
         return tuple(value)
     return value

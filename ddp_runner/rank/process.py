@@ -76,7 +76,7 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         device_free_bytes=spec.device_free_bytes,
         preload=spec.preload,
         memory_slots=spec.memory_slots,
-        saver_bell=spec.saver_bell,
+        has_saver=spec.has_saver,
         log_folder=spec.log_folder,
         other_devices=spec.other_devices,
         mode=spec.mode,

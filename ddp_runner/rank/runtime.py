@@ -33,6 +33,7 @@ from ddp_runner.core.messages import (
     AbortHeard,
     Checkpoint,
     CollectivesBegun,
+    CopyWritten,
     Cut,
     Faulted,
     Form,
@@ -46,6 +47,7 @@ from ddp_runner.core.messages import (
     Stacks,
     Stop,
     StopAsked,
+    WriteCopy,
     brief,
 )
 from ddp_runner.observe.logger import DDPLogger
@@ -108,6 +110,9 @@ class StartupOutput:
         os.close(log)
 
 
+ASK_AGAIN_S = 1.0  # for what came of an order
+
+
 class SupervisedRuntime:
     """Implements :class:`~ddp_runner.training.runtime.Runtime` over the control channel.
 
@@ -155,6 +160,9 @@ class SupervisedRuntime:
         self._ends_in_silence = False
         self._stop: StopReason | None = None
         self._save = threading.Event()
+        self._owed: WriteCopy | None = None
+        self._written: CopyWritten | None = None  # the newest answer
+        self._has_written = threading.Condition()
         threading.Thread(target=self._listen, name="control", daemon=True).start()
         take_signals((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
 
@@ -195,6 +203,23 @@ class SupervisedRuntime:
             return False
         self._save.clear()
         return True
+
+    def order(self, order: WriteCopy) -> CopyWritten:
+        """Have a file made of a copy. Asked for again and again: order or answer may have been lost."""
+        while True:
+            self.report(order)
+            with self._has_written:
+                if self._has_written.wait_for(lambda: self._is_of(order), ASK_AGAIN_S):
+                    assert self._written is not None
+                    return self._written
+
+    def _is_of(self, order: WriteCopy) -> bool:
+        return self._written is not None and self._written.sealed == order.sealed
+
+    def take_owed(self) -> WriteCopy | None:
+        """What a rank before this one has ordered."""
+        owed, self._owed = self._owed, None
+        return owed
 
     def survives(self, fault: Fault) -> bool:
         """A victim goes on, who has repaired its own fault, and who waits to be judged, or to save.
@@ -285,6 +310,12 @@ class SupervisedRuntime:
                 self._output.reopen()
             case SaveAlone():
                 self._forms.put(None)
+            case WriteCopy():
+                self._owed = message
+            case CopyWritten():
+                with self._has_written:
+                    self._written = message
+                    self._has_written.notify_all()
             case Inject(kind=kind, number=number):
                 if isinstance(self.slot, InjectingSlot):
                     self.slot.inject_soon(InjectKind(kind), number=number)

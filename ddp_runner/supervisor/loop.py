@@ -388,8 +388,6 @@ class _Loop:
                 but_parked=failed and not supervisor.facts.ever_formed,
             )
         self._watch.end()
-        if ending.status in (RunStatus.FAILED, RunStatus.GAVE_UP) and not self._is_hurried:
-            supervisor.keeper.savers.finish(is_cut_short=self._is_interrupted)
         stays = set(self._trackers.pids)
         if self._after_save.is_owed:
             beside = (self._after_save.pid, self._node.guardian.pid)

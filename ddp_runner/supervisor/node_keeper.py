@@ -10,9 +10,11 @@ from ddp_runner.core.faults import Fault
 from ddp_runner.core.helper_roles import DRILL, SAVER, SPARE, STANDBY, STORE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import (
+    CopyWritten,
     Drilled,
     Forked,
     Message,
+    SaverReady,
     SpareReady,
     StoreReady,
     ZygoteReady,
@@ -130,6 +132,10 @@ class NodeKeeper:
             case SpareReady():
                 self._node.helper_is_ready(SPARE, message)
                 self.spares.is_ready(message)
+            case SaverReady():
+                self._node.helper_is_ready(SAVER, message)
+            case CopyWritten():
+                self.savers.written(message, self._clock.monotonic())
             case Drilled():
                 self.drills.drilled(message, self._clock.monotonic())
             case _:

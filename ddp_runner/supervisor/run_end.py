@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.last_save import SaveOutcome, closing_words
 from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
+from ddp_runner.core.messages import WriteCopy
 from ddp_runner.core.recovery import GiveUp
 from ddp_runner.core.run_stages import StagePlace, refused_line
 from ddp_runner.core.settings import Settings
@@ -38,8 +39,10 @@ class RunEnd:
         published: Published,
         start: Start,
         cutting: Cutting,
+        owed: Collection[WriteCopy],
         clock: Clock,
     ) -> None:
+        """``owed``: what the saver still has to write."""
         self._clock = clock
         self._start = start
         self._log_dir = settings.run.log_dir
@@ -59,6 +62,9 @@ class RunEnd:
             cutting=cutting,
             clock=clock,
         )
+        self._owed = owed
+        self._write_timeout_s = settings.recovery.checkpoint_timeout_s
+        self._write_by_s = 0.0
         self.ending: Ending | None = None
         self._after_save: Ending | None = None
 
@@ -92,9 +98,10 @@ class RunEnd:
         if not self._facts.ever_formed:  # there is none that is newer
             self.at_once(ending)
             return
-        self._after_save = ending
+        self._after_save, now_s = ending, self._clock.monotonic()
+        self._write_by_s = now_s + self._write_timeout_s
         self._machine.advance(RunEvent.LAST_SAVE_BEGAN)
-        self.last_save.begin(causes, self._clock.monotonic())
+        self.last_save.begin(causes, now_s)
 
     def give_up(self, plan: GiveUp, *, stage: StagePlace | None = None) -> None:
         """End the run because of a fault that is not repaired. ``stage``: in which it is."""
@@ -157,9 +164,14 @@ class RunEnd:
         ending = self._after_save
         if ending is None:
             return
-        self.last_save.look(now_s)
-        if self.last_save.outcome is None:
+        self.last_save.look(now_s, is_owed=bool(self._owed))
+        if self.last_save.outcome is None or (self._owed and now_s <= self._write_by_s):
             return
+        for order in self._owed:
+            self._recorder.say(
+                f"nobody has written the copy of step {order.step}: it ends with the run",
+                level="WARNING",
+            )
         newest = self._published.newest()
         is_saved = newest is not None and newest[0] >= self._facts.committed_step
         if stop is not None and is_saved and _ends_as_stopped(ending):

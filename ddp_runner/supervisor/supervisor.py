@@ -52,6 +52,7 @@ from ddp_runner.core.messages import (
     Stop,
     StopAsked,
     TuningChanged,
+    WriteCopy,
 )
 from ddp_runner.core.run_stages import OtherStage
 from ddp_runner.core.stopping import StopSignal, StopSignals
@@ -143,6 +144,7 @@ class Supervisor:
             published=published,
             start=self.start,
             cutting=self._cutting,
+            owed=self.keeper.savers.owed,
             clock=clock,
         )
         self.directories = directories
@@ -211,6 +213,10 @@ class Supervisor:
                 self.recorder.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
                 self._save_request.saved(message.step)
                 self.run_end.last_save.saved(message)
+            case WriteCopy():
+                is_fenced = bool(handle.slot.get(Cell.FENCED))
+                now_s = self._clock.monotonic()
+                self.keeper.savers.ordered(message, now_s, is_fenced=is_fenced)
             case NotSaved():
                 self.run_end.last_save.not_saved(message)
             case TuningChanged():
@@ -415,6 +421,7 @@ class Supervisor:
         self.facts.formed_at_s = now_s
         self._repair.returning.is_regrouping = False
         self.recorder.record(events.Forming(generation=self.facts.generation))
+        self.keeper.savers.saves_now(self.world.present[0].rank)
         owes_drill = self.keeper.drills.is_owed
         self.world.form(self.facts.generation, run_id=self.facts.run_id, owes_drill=owes_drill)
         self._save_request.pass_on()

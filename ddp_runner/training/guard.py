@@ -34,7 +34,6 @@ from ddp_runner.training.components.tensor_hash import combined, state_hashes
 from ddp_runner.training.exactness.state_hashes import StateHashing
 from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.resume import newest_to_restore, restore_newest
-from ddp_runner.training.saving import INTERVAL
 from ddp_runner.training.step import StepResult
 
 INDICES_SHOWN = 16
@@ -236,7 +235,7 @@ class NumericsGuard:
         # Broken if: a save is proven by anything but the comparison of that very state.
         # Guarded by: test_what_one_rank_alone_has_is_never_saved.
         if self._saving.drop():
-            self._saving.put_off(INTERVAL)
+            self._saving.policy.put_off()
         if self._hashing is not None:
             self._hashing.drop()
 
@@ -317,7 +316,7 @@ class NumericsGuard:
         answers = self._exchange(f"written/{step}", json.dumps(mine))
         written = sorted({name for names in answers for name in json.loads(names)})
         if self._saving.drop():
-            self._saving.put_off(INTERVAL)
+            self._saving.policy.put_off()
         self._state.buffers.follow(written)
         if self._group.rank == 0 and written:
             self._runtime.logger.info(

@@ -22,9 +22,9 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import due_after
 from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.fitting import check_weights, misfit, warn_of_values
-from ddp_runner.training.memory_copies import open_slots
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.save_room import open_slots
 from ddp_runner.training.stage_begin import (
     begin_of,
     is_of_stage,

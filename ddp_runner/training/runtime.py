@@ -33,6 +33,7 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError
 from ddp_runner.core.messages import (
+    CopyWritten,
     Faulted,
     FaultTolerated,
     Finished,
@@ -41,6 +42,7 @@ from ddp_runner.core.messages import (
     Ready,
     RepairedInPlace,
     TuningChanged,
+    WriteCopy,
     brief,
 )
 from ddp_runner.core.modes import refuse_of_processes
@@ -74,7 +76,7 @@ class RankInfo:
     device_free_bytes: int = 0
     preload: tuple[str, ...] = ()
     memory_slots: tuple[str, ...] = ()  # where copies of the state outlive this process
-    saver_bell: str = ""  # what wakes the process that writes them to files; empty: there is none
+    has_saver: bool = False  # a process beside the ranks makes files of them
     log_folder: int = 0  # ranks with the same number write their logs into one folder
     other_devices: tuple[str, ...] = ()  # which have parts of this rank's batches
     mode: str = ""  # how several devices are used and why, in words; empty: nobody chose
@@ -137,6 +139,14 @@ class Runtime(Protocol):
 
     def save_asked(self) -> bool:
         """Whether a checkpoint was asked for since the last call."""
+        ...
+
+    def order(self, order: WriteCopy) -> CopyWritten:
+        """Have a file made of a copy, where ``rank_info.has_saver``; returns what came of it. For any thread."""
+        ...
+
+    def take_owed(self) -> WriteCopy | None:
+        """What a rank before this one has ordered, and is still to be answered; asked once."""
         ...
 
     def survives(self, fault: Fault) -> bool:
@@ -300,6 +310,14 @@ class LocalRuntime:
     def save_asked(self) -> bool:
         """Never."""
         return False
+
+    def order(self, order: WriteCopy) -> CopyWritten:
+        """Nobody else is there."""
+        raise AssertionError(f"this process writes the file of step {order.step} itself")
+
+    def take_owed(self) -> WriteCopy | None:
+        """There was none."""
+        return None
 
     def survives(self, fault: Fault) -> bool:
         """Never: there is nobody to form the next generation."""

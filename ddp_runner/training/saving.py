@@ -7,31 +7,32 @@ the next, and nobody waits for it. Only the group's rank 0 is asked to save.
 from __future__ import annotations
 
 import contextlib
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_runner import config
 from ddp_runner.checkpoint.background import BackgroundSave, BackgroundSaver
-from ddp_runner.checkpoint.manifest import AMID_SKIPPED
+from ddp_runner.checkpoint.left_out import start_sha256
+from ddp_runner.checkpoint.manifest import AMID_SKIPPED, CheckpointFacts
 from ddp_runner.checkpoint.snapshot import storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
 from ddp_runner.core import messages
 from ddp_runner.core.board import Cell
-from ddp_runner.core.checkpoint_interval import CheckpointInterval
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.save_requests import SaveRequests
+from ddp_runner.core.save_policy import Due, SavePolicy
 from ddp_runner.core.settings import JsonValue, Settings
-from ddp_runner.core.step_schedule import last_save_due, saves_to_skip
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.described import about_file, tracker_ids
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.last_save import BEFORE_END, LastSave
-from ddp_runner.training.memory_copies import MemoryCopies
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.save_room import SaveRoom
@@ -127,59 +128,48 @@ class Saving:
         self._store = store
         self._runtime = runtime
         self._progress = progress
-        self.content = SaveContent(
-            settings=settings,
-            workload=workload,
-            state=state,
-            runtime=runtime,
-            progress=progress,
-            data=data,
-        )
+        self._settings_record = config.record_to_show(settings)
+        self._data = data
         self._disk_faults = DiskFaults(state, runtime)
         self._last = LastSave(settings, store, runtime, disk_faults=self._disk_faults)
-        self._copies = MemoryCopies(settings, runtime, store)
-        self._room = SaveRoom(self._copies, memory, warn=self._warn_of_room)
+        self._room = SaveRoom(store, memory, runtime)
         self._is_copying = False  # the save under way is no file
         self._begun_step = 0  # of the newest save
         self._compare_s: float | None = (
             None  # what training waited to have it proven; None: not yet
         )
-        self._put_off = ""  # why a save came due while another one was under way
-        self._failures = 0  # in a row
-        self._skips = 0  # saves that come due and are not tried
-        self.save_requests = SaveRequests()
-        self._interval = CheckpointInterval(now_s=time.monotonic())
+        slots = self._room.slots
+        self.policy = SavePolicy(
+            settings.checkpoint,
+            now_s=time.monotonic(),
+            copy_age_s=None if slots is None else slots.age_s,
+        )
         self._makes_files = bool(
             settings.checkpoint.save_every_steps or settings.checkpoint.save_interval
         )
-        self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
-        self._reserves = workload.device.type == "cuda" or self._copies.slots is not None
+        self._reserves = workload.device.type == "cuda" or slots is not None
         state.before_change = self._release_state
 
     @property
     def _saver(self) -> BackgroundSaver:
         return self._room.saver
 
-    def due(self, reason: str) -> None:
+    def due(self) -> None:
         """Save the state as it is at this boundary, beside the next step, once it is proven.
 
         Before the state changes, :meth:`prove` or :meth:`drop` must be called. While another save is under way this one is put off: made of a later step, once that ended.
         """
         # One that was dropped has put this one off, and has ended by now.
-        self._collect(timeout_s=0.0 if self._put_off else PATIENCE_S)
-        if self._skips and not self.save_requests.is_open:
-            self._skips -= 1
-            self._put_off = ""  # it is the one left out
-            return
-        if not self._saver.is_busy:
-            self._begin(reason)
-        elif not self._put_off:
-            step = self._state.committed_step
-            self._runtime.logger.info(
-                f"the checkpoint before is still being written: that of step {step} waits for it",
-                step=step,
-            )
-            self._put_off = reason
+        self._collect(timeout_s=0.0 if self.policy.is_put_off else PATIENCE_S)
+        match self.policy.comes_due(is_busy=self._saver.is_busy):
+            case Due.NOW:
+                self._begin(INTERVAL)
+            case Due.LATER:
+                step = self._state.committed_step
+                self._runtime.logger.info(
+                    f"the checkpoint before is still being written: that of step {step} waits for it",
+                    step=step,
+                )
 
     def copy(self) -> None:
         """As :meth:`due`, without a file: into memory that outlives this process, where there is some.
@@ -187,19 +177,16 @@ class Saving:
         Nothing happens while a save is under way.
         """
         self._collect(timeout_s=0.0)
-        if self._copies.slots is not None and not self._saver.is_busy:
+        if self._room.slots is not None and not self._saver.is_busy:
             self._begin(COPY)
 
     def take_over(self) -> None:
         """Go on with the save that a rank before has left to be written, if there is one."""
-        order = None if self._saver.is_busy else self._copies.left_to_write()
-        if order is not None:
+        order = self._runtime.take_owed()
+        # One that comes while a save is under way is this rank's own.
+        if order is not None and not self._saver.is_busy:
             self._is_copying, self._begun_step, self._compare_s = False, order.step, 0.0
-            self._saver.take_up(partial(self._copies.written, order))
-
-    def put_off(self, reason: str) -> None:
-        """Save not now but at a later boundary: :meth:`asks` says so until it has come."""
-        self._put_off = self._put_off or reason
+            self._room.take_up(order)
 
     def copies_of(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What is to be saved of these steady tensors; themselves, where no save waits for a proof.
@@ -214,16 +201,16 @@ class Saving:
 
         ``is_calm``: no step was skipped shortly before. Else nothing goes back to it, and it takes no other's place.
         """
-        put_off = self._put_off
+        was_put_off = self.policy.is_put_off
         for _ in range(2):
             self.settle()
             self._begin(INTERVAL if is_calm else AMID_SKIPPED)
             self.prove()
             self.settle()
-            if not self._failures:
+            if not self.policy.has_failed:
                 break
-        if not is_calm:
-            self._put_off = put_off
+        if was_put_off and not is_calm:
+            self.policy.put_off()
 
     def prove(self) -> None:
         """The state that the save under way was begun with is what it should be: it is written."""
@@ -240,54 +227,53 @@ class Saving:
         return not self._is_copying
 
     def has_to_make_up(self) -> bool:
-        """Whether the newest save that was due is on no disk, nor on its way there.
-
-        The rank that wrote it has died, or a repair came before it. One that failed is followed by
-        the next that comes due after the pause: a repair does not shorten that.
-        """
-        if self._failures and not self.save_requests.is_open:
-            return False
-        if self._saves_by_time and self._runtime.slot.get(Cell.GENERATION) > 1:
+        """Whether the newest save that was due is on no disk, nor on its way there."""
+        policy, formed_again = self.policy, self._runtime.slot.get(Cell.GENERATION) > 1
+        if policy.saves_by_time and formed_again and not policy.is_pausing:
             self._take_over_interval()
-        step, length = self._state.committed_step, self._workload.length
-        due = last_save_due(step, length, self._settings.checkpoint)
-        if self._settings.run.resume == "auto":
-            due = max(due, self._state.begun_step)  # which another machine may have alone
-        if due <= max(0, self._progress.checkpoint_step):
-            return False
-        if self._saver.is_busy and self._begun_step >= due:
-            return False
-        return all(entry.step < due for entry in self._store.catalog.entries())
+        # With "auto" what was begun from may be on another machine's disk alone.
+        resumes = self._settings.run.resume == "auto"
+        return policy.must_make_up(
+            self._state.committed_step,
+            self._workload.length,
+            at_least=self._state.begun_step if resumes else 0,
+            saved_step=max(self._newest_step(), self._progress.checkpoint_step),
+            under_way_step=self._begun_step if self._saver.is_busy else 0,
+        )
+
+    def _newest_step(self) -> int:
+        return max((entry.step for entry in self._store.catalog.entries()), default=0)
 
     def asks(self) -> bool:
-        """Between two steps: report the save that has ended; whether one should come after the next.
-
-        That is one that was put off, that a person waits for (again, where its save was given up with
-        the state that it was of), or whose time has come.
-        """
+        """Between two steps: report the save that has ended; whether one should come after the next."""
         self._collect(timeout_s=0.0)
-        if self._put_off:
-            return not self._saver.is_busy
-        if self.save_requests.is_new or (self.save_requests.is_open and not self._saver.is_busy):
-            return True
-        return self._saves_by_time and self._is_time()
+        now_s, step_s = time.monotonic(), self._step_s
+        if news := self.policy.news(now_s=now_s, step_s=step_s):
+            self._runtime.logger.info(news, step=self._state.committed_step)
+        return self.policy.wants_file(now_s=now_s, step_s=step_s, is_busy=self._saver.is_busy)
 
     def asks_copy(self) -> bool:
         """Between two steps: whether the state should be copied into memory after the next."""
-        following = self._state.committed_step + 1
-        step_s = self._runtime.slot.get(Cell.STEP_NS) / 1e9
-        return self._copies.is_due(following, step_s=step_s, is_busy=self._saver.is_busy)
+        return self._room.slots is not None and self.policy.wants_copy(
+            self._state.committed_step + 1,
+            now_s=time.monotonic(),
+            step_s=self._step_s,
+            is_busy=self._saver.is_busy,
+        )
+
+    @property
+    def _step_s(self) -> float:
+        return self._runtime.slot.get(Cell.STEP_NS) / 1e9
 
     def forget_copies(self) -> None:
         """The state is to be an older one: no copy in memory may be gone back to."""
-        self._copies.forget()
+        self._room.forget()
 
     def covered_step(self) -> int:
         """Up to which step what was wanted is written, on its way, or refused by the disk."""
-        if self._failures and not self.save_requests.is_open:
+        if self.policy.is_pausing:
             return self._state.committed_step
-        newest = max((entry.step for entry in self._store.catalog.entries()), default=0)
-        return max(newest, self._begun_step) if self._saver.is_busy else newest
+        return max(self._newest_step(), self._begun_step if self._saver.is_busy else 0)
 
     def resumed(self, loaded: Loaded) -> None:
         """Go on from a checkpoint."""
@@ -295,28 +281,25 @@ class Saving:
 
     def compared(self, compare_s: float) -> None:
         """So long training has waited for the comparison of the replicas, for a save's sake."""
-        self._copies.compared(compare_s)
-        if self._is_copying:
-            return
-        self._interval.compared(compare_s)
-        if self._compare_s is None:  # else the save is being written, and it is not for its sake
+        self.policy.compared(compare_s, is_file=not self._is_copying)
+        # Once it is known the save is being written, and another comparison is not for its sake.
+        if not self._is_copying and self._compare_s is None:
             self._compare_s = compare_s
 
     def stepped(self, step_s: float) -> None:
         """A step has ended, which took so long without what it waited for a save."""
-        is_copying = self._saver.is_busy and self._is_copying
-        is_saving = self._saver.is_busy and not self._is_copying
-        if not is_copying:
-            self._interval.stepped(step_s, beside_save=is_saving)
-        if not is_saving:
-            self._copies.stepped(step_s, beside_copy=is_copying)
+        self.policy.stepped(
+            step_s,
+            beside_file=self._saver.is_busy and not self._is_copying,
+            beside_copy=self._saver.is_busy and self._is_copying,
+        )
         if self._reserves:  # after the first step, when the optimizer has its state
             self._reserves = False
-            self._room.reserve(storage_sizes(self.content.for_file()))
+            self._room.reserve(storage_sizes(self._for_file()))
 
     def rolled_back(self, loaded: Loaded | None) -> None:
         """A checkpoint was needed within this process, if only there had been one."""
-        self._interval.faults += 1
+        self.policy.needed_one()
         if loaded is not None:
             self._disk_faults.report_unusable(self._store, loaded)
 
@@ -341,7 +324,6 @@ class Saving:
         state = self._state
         reported_step, cause, is_its_own = self._progress.checkpoint_step, "", True
         try:
-            self.take_over()
             self.settle()
             just_reported = reported_step != self._progress.checkpoint_step == state.committed_step
             if state.is_in_doubt:
@@ -368,18 +350,6 @@ class Saving:
         """Report the save that has ended, if one has; for a rank that leaves its generation."""
         self._collect(timeout_s=0.0)
 
-    def _is_time(self) -> bool:
-        now_s, step_s = time.monotonic(), self._runtime.slot.get(Cell.STEP_NS) / 1e9
-        if not self._interval.is_due(now_s=now_s, step_s=step_s):
-            if news := self._interval.news(now_s=now_s, step_s=step_s):
-                self._runtime.logger.info(news, step=self._state.committed_step)
-            return False
-        if not self._skips:
-            return True
-        self._skips -= 1
-        self._interval.began(now_s=now_s)
-        return False
-
     def _take_over_interval(self) -> None:
         """Count from the newest file: ranks 0 that die one after the other must not put saves off."""
         written_s = 0.0
@@ -387,46 +357,72 @@ class Saving:
             with contextlib.suppress(OSError):  # no file, or retention was faster
                 written_s = max(written_s, entry.path.stat().st_mtime)
         age_s = max(0.0, time.time() - written_s)
-        self._interval.began(now_s=time.monotonic() - age_s)
+        self.policy.take_over(now_s=time.monotonic(), age_s=age_s)
 
     def _begin(self, reason: str) -> None:
         self._is_copying = reason == COPY
-        self._copies.begun()
-        if self._is_copying:
-            self._begun_step = 0
-        else:
-            self._begun_step, self._compare_s = self._state.committed_step, None
-            self._put_off = ""
-            self.save_requests.begun()
-            self._interval.began(now_s=time.monotonic())
+        is_file = not self._is_copying
+        self.policy.began(is_file=is_file, now_s=time.monotonic())
+        self._begun_step, self._compare_s = self._state.committed_step if is_file else 0, None
         with self._at_disk():
             try:
                 self._start_saving(reason)
             except (RuntimeError, MemoryError) as error:
                 cause = f"no checkpoint could be begun ({type(error).__name__}: {error})"
-                if not self._is_copying:
+                if is_file:
                     self._failed(self._disk_faults.storage_failed(cause))
 
     def _start_saving(self, reason: str) -> None:
         """Raises RuntimeError or MemoryError where there is no thread, or no memory at all, for it."""
-        state, steady = self.content.for_file(), self._state.steady_tensors()
-        facts = self.content.facts(reason)
-        to_file = None if self._is_copying else partial(self._store.save, **facts)
-        sealing = partial(self._copies.sealing, facts, to_file)
-        self._room.begin(state, steady=steady, sealing=sealing, to_file=to_file)
-        if self._is_copying and self._copies.slots is None and self._makes_files:
-            self.put_off(INTERVAL)  # instead of the copies that are made no more
+        state, steady = self._for_file(), self._state.steady_tensors()
+        facts = self.facts(state, reason)
+        self._room.begin(state, facts, steady=steady, is_file=not self._is_copying)
+        if self._is_copying and self._room.slots is None and self._makes_files:
+            self.policy.put_off()  # instead of the copies that are made no more
 
-    def _warn_of_room(self, text: str) -> None:
-        self._runtime.logger.warning(text, step=self._state.committed_step)
+    def captured(self) -> dict[str, Any]:
+        """The whole state of this very step, as a file has it: references, not copies."""
+        return {**self._state.capture(), "versions": versions()}
 
-    def writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
-        """The store's save of this very step, for any thread."""
-        return partial(store.save, **self.content.facts(reason))
+    def _for_file(self) -> dict[str, Any]:
+        """The same, without what the settings leave out of checkpoints."""
+        return {**self._state.capture_for_file(), "versions": versions()}
+
+    def facts(self, state: Mapping[str, Any], reason: str) -> CheckpointFacts:
+        """What a file with ``state``, captured now, says of itself."""
+        step, workload = self._state.committed_step, self._workload
+        return CheckpointFacts(
+            step=step,
+            epoch=workload.length.epoch_of(step),
+            samples=self._state.samples,
+            run_id=self._runtime.run_id,
+            meaning=dict(workload.resume_key),
+            settings_digest=workload.settings_digest,
+            versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+            created_utc=datetime.now(tz=timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            recipe=dict(workload.recipe),
+            changes=self._state.changes,
+            data=self._data(),
+            start_sha256=start_sha256(state),
+            about=about_file(
+                self._state,
+                loss=self._progress.loss,
+                settings=self._settings_record,
+                monitor=workload.monitor,
+                place=self._settings.stage,
+                trackers=tracker_ids(self._settings),
+            ),
+            monitored=self._state.judged(workload.monitor),
+            monitor=workload.monitor.name,
+            mode=workload.monitor.mode,
+            reason=reason,
+            order=self._state.order_version,
+        )
 
     def _save_at_once(self, store: CheckpointStore, *, reason: str) -> Saved:
         with self._at_disk():
-            return self.writer(reason, store)(self.content.for_file())
+            state = self._for_file()
+            return store.save(state, self.facts(state, reason))
 
     def _save_last(self, reason: str, *, compare_s: float = 0.0) -> Fault | None:
         """Save, if need be elsewhere: then what the disk says that has the other checkpoints."""
@@ -448,7 +444,7 @@ class Saving:
     def _conclude(self, ended: BackgroundSave) -> None:
         """Report a save between others: one that the disk refused costs a warning, and a pause."""
         if self._is_copying:
-            self._copies.ended(ended)
+            self._conclude_copy(ended)
             return
         try:
             saved = ended.result()
@@ -464,15 +460,20 @@ class Saving:
         if saved is not None:
             self._report(saved, blocked_s=ended.blocked_s, compare_s=self._compare_s or 0.0)
 
+    def _conclude_copy(self, ended: BackgroundSave) -> None:
+        """One that is no file; without it the one before is still there."""
+        try:
+            ended.result()
+        except (MemoryError, OSError, RuntimeError) as error:
+            cause = f"{type(error).__name__}: {error}"
+            self._runtime.logger.warning(f"no copy of the state could be kept in memory ({cause})")
+        self.policy.copied(blocked_s=ended.blocked_s)
+
     def _failed(self, fault: Fault) -> None:
         if self._runtime.slot.get(Cell.FENCED):
             return  # no disk refused it but the fence, and this process is about to be killed
-        self._failures += 1
-        self._skips = saves_to_skip(self._failures)
-        self.save_requests.answered()
-        if not self.save_requests.is_open:
-            self._put_off = ""  # it belongs to the pause
-        pause = f", without the next {self._skips} checkpoints" if self._skips else ""
+        skips = self.policy.failed()
+        pause = f", without the next {skips} checkpoints" if skips else ""
         self._disk_faults.warn(fault, f"training goes on{pause}")
 
     def _report(
@@ -484,12 +485,10 @@ class Saving:
         is_rescued: bool = False,
     ) -> None:
         """``blocked_s``: what training waited beside the comparison, if not for the whole write."""
-        self._copies.file_is_there()
-        self._failures = self._skips = 0
-        self.save_requests.answered()
+        self._room.file_is_there()
         step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s
         waited_s = blocked_s + compare_s
-        self._interval.measured(blocked_s=blocked_s, write_s=saved.blocked_s)
+        self.policy.saved(blocked_s=blocked_s, write_s=saved.blocked_s)
         self._progress.checkpoint = str(saved.path)
         self._progress.checkpoint_step = step
         of_it = f", {compare_s:.2f} s of it to compare the ranks" if compare_s >= 0.005 else ""

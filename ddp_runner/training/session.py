@@ -24,7 +24,6 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.exactness.first_step import SideComparison
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.rank_context import RankParts
-from ddp_runner.training.saving import INTERVAL
 from ddp_runner.training.step import StepResult, Votes, WrapAgainError
 
 
@@ -188,7 +187,7 @@ class Session:
             )
         self._account(step, step.result)
         if step.result.save:
-            self._saving.save_requests.heard(
+            self._saving.policy.heard(
                 step.result.step, is_mine=step.votes.save, fulfils=self.group.rank == 0
             )
 
@@ -248,8 +247,8 @@ class Session:
     def _wants_save(self) -> bool:
         """Whether this rank votes for a save: again and again, until all have heard of it."""
         if self._runtime.save_asked():
-            self._saving.save_requests.ask()
-        return self._saving.asks() if self.group.rank == 0 else self._saving.save_requests.is_open
+            self._saving.policy.ask()
+        return self._saving.asks() if self.group.rank == 0 else self._saving.policy.is_asked
 
     def _aside_ns(self) -> int:
         """What of steps was given to saves and comparisons, so far."""
@@ -277,14 +276,14 @@ class Session:
         """Not amid skipped steps: a roll-back would lead into them again. It is made up for later."""
         if wanted and not self._state.monitor.is_calm:
             if self.group.rank == 0:
-                self._saving.put_off(INTERVAL)
+                self._saving.policy.put_off()
             return False
         return wanted
 
     def _make_up(self) -> StopReason | None:
         """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
         step = self._state.committed_step
-        saves, wanted_step = self.group.rank == 0, self._saving.save_requests.wanted_step
+        saves, wanted_step = self.group.rank == 0, self._saving.policy.wanted_step
         makes_up = saves and self._saving.has_to_make_up()
         covered_step = self._saving.covered_step() if saves else 0
         mine = json.dumps(
@@ -325,7 +324,7 @@ class Session:
         if save_now or copy_now:
             self._maker.gather()
         if save_now and self.group.rank == 0:
-            self._saving.due(INTERVAL)
+            self._saving.due()
         if copy_now and self.group.rank == 0:
             self._saving.copy()
         if save_now or compare_now:

@@ -57,7 +57,7 @@ def _beside(directory: Path) -> None:
         if ended is not None:
             _say(f"saved {ended.result().manifest.step}")
         if not saver.is_busy:
-            write = partial(store.save, **facts_of(step, monitored=1.0 + step % 7))
+            write = partial(store.save, facts=facts_of(step, monitored=1.0 + step % 7))
             saver.begin({"weight": weight, "step": step}, steady=[weight], write=write).prove()
 
 

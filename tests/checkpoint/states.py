@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from ddp_runner.checkpoint.manifest import CheckpointFacts
 from ddp_runner.checkpoint.store import CheckpointStore, Saved
 
 if TYPE_CHECKING:
@@ -21,18 +23,21 @@ def state_of(step: int, *, mark: str = "") -> dict[str, object]:
     }
 
 
-def facts_of(step: int, *, monitored: float | None = None) -> dict[str, object]:
+def facts_of(step: int, *, monitored: float | None = None, **others: object) -> CheckpointFacts:
     """What a store needs to know of a checkpoint beside its state."""
-    return {
-        "step": step,
-        "epoch": step // 100,
-        "samples": step * 8,
-        "run_id": "run-1",
-        "meaning": {"model": {"hidden_size": 64}, "seed": 7},
-        "settings_digest": "d" * 64,
-        "monitored": monitored,
-        "reason": "test",
-    }
+    return replace(
+        CheckpointFacts(
+            step=step,
+            epoch=step // 100,
+            samples=step * 8,
+            run_id="run-1",
+            meaning={"model": {"hidden_size": 64}, "seed": 7},
+            settings_digest="d" * 64,
+            monitored=monitored,
+            reason="test",
+        ),
+        **others,
+    )
 
 
 def save(
@@ -50,8 +55,7 @@ def save(
     store = CheckpointStore(directory, keep_last=keep_last, keep_every=keep_every, disk=disk)
     return store.save(
         state_of(step, mark=mark) if state is None else state,
-        **facts_of(step, monitored=monitored),
-        about=about or {},
+        facts_of(step, monitored=monitored, about=about or {}),
     )
 
 

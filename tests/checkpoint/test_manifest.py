@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name, step_of
+
+from .states import facts_of
 
 MANIFEST = Manifest(
     step=100,
@@ -110,3 +112,13 @@ def test_names_hold_the_step_and_nothing_else_does():
         assert step_of(checkpoint_name(step)) == step_of(manifest_name(step)) == step
     for name in ("step_7.pt", "step_00000007.pt.bad", ".step_00000007.pt.tmp-1", "last", "x.pt"):
         assert step_of(name) is None
+
+
+def test_a_manifest_is_its_facts_and_those_of_its_file():
+    """The facts are known first, do not change any more, and come back out of a manifest's JSON."""
+    facts = facts_of(7, monitored=0.5, changes=("a change",))
+    with pytest.raises(FrozenInstanceError):
+        facts.step = 8
+    made = Manifest.of(facts, size_bytes=3, sha256="0f" * 32)
+    assert (made.file, made.size_bytes, made.sha256) == ("step_00000007.pt", 3, "0f" * 32)
+    assert Manifest.of(Manifest.from_json(made.to_json()), size_bytes=3, sha256=made.sha256) == made

@@ -35,16 +35,11 @@ def slots_on(files):
     return MemorySlots(files, checksum=tensor_hash)
 
 
-def facts(step):
-    needed = {**facts_of(step), "versions": {}, "created_utc": ""}
-    return {**needed, "recipe": {}, "changes": ()}
-
-
 def keep(slots, memory, step, state):
     """Make a copy of ``state``, to its end."""
     made = memory.snapshot(state, steady=[])
     made.copy_steady()
-    slots.seal(made.content, facts(step))
+    slots.seal(made.content, facts_of(step))
 
 
 def numbered(step, *, count=NUMBERS):
@@ -89,7 +84,7 @@ def test_anothers_copy_is_the_state_and_nothing_of_it_is_shared(files):
     before = as_plain(state)
     made = memory.snapshot(state, steady=model.parameters())
     made.copy_steady()
-    slots.seal(made.content, facts(3))
+    slots.seal(made.content, facts_of(3))
     found, _ = slots_on(files).load()
     with torch.no_grad():
         for tensor in model.state_dict().values():

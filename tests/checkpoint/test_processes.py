@@ -194,7 +194,7 @@ from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.store import CheckpointStore
 from tests.checkpoint.states import facts_of
 weight = torch.ones(8_000_000)
-write = partial(CheckpointStore(Path(sys.argv[1]), keep_last=1).save, **facts_of(7))
+write = partial(CheckpointStore(Path(sys.argv[1]), keep_last=1).save, facts=facts_of(7))
 BackgroundSaver().begin({"weight": weight}, steady=[weight], write=write).prove()
 raise ValueError("the script ends here")
 """

@@ -102,8 +102,8 @@ def test_the_best_value_survives_a_relaunch_and_ignores_what_is_not_finite(tmp_p
 
 def judged(folder, step, value, *, monitor="all/hits", mode="max"):
     store = CheckpointStore(folder, keep_last=1)
-    facts = {**facts_of(step, monitored=value), "monitor": monitor, "mode": mode}
-    return store.save(state_of(step), **facts).manifest
+    facts = facts_of(step, monitored=value, monitor=monitor, mode=mode)
+    return store.save(state_of(step), facts).manifest
 
 
 def test_the_best_is_the_highest_where_that_is_asked_for(tmp_path):
@@ -155,16 +155,16 @@ def test_retention_reads_each_file_once(tmp_path, monkeypatch):
     verify = store.catalog.verify
     monkeypatch.setattr(store.catalog, "verify", lambda e: read.append(e.step) or verify(e))
     for step in range(10, 70, 10):
-        notes = store.save(state_of(step), **facts_of(step)).notes
+        notes = store.save(state_of(step), facts_of(step)).notes
         assert notes == (), "control"
         if step == 50:
             flip_a_bit(tmp_path / "step_00000050.pt")
             break
     assert read == [20, 30, 40]
-    (note,) = store.save(state_of(60), **facts_of(60)).notes
+    (note,) = store.save(state_of(60), facts_of(60)).notes
     assert "step_00000050.pt is unusable" in note
     assert steps_in(tmp_path) == [40, 50, 60]
-    assert store.save(state_of(70), **facts_of(70)).notes == (), "said once"
+    assert store.save(state_of(70), facts_of(70)).notes == (), "said once"
     assert steps_in(tmp_path) == [60, 70]
 
 
@@ -290,7 +290,7 @@ def test_what_could_run_code_is_refused_and_set_aside(tmp_path, monkeypatch):
     for step in (10, 20):
         save(folder, step)
     bad = put_code(folder, 30)
-    saved = CheckpointStore(folder, keep_last=2).save(state_of(40), **facts_of(40))
+    saved = CheckpointStore(folder, keep_last=2).save(state_of(40), facts_of(40))
     assert steps_in(folder) == [20, 30, 40], "30 is not one of the two that are kept"
     (note,) = saved.notes
     assert f"{bad} is unusable (holds objects that could run code; refused (io.open))" in note

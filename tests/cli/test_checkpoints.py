@@ -62,8 +62,8 @@ def made(folder, step=5, *, task="", ema=None, content=None, **facts):
     state = {"model": dict(WEIGHTS), **({} if ema is None else {"ema": ema})}
     store = CheckpointStore(folder, keep_last=9)
     meaning = {config.described_key("tokenizer"): "bpe-8k", "run.seed": 7}
-    given = {**facts_of(step, monitored=2.0), "meaning": meaning, "about": about, **facts}
-    return store.save(content or state, **given)
+    given = {"monitored": 2.0, "meaning": meaning, "about": about, **facts}
+    return store.save(content or state, facts_of(step, **given))
 
 
 def test_show_names_what_a_checkpoint_holds(tmp_path, capsys):

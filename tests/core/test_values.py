@@ -27,7 +27,7 @@ AROUND = {
     "device": "cuda:1", "other_devices": ("cuda:2",), "mode": "distributed", "code": "4f2a91",
     "world_size": 3, "local_world_size": 3, "threads": 2, "detect_anomaly": True, "node": 1,
     "log_folder": 1, "term": "t", "local_addr": "127.0.0.1", "store_host": "127.0.0.1",
-    "store_port": 5, "preload": ("p",), "memory_slots": ("m", "n"), "saver_bell": "b",
+    "store_port": 5, "preload": ("p",), "memory_slots": ("m", "n"), "has_saver": True,
     "saver_trouble": "d",
 }  # fmt: skip
 PROGRAM = specs.Program(path="a.py", module="", arguments=("--x", "1"), source="/proc/1/fd/9")
@@ -73,6 +73,11 @@ SAMPLES = [
     messages.Metrics(rank=0, step=5, values={"loss": 1.5}),
     messages.Saved(rank=0, step=5, path="a/b", blocked_s=0.1, size_bytes=3, sha256="0"),
     messages.NotSaved(rank=0, step=5, cause="a full disk", is_its_own=True),
+    messages.WriteCopy(rank=0, sealed=7, step=5, directory="c", keep_last=2, keep_every=0),
+    messages.CopyWritten(
+        sealed=7, step=5, manifest="{}", blocked_s=0.2, write_s=0.1, notes=("a note",), proved=(3, 4)
+    ),
+    messages.SaverReady(),
     messages.LoaderWorkers(rank=0, pids=(1, 2)),
     messages.StopAsked(rank=0, reason=StopReason.PREEMPTED),
     messages.RestartProgress(

@@ -18,6 +18,7 @@ from ddp_runner.core.messages import (
     Abort,
     Checkpoint,
     CollectivesBegun,
+    CopyWritten,
     Faulted,
     Forked,
     Form,
@@ -25,6 +26,7 @@ from ddp_runner.core.messages import (
     Stacks,
     Stop,
     StopAsked,
+    WriteCopy,
 )
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
@@ -474,3 +476,46 @@ def test_only_a_clean_rank_survives(tmp_path):
         FaultKind.DEVICE_LOST: False,
     }
     assert dirty == dict.fromkeys(clean, False)
+
+
+ORDER = WriteCopy(rank=0, sealed=7, step=3, directory="c", keep_last=1, keep_every=0)
+
+
+def _orders(me, runtime):
+    me.say(runtime.order(ORDER).problem)
+
+
+def _answer_late(me, path):
+    channel, pid = _supervise(me, path, _orders)
+    heard = [channel.receive()[0]]
+    channel.send(CopyWritten(sealed=6, step=2))
+    heard.append(channel.receive()[0])
+    channel.send(CopyWritten(sealed=7, step=3, problem="gone"))
+    return heard, exit_code_of(pid)
+
+
+def test_a_rank_asks_again_until_its_order_is_answered(tmp_path):
+    """Order or answer may be lost; an answer to another order is none."""
+    with ranks(_answer_late, 1, tmp_path / "rank_0.log") as (rank,):
+        assert rank.hear() == "gone"
+        assert rank.result() == ([ORDER, ORDER], 5)
+
+
+def _takes_over(me, runtime):
+    runtime.next_generation(READY)
+    me.say((runtime.take_owed(), runtime.take_owed()))
+
+
+def _leave_an_order(me, path):
+    channel, pid = _supervise(me, path, _takes_over)
+    channel.receive()
+    channel.send(ORDER)
+    channel.send(form(1))
+    return exit_code_of(pid)
+
+
+def test_what_a_rank_before_has_ordered_is_taken_up_once(tmp_path):
+    """It is there before the first generation is."""
+    with ranks(_leave_an_order, 1, tmp_path / "rank_0.log") as (rank,):
+        assert rank.hear() == (ORDER, None)
+        assert rank.result() == 5

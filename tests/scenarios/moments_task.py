@@ -91,9 +91,9 @@ def _stay_amid_copies():
         _come_to("room", _HERE.copied_step)
         return pieces
 
-    def lent_to_writer(slots, descriptor):
-        found = lent(slots, descriptor)
-        _HERE.copied_step = found.facts["step"]
+    def lent_to_writer(slots, sealed):
+        found = lent(slots, sealed)
+        _HERE.copied_step = found.facts.step
         return found
 
     def copied(snapshot):

@@ -38,6 +38,7 @@ from ddp_runner.core.messages import (
     Ready,
     SaveAlone,
     Saved,
+    SaverReady,
     SpareReady,
     Stop,
     StoreReady,
@@ -239,8 +240,8 @@ class Simulation:
         self.resumed = []  # what was sent to each rank that has loaded
         self.answers_s = 0.0  # after which the zygote says whom it has forked
         # Forks for which there is no room.
-        self.spares_refused = self.drills_refused = self.savers_refused = 0
-        self.standbys_refused = 0
+        self.spares_refused = self.drills_refused = self.savers_refused = self.standbys_refused = 0
+        self.savers_start = True  # and say so
         self.spares_asked = []  # what the ranks were doing when one was asked for
         self.spare_fails_on = set()  # kinds that none can be
         self.free_bytes = 2**40
@@ -430,7 +431,7 @@ class Simulation:
 
     # How the processes behave.
 
-    def fork(self, machine, request, descriptors):  # noqa: C901 - one row a kind
+    def fork(self, machine, request, descriptors):
         """The zygote's answer to a request."""
         if request.kind is ForkKind.SPARE:
             self.spares_asked.append([handle.state.name for handle in self.world.ranks])
@@ -461,18 +462,24 @@ class Simulation:
                 self.send(zygote, answer)
             if request.kind is ForkKind.DRILL:
                 self.drills_asked.append((request.spec.step, request.spec.rank))
-            if request.kind in (ForkKind.STANDBY, ForkKind.DRILL, ForkKind.SAVER):
-                return
-            if request.kind is ForkKind.SPARE:
-                self.later(WARM_S, lambda: self._warm(process))
-                return
-            if request.kind is ForkKind.STORE:
-                message = StoreReady(port=1)
-                self.later(STARTUP_S, lambda: self.send(process, message))
-                return
-            self._start(process, request)
+            self._begin(process, request)
 
         self.later(FORK_S, born)
+
+    def _begin(self, process, request):
+        """What it does first."""
+        match request.kind:
+            case ForkKind.STANDBY | ForkKind.DRILL:
+                pass
+            case ForkKind.SAVER:
+                if self.savers_start:
+                    self.later(0.0, lambda: self.send(process, SaverReady()))
+            case ForkKind.SPARE:
+                self.later(WARM_S, lambda: self._warm(process))
+            case ForkKind.STORE:
+                self.later(STARTUP_S, lambda: self.send(process, StoreReady(port=1)))
+            case _:
+                self._start(process, request)
 
     def _start(self, process, request):
         self.stamp(process, Phase.STARTUP)

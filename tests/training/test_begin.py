@@ -134,7 +134,7 @@ def test_a_folder_names_its_checkpoint_and_a_best_one_that_is_gone(tmp_path, kno
     for step, value in ((4, 0.5), (8, 0.7)):
         source.committed_step = step
         about = {"best": {"step": known, "value": 0.4}}
-        store.save(source.capture(), **{**facts_of(step, monitored=value), "about": about})
+        store.save(source.capture(), facts_of(step, monitored=value, about=about))
     _, state = begin(tmp_path, tmp_path / "source")
     assert state.begun_with[0] == f"{tmp_path / 'source'} (step_00000008.pt)"
     assert state.changes == ()
@@ -149,7 +149,7 @@ def test_a_resume_needs_the_file_no_more(tmp_path):
     workload, state = begin(tmp_path, path)
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     state.committed_step = 1
-    store.save(state.capture(), **{**facts_of(1), "meaning": workload.resume_key})
+    store.save(state.capture(), facts_of(1, meaning=workload.resume_key))
     path.unlink()
     workload, again = build(**PACED)
     settings = settings_of(path, resume="auto")

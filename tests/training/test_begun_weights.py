@@ -33,7 +33,7 @@ def saved(folder, model, *, init_from=""):
     means = {name: one if name in frozen else one + 2 for name, one in weights.items()}
     whole = {"model": weights, "ema": {"parameters": means, "buffers": {}}, START: record}
     store = CheckpointStore(folder, keep_last=9)
-    path = store.save(without(whole, frozen), **facts_of(4)).path
+    path = store.save(without(whole, frozen), facts_of(4)).path
     assert not torch.load(path, weights_only=True)["model"].keys() & frozen.keys()
     return path, weights, means
 

@@ -182,7 +182,7 @@ def saved_at(step, store, **settings):
     """A workload that ends at step 30, if not ``settings`` say otherwise, and an empty state for it."""
     workload, state = build(**settings)
     state.committed_step = step
-    store.save(state.capture(), **{**facts_of(step), "meaning": workload.resume_key})
+    store.save(state.capture(), facts_of(step, meaning=workload.resume_key))
     return workload, build(**settings)[1]
 
 
@@ -260,7 +260,7 @@ def test_memory_that_does_not_suffice_at_a_resume_is_no_misfit(tmp_path):
     workload, state = build()
     store = CheckpointStore(tmp_path, keep_last=1)
     state.committed_step = 0
-    store.save(state.capture(), **{**facts_of(0), "meaning": workload.resume_key})
+    store.save(state.capture(), facts_of(0, meaning=workload.resume_key))
     settings = from_flat({"resume": "auto"})
     ask = state.model.register_load_state_dict_pre_hook(
         lambda *_: torch.empty(2**62, dtype=torch.uint8)
@@ -348,7 +348,7 @@ def test_a_checkpoint_of_another_structure_is_one_line(tmp_path, kind):
     state.ema.update(state.model)
     captured = copy.deepcopy(state.capture())
     change(captured)
-    store.save(captured, **{**facts_of(0), "meaning": workload.resume_key})
+    store.save(captured, facts_of(0, meaning=workload.resume_key))
     with pytest.raises(BadInputError) as caught:
         load_start(from_flat({"resume": "auto"}), workload, build(**PACED)[1], store)
     assert caught.value.option == "--resume"
@@ -369,7 +369,7 @@ def test_what_the_run_itself_has_saved_fits(tmp_path):
     workload.task.loss(state.model, next(iter(batches(workload)))).backward()
     state.optimizer.step()
     state.ema.update(state.model)
-    store.save(state.capture(), **{**facts_of(0), "meaning": workload.resume_key})
+    store.save(state.capture(), facts_of(0, meaning=workload.resume_key))
     _, again = build(**PACED)
     assert load_start(from_flat({"resume": "auto"}), workload, again, store) is not None
     assert not_finite(again) == []

@@ -50,8 +50,8 @@ def build(*, world_size=2, **changed):
 def save(store, workload, state, *, step=STEP, **facts):
     """The state as the checkpoint of ``step``, as a rank would write it."""
     state.committed_step = step
-    kept = {**facts_of(step), "meaning": workload.resume_key, "recipe": workload.recipe}
-    store.save(state.capture(), **{**kept, "changes": state.changes, **facts})
+    kept = {"meaning": workload.resume_key, "recipe": workload.recipe}
+    store.save(state.capture(), facts_of(step, **{**kept, "changes": state.changes, **facts}))
 
 
 def resumed(folder, *, before=(), step=STEP, world_size=2, **changed):
@@ -242,8 +242,8 @@ def test_a_loss_scale_is_named_like_an_average(tmp_path, had, has, what):
     scales = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
     content["scaler"] = {**scales, "_growth_tracker": 0} if had == "fp16" else {}
     content["counters"]["committed_step"] = STEP
-    facts = {**facts_of(STEP), "meaning": workload.resume_key}
-    store.save(content, **facts, recipe={**workload.recipe, "precision": had})
+    recipe = {**workload.recipe, "precision": had}
+    store.save(content, facts_of(STEP, meaning=workload.resume_key, recipe=recipe))
     settings, workload, state = build()
     state.precision.scaler = torch.amp.GradScaler("cpu", enabled=has == "fp16")
     workload = replace(workload, recipe={**workload.recipe, "precision": has})

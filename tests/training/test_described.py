@@ -112,10 +112,9 @@ def test_a_resume_of_a_task_that_describes_itself_otherwise_is_refused(tmp_path)
     workload, state = build(**PACED)
     store = CheckpointStore(tmp_path, keep_last=2)
     state.committed_step = 0
-    facts = facts_of(1)
     key = config.described_key("tokenizer.name")
     meaning = {**workload.resume_key, key: "bpe-8k"}
-    store.save(state.capture(), **{**facts, "meaning": meaning})
+    store.save(state.capture(), facts_of(1, meaning=meaning))
     settings = from_flat({"resume": "auto"})
     workload, again = build(**PACED)
     workload.resume_key[key] = "bpe-16k"
@@ -124,5 +123,5 @@ def test_a_resume_of_a_task_that_describes_itself_otherwise_is_refused(tmp_path)
     line = str(caught.value)
     assert "describe() tokenizer.name: bpe-8k -> bpe-16k" in line
     assert "the describe() tokenizer.name as it was" in line
-    store.save(state.capture(), **{**facts, "meaning": dict(build(**PACED)[0].resume_key)})
+    store.save(state.capture(), facts_of(1, meaning=dict(build(**PACED)[0].resume_key)))
     assert load_start(settings, workload, again, store) is not None

@@ -17,6 +17,7 @@ from ddp_runner.system.run_files import temporary_path
 from ddp_runner.training.exactness import drill_notes
 from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
+from tests.checkpoint.states import facts_of
 from tests.processes import poll
 from tests.training.building import CPU, build_state, make_slot
 
@@ -47,8 +48,10 @@ class Bench:
         workload = SimpleNamespace(
             length=SimpleNamespace(total_steps=100), device=CPU, norms=SimpleNamespace(names=())
         )
-        content = SimpleNamespace(captured=lambda: {**self.state.capture(), "versions": {}})
-        saving = SimpleNamespace(content=content, writer=self._writer)
+        saving = SimpleNamespace(
+            captured=lambda: {**self.state.capture(), "versions": {}},
+            facts=lambda *_: facts_of(self.state.committed_step),
+        )
         self.drills = Drills(
             from_flat({"task": "synthetic", "checkpoint_dir": str(folder), **settings}),
             workload,
@@ -60,17 +63,6 @@ class Bench:
 
     def _count(self):
         self.releases += 1
-
-    def _writer(self, reason, store):
-        step = self.state.committed_step
-
-        def write(content):
-            return store.save(
-                content, step=step, epoch=0, samples=0, run_id="r", meaning={},
-                settings_digest="0", monitored=None, reason=reason,
-            )  # fmt: skip
-
-        return write
 
     def noted(self):
         return _Noted(self.state)

@@ -122,8 +122,8 @@ def saved_and_trained_on(tmp_path, *, model=None):
                 parameter.add_(step)
         state.ema.update(state.model)
         own[step] = {name: one.clone() for name, one in state.model.state_dict().items()}
-        facts = {**facts_of(step, monitored=value), "monitor": "hits", "mode": "max"}
-        parts.store.save(state.capture(), **facts)
+        facts = facts_of(step, monitored=value, monitor="hits", mode="max")
+        parts.store.save(state.capture(), facts)
     parts.settings = from_flat({"load_best_at_end": True})
     parts.workload = SimpleNamespace(monitor=Monitor(name="hits", mode="max"))
     state.best = Best(of="max hits", step=4, value=0.9)

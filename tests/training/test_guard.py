@@ -21,7 +21,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.save_requests import SaveRequests
+from ddp_runner.core.save_policy import SavePolicy
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.components.loss_monitor import Verdict
@@ -345,13 +345,13 @@ def test_a_checkpoint_asked_for_is_made_after_a_roll_back_as_well(
 
 
 def _remember_in_a_world(me, port, config, wanted_step):
-    real = SaveRequests.__init__
+    real = SavePolicy.__init__
 
-    def remembers(self):
-        real(self)
+    def remembers(self, settings, **rest):
+        real(self, settings, **rest)
         self.wanted_step = wanted_step * me.rank
 
-    SaveRequests.__init__ = remembers
+    SavePolicy.__init__ = remembers
     return _train_in_a_world(me, port, config).steps
 
 
@@ -463,8 +463,9 @@ class Verdicts:
         self.said.append("drop")
         return True
 
-    def put_off(self, reason):
-        self.said.append(f"put off: {reason}")
+    @property
+    def policy(self):
+        return SimpleNamespace(put_off=lambda: self.said.append("put off"))
 
 
 def _late_hash(me, port, every, odd):
@@ -547,7 +548,7 @@ def test_what_forward_first_writes_while_hashed_is_no_difference():
     """The ranks have it alike once it is written. It is followed; the save, perhaps torn, is put off."""
     with hosted_store() as port:
         first, second = run_ranks(_written_while_hashed, 2, port, ())
-    said = ["drop", "put off: interval"]
+    said = ["drop", "put off"]
     assert first == (True, said, ["3.bias"], 1, False)
     assert second == (True, said, ["3.bias"], 0, False)
 

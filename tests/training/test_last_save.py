@@ -40,7 +40,7 @@ class Disk:
         if self.tries <= self._count if is_home else self._elsewhere:
             cause = f"{store.directory}: no room"
             raise FaultError(Fault(kind=self._kind, rank=-1, step=STEP, cause=cause))
-        return store.save(state_of(STEP), **facts_of(STEP))
+        return store.save(state_of(STEP), facts_of(STEP))
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_checkpoints_that_are_kept_for_good_make_no_room(tmp_path):
     """Those that newer ones replace do."""
     state = build_state()
     for step in (10, 20):
-        CheckpointStore(tmp_path, keep_last=3).save(state_of(step), **facts_of(step))
+        CheckpointStore(tmp_path, keep_last=3).save(state_of(step), facts_of(step))
     both = checkpoint_room(state, CheckpointStore(tmp_path, keep_last=3), RealDisk())
     one = checkpoint_room(state, CheckpointStore(tmp_path, keep_last=3, keep_every=20), RealDisk())
     assert one.kept_bytes == next(tmp_path.glob("*10.pt")).stat().st_size

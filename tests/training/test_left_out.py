@@ -208,8 +208,9 @@ def saved_run(folder, **given):
     state.committed_step = 1
     state.ema.update(state.model)
     state.buffers.keep()
-    facts = {**facts_of(1), "meaning": dict(workload.resume_key)}
-    store.save(state.capture_for_file(), **facts)
+    captured = state.capture_for_file()
+    facts = facts_of(1, meaning=dict(workload.resume_key), start_sha256=start_sha256(captured))
+    store.save(captured, facts)
     return store, workload, state
 
 
@@ -248,7 +249,7 @@ def test_files_are_left_whole_where_the_run_began_with_other_weights(tmp_path):
     workload, again = build(**PACED, only_trained=True)
     load_start(settings_of(init_from=base), workload, again, store)
     again.only_trained = False
-    store.save(again.capture_for_file(), **{**facts_of(2), "meaning": dict(workload.resume_key)})
+    store.save(again.capture_for_file(), facts_of(2, meaning=dict(workload.resume_key)))
     workload, later = build(**PACED, only_trained=True)
     assert load_start(settings_of(), workload, later, store) is not None
     assert left_out(later.capture_for_file()) == ()

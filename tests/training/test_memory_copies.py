@@ -11,16 +11,14 @@ import pytest
 
 from ddp_runner import DDPTrainer
 from ddp_runner.checkpoint.memory_slots import MemorySlots
-from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.config import from_flat
 from ddp_runner.core import checkpoint_interval as pacing
 from ddp_runner.core.checkpoint_interval import CopyInterval
 from ddp_runner.core.messages import RepairedInPlace
 from ddp_runner.training import guard
 from ddp_runner.training.components.tensor_hash import tensor_hash
-from ddp_runner.training.memory_copies import MemoryCopies
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import COPY_VOTE, agreed_save
+from tests.checkpoint.states import facts_of
 from tests.processes import run_ranks
 
 from .building import build_state
@@ -181,7 +179,7 @@ def _saves_with_copies(me, folder, room_bytes):
         ("file", "copy", "copy dropped", "file dropped", "copy"), start=1
     ):
         state.committed_step = step
-        saving.copy() if reason.startswith("copy") else saving.due("interval")
+        saving.copy() if reason.startswith("copy") else saving.due()
         was_file = saving.drop() if reason.endswith("dropped") else saving.prove()
         state.before_change()
         saving.settle()
@@ -245,35 +243,62 @@ def test_one_slow_step_beside_a_copy_puts_no_copy_off_for_long():
     assert found[4:] == [usual_s] * 3
 
 
-def test_ranks_that_die_one_soon_after_the_other_put_no_copy_off(tmp_path):
-    """Who takes over counts from the newest copy, or from where there was none, and not from its own start."""
-    runtime, store = RecordingRuntime(tmp_path), CheckpointStore(tmp_path, keep_last=1)
-    now_s = time.time()
+def saving_on(folder, paths, **changes):
+    """A rank's saving, of a supervisor with this memory."""
+    made = RecordingRuntime.__init__
+
+    def begin(self, folder):
+        made(self, folder)
+        self.rank_info = replace(self.rank_info, memory_slots=paths)
+
+    RecordingRuntime.__init__ = begin
+    try:
+        return make_saving(folder, build_state(), **changes)[0]
+    finally:
+        RecordingRuntime.__init__ = made
+
+
+def _begun_with(me, folder, ages_s):
+    del me
     found, paths = files()
-    runtime.rank_info = replace(runtime.rank_info, memory_slots=paths)
-    for ages_s, is_due in (((1, 1), False), ((9, 8), True), ((9, 1), True)):
-        for one, age_s in zip(found, ages_s, strict=True):
-            os.utime(one, (now_s - age_s, now_s - age_s))
-        copies = MemoryCopies(from_flat(settings(tmp_path)), runtime, store)
-        assert copies.is_due(7, step_s=0.001) == is_due, ages_s
-    slots = slots_on(found)
-    slots.make_room([8])
-    slots.seal({"model": {}}, {"step": 3})
-    assert slots.age_s < pacing.FIRST_COPY_S
-    assert not MemoryCopies(from_flat(settings(tmp_path)), runtime, store).is_due(7, step_s=0.001)
+    if ages_s is None:
+        slots = slots_on(found)
+        slots.make_room([8])
+        slots.seal({"model": {}}, facts_of(3))
+    now_s = time.time()
+    for one, age_s in zip(found, ages_s or (), strict=False):
+        os.utime(one, (now_s - age_s, now_s - age_s))
+    return saving_on(folder, paths).asks_copy()
 
 
-def test_without_memory_or_by_steps_no_copy_is_due_by_time(tmp_path):
-    """Control: a plain script has no supervisor; with a number of steps the clock says nothing."""
-    runtime = RecordingRuntime(tmp_path)
-    pacing_s = pacing.FIRST_COPY_S
+@pytest.mark.parametrize(
+    ("ages_s", "is_due"), [((1, 1), False), ((9, 8), True), ((9, 1), True), (None, False)]
+)
+def test_ranks_that_die_one_soon_after_the_other_put_no_copy_off(tmp_path, ages_s, is_due):
+    """Who takes over counts from the newest copy, or from where there was none, and not from its own start."""
+    assert run_ranks(_begun_with, 1, tmp_path, ages_s) == [is_due]
+
+
+def _asks(me, folder, every, has_memory):
+    del me
     _, paths = files()
-    for every, slots in (("auto", ()), (5, paths), ("auto", paths)):
-        made = settings(tmp_path, memory_every=every)
-        runtime.rank_info = replace(runtime.rank_info, memory_slots=slots)
-        copies = MemoryCopies(from_flat(made), runtime, CheckpointStore(tmp_path, keep_last=1))
-        began_s = time.monotonic()
-        assert not copies.is_due(7, step_s=0.001)
-        copies._interval.began(now_s=began_s - pacing_s - 1)
-        assert copies.is_due(7, step_s=0.001) == (every == "auto" and bool(slots))
-        assert copies.is_due(10, step_s=0.001) == bool(slots)
+    saving = saving_on(folder, paths if has_memory else (), memory_every=every)
+    found = [saving.asks_copy()]
+    saving.policy._copies.began(now_s=time.monotonic() - pacing.FIRST_COPY_S - 1)
+    for step in (6, 9):
+        saving._state.committed_step = step
+        found.append(saving.asks_copy())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("every", "has_memory", "asks"),
+    [
+        ("auto", False, [False, False, False]),
+        (5, True, [False, False, True]),
+        ("auto", True, [False, True, True]),
+    ],
+)
+def test_without_memory_or_by_steps_no_copy_is_due_by_time(tmp_path, every, has_memory, asks):
+    """Control: a plain script has no supervisor; with a number of steps the clock says nothing."""
+    assert run_ranks(_asks, 1, tmp_path, every, has_memory) == [asks]

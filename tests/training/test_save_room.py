@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import resource
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.config import from_flat
-from ddp_runner.training.memory_copies import MemoryCopies
 from ddp_runner.training.save_room import SaveRoom
+from tests.checkpoint.states import facts_of
 from tests.processes import run_ranks
 
 from .test_memory_copies import files
@@ -28,22 +27,18 @@ class Saves:
         self.files, paths = files()
         runtime = RecordingRuntime(folder)
         runtime.rank_info = replace(runtime.rank_info, memory_slots=paths)
-        settings = from_flat({"log_dir": str(folder / "logs"), "save_every_steps": 1})
-        copies = MemoryCopies(settings, runtime, CheckpointStore(folder, keep_last=1))
         self.runtime, self.written, self.manager = runtime, [], Room(**room)
-        self.room = SaveRoom(copies, self.manager, warn=runtime.logger.warning)
-        self._copies = copies
+        store = SimpleNamespace(save=self._write)
+        self.room = SaveRoom(store, self.manager, runtime)
+
+    def _write(self, content, facts):
+        del facts
+        self.written.append(content["w"].numel())
 
     def save(self, count, *, is_file=True):
         """Where the copy lay: "slots", "own" or "borrowed"; None where none was made."""
         weight = torch.ones(count)
-        to_file = (lambda content: self.written.append(content["w"].numel())) if is_file else None
-        self.room.begin(
-            {"w": weight},
-            steady=[weight],
-            sealing=lambda: to_file or (lambda _: None),
-            to_file=to_file,
-        )
+        self.room.begin({"w": weight}, facts_of(1), steady=[weight], is_file=is_file)
         if not self.room.saver.is_busy:
             return None
         save = self.room.saver.undecided
@@ -51,10 +46,10 @@ class Saves:
         save.prove()
         assert self.room.saver.take_ended(None).result() is None
         if is_file:
-            self._copies.file_is_there()
+            self.room.file_is_there()
         if borrows:
             return "borrowed"
-        return "own" if self._copies.slots is None else "slots"
+        return "own" if self.room.slots is None else "slots"
 
     @property
     def held_bytes(self):

@@ -6,14 +6,10 @@ import os
 import threading
 from dataclasses import replace
 
-import pytest
-
 from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.memory_slots import MemorySlots
-from ddp_runner.checkpoint.ordered_saves import OrderedWriter
-from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.core.board import Cell
-from ddp_runner.core.messages import FaultTolerated
+from ddp_runner.checkpoint.writer import CopyWriter
+from ddp_runner.core.messages import CopyWritten, FaultTolerated
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from tests.processes import poll, run_ranks
 
@@ -22,43 +18,40 @@ from .test_saving import RecordingRuntime, make_saving
 
 
 class Lines:
-    """What a supervisor has: two memory files and a bell; and, for so long, somebody who writes."""
+    """What a supervisor has: two memory files; and, from when it is let, somebody who writes."""
 
     def __init__(self):
         self._files = [os.memfd_create(f"slot{number}") for number in (0, 1)]
-        self.bell, self._rung = os.pipe()
-        own = f"/proc/{os.getpid()}/fd"
-        self.paths = tuple(f"{own}/{one}" for one in self._files)
-        self.bell_path = f"{own}/{self._rung}"
+        self.paths = tuple(f"/proc/{os.getpid()}/fd/{one}" for one in self._files)
         self.slots = MemorySlots(
             [os.open(one, os.O_RDWR) for one in self.paths], checksum=tensor_hash
         )
-        self.written = 0
+        self.ordered, self.written = [], 0
+        self._answers, self._one_writes = {}, threading.Lock()
+        self.writes = threading.Event()
+        self.disk = RealDisk()
 
-    def write(self, disk=None):
-        """Be that one, for all that is ordered until it is rung."""
-        writer = OrderedWriter(self.slots, disk=disk or RealDisk())
-
-        def serve():
-            os.read(self.bell, 64)
-            while writer.write_next():
+    def order(self, order):
+        """What comes of it, as the supervisor passes it on."""
+        self.ordered.append(order)
+        assert self.writes.wait(30)
+        with self._one_writes:
+            if order.sealed not in self._answers:
                 self.written += 1
+                writer = CopyWriter(self.slots, disk=self.disk)
+                self._answers[order.sealed] = writer.write(order)
+            return self._answers[order.sealed]
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        return thread
 
-
-def saving_of(lines, folder, state, **how):
+def saving_of(lines, folder, state, *, owed=None, **how):
     """A rank's, of a supervisor with these lines."""
     made = RecordingRuntime.__init__
 
     def begin(self, folder):
         made(self, folder)
-        self.rank_info = replace(
-            self.rank_info, memory_slots=lines.paths, saver_bell=lines.bell_path
-        )
-        self.tolerated = []
+        self.rank_info = replace(self.rank_info, memory_slots=lines.paths, has_saver=True)
+        self.order, self.tolerated, left = lines.order, [], [owed]
+        self.take_owed = lambda: left.pop() if left else None
         report = self.report
 
         def keep(message):
@@ -77,7 +70,7 @@ def saving_of(lines, folder, state, **how):
 
 def save(saving, state, step):
     state.committed_step = step
-    saving.due("interval")
+    saving.due()
     saving.prove()
     state.before_change()
 
@@ -86,11 +79,10 @@ def _written_elsewhere(me, folder):
     del me
     lines, state = Lines(), build_state()
     saving, runtime, store = saving_of(lines, folder, state)
+    lines.writes.set()
     for step in (1, 2):
-        writer = lines.write()
         save(saving, state, step)
         saving.settle()
-        writer.join()
     catalog = store.catalog
     sound = [(one.step, catalog.verify(one)) for one in catalog.entries()]
     return lines.written, runtime.saved_steps, sound, lines.slots.newest_step
@@ -107,21 +99,18 @@ def _taken_over(me, folder):
     """The rank that has ordered a file is gone; another process is rank 0 by now."""
     del me
     lines, state = Lines(), build_state()
-    before, _, _ = saving_of(lines, folder / "before", state)
+    before, _, _ = saving_of(lines, folder, state)
     save(before, state, 3)
-    poll(lambda: lines.slots.newest_step == 3, what="a whole copy")
-    os.read(lines.bell, 64)
-    saving, runtime, _ = saving_of(lines, folder, build_state())
+    poll(lambda: lines.ordered, what="an order")
+    saving, runtime, _ = saving_of(lines, folder, build_state(), owed=lines.ordered[0])
     saving._state.committed_step = 3
     saving.take_over()
     busy = saving._saver.is_busy
     makes_up = saving.has_to_make_up(), saving.asks_copy()
-    writer = lines.write()
+    lines.writes.set()
     saving.settle()
-    writer.join()
     saving.take_over()
-    again = saving._saver.is_busy
-    return busy, makes_up, runtime.saved_steps, again, lines.written
+    return busy, makes_up, runtime.saved_steps, saving._saver.is_busy, lines.written
 
 
 def test_the_next_rank_0_goes_on_with_a_save_left(tmp_path):
@@ -139,10 +128,10 @@ def _refused(me, folder):
     del me
     lines, state = Lines(), build_state()
     saving, runtime, _ = saving_of(lines, folder, state)
-    writer = lines.write(RefusingDisk())
+    lines.disk = RefusingDisk()
+    lines.writes.set()
     save(saving, state, 1)
     saving.settle()
-    writer.join()
     return runtime.saved_steps, runtime.tolerated, runtime.log()
 
 
@@ -156,38 +145,37 @@ def test_what_the_disk_refuses_another_is_the_ranks_to_report(tmp_path):
     assert "training goes on" in log
 
 
-def _writes_itself(me, folder, why):
+def _writes_itself(me, folder):
     del me
     lines, state = Lines(), build_state()
-    how = {"room_bytes": 1_000_000} if why == "no room" else {}
-    saving, runtime, store = saving_of(lines, folder, state, **how)
-    if why == "declared dead":
-        runtime.slot.set(Cell.FENCED, 1)
-    if why == "declared dead meanwhile":
-        checksum = saving._copies.slots._checksum
-
-        def fence(tensor):
-            runtime.slot.set(Cell.FENCED, 1)
-            return checksum(tensor)
-
-        saving._copies.slots._checksum = fence
+    saving, runtime, store = saving_of(lines, folder, state, room_bytes=1_000_000)
     save(saving, state, 1)
     saving.settle()
-    ordered = saving._copies.left_to_write()
-    steps = [one.step for one in CheckpointStore(store.directory, keep_last=1).catalog.entries()]
-    return steps, ordered, lines.slots.newest_step, runtime.log()
+    steps = [one.step for one in store.catalog.entries()]
+    return steps, lines.ordered, lines.slots.newest_step, runtime.log()
 
 
-def test_a_rank_that_is_declared_dead_while_it_seals_orders_nothing(tmp_path):
-    """To seal a large state takes seconds, in which another rank may be asked to save a later one."""
-    why = "declared dead meanwhile"
-    steps, ordered, newest, _ = run_ranks(_writes_itself, 1, tmp_path, why)[0]
-    assert (steps, ordered, newest) == ([], None, 1)
+def test_a_rank_writes_itself_without_memory_for_copies(tmp_path):
+    """Which is said."""
+    steps, ordered, newest, log = run_ranks(_writes_itself, 1, tmp_path)[0]
+    assert (steps, ordered, newest) == ([1], [], None)
+    assert "which rank 0 writes itself" in log
 
 
-@pytest.mark.parametrize(("why", "copy"), [("no room", None), ("declared dead", 1)])
-def test_a_rank_writes_itself_where_it_must_not_order(tmp_path, why, copy):
-    """Without memory for copies, and from when others may take its place: its own disk refuses it then."""
-    steps, ordered, newest, log = run_ranks(_writes_itself, 1, tmp_path, why)[0]
-    assert (steps, ordered, newest) == ([1], None, copy)
-    assert ("which rank 0 writes itself" in log) == (why == "no room")
+def _refused_by_everybody(me, folder):
+    del me
+    lines, state = Lines(), build_state()
+    saving, runtime, store = saving_of(lines, folder, state)
+    runtime.order = lambda order: CopyWritten(
+        sealed=order.sealed, step=order.step, problem="nobody", text="none is there"
+    )
+    save(saving, state, 1)
+    saving.settle()
+    return [one.step for one in store.catalog.entries()], runtime.saved_steps, runtime.log()
+
+
+def test_a_rank_writes_itself_what_nobody_else_does(tmp_path):
+    """The same copy, by the same function."""
+    steps, reported, log = run_ranks(_refused_by_everybody, 1, tmp_path)[0]
+    assert (steps, reported) == ([1], [1])
+    assert "none is there: this rank writes the checkpoint" in log

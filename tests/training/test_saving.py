@@ -18,13 +18,14 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import NotSaved, Saved
-from ddp_runner.core.step_schedule import RunLength, saves_to_skip
+from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import Votes
 from ddp_runner.training.workload import Workload
+from tests.checkpoint.states import facts_of
 from tests.collective.joining import join
 from tests.processes import hosted_store, poll, run_ranks
 
@@ -109,7 +110,7 @@ def hold(owner, name, gate):
 
 def due(saving):
     """A save comes due of a state that is known to be sound."""
-    saving.due("interval")
+    saving.due()
     saving.prove()
 
 
@@ -138,7 +139,7 @@ def _save_beside_a_step(me, port, folder, waits):
         for _ in range(2):
             _step(stepper, state)
         begun_at = bits_of(state)
-        store.save({**state.capture(), "versions": {}}, **_facts(step=1))
+        store.save({**state.capture(), "versions": {}}, facts_of(1))
         at_once = _loaded(store)
         hold(Snapshot, "copy_steady", gate)
         due(saving)
@@ -160,13 +161,6 @@ def _save_beside_a_step(me, port, folder, waits):
         other = build_stepper(resumed, build_replica(resumed, group), rank=0, world_size=1)
         _step(other, resumed)
         return begun_at, at_once, written, bits_of(state), bits_of(resumed), runtime.saved_steps
-
-
-def _facts(*, step):
-    return {
-        "step": step, "epoch": 0, "samples": 0, "run_id": "", "meaning": {},
-        "settings_digest": "", "monitored": None, "reason": "test",
-    }  # fmt: skip
 
 
 def _in_rank(function, *arguments):
@@ -249,46 +243,19 @@ def test_a_save_due_during_another_is_made_after_it(tmp_path):
     assert threads == []
 
 
-def _makes_up_beside(me, folder, begun_at):
-    """A save is still being written when a repair leads to step 12; saves are due at 5, 10, ..."""
-    del me
-    gate, state = Gate(), build_state()
-    saving, runtime, _ = make_saving(folder, state, save_every_steps=5)
-    hold(CheckpointStore, "save", gate)
-    state.committed_step = begun_at
-    due(saving)
-    state.committed_step = 12
-    makes_up = saving.has_to_make_up()
-    if makes_up:
-        due(saving)
-    gate.open()
-    saving.settle()
-    boundary(saving)
-    saving.settle()
-    return makes_up, runtime.saved_steps
-
-
-@pytest.mark.parametrize(
-    ("begun_at", "expected"), [(5, (True, [5, 12])), (10, (False, [10])), (11, (False, [11]))]
-)
-def test_a_save_due_after_a_repair_follows_the_one_under_way(tmp_path, begun_at, expected):
-    """Only an older one stands in its way; controls: the one due is itself under way, or a newer one."""
-    assert run_ranks(_makes_up_beside, 1, tmp_path, begun_at)[0] == expected
-
-
 def _failing_saves(me, folder, failures):
     del me
     state = build_state()
     saving, runtime, _ = make_saving(folder, state)
     real, tried = CheckpointStore.save, []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         if len(tried) > failures:
-            return real(self, content, step=step, **rest)
+            return real(self, content, facts, **rest)
         cause = f"cannot write: {errno.errorcode[errno.ENOSPC]}"
         raise FaultError(
-            Fault(kind=FaultKind.STORAGE_FAILED, rank=0, step=step, cause=cause, at_ns=1)
+            Fault(kind=FaultKind.STORAGE_FAILED, rank=0, step=facts.step, cause=cause, at_ns=1)
         )
 
     CheckpointStore.save = save
@@ -313,11 +280,11 @@ def _keeps(me, folder, fails):
     saving, runtime, store = make_saving(folder, state)
     real, tried = CheckpointStore.save, []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         if len(tried) in fails:
             raise OSError(errno.EIO, "an error of the disk")
-        return real(self, content, step=step, **rest)
+        return real(self, content, facts, **rest)
 
     CheckpointStore.save = save
     state.committed_step = 1
@@ -349,7 +316,7 @@ def _fail_one_save(me, folder, fenced):
     saving, runtime, _ = make_saving(folder, state)
     state.committed_step = 1
 
-    def save(self, content, **rest):
+    def save(self, content, facts, **rest):
         runtime.slot.set(Cell.FENCED, int(fenced))
         raise OSError(errno.EPERM, "no more")
 
@@ -365,74 +332,6 @@ def test_a_save_that_ends_with_its_rank_blames_no_disk(tmp_path, fenced, reporte
     assert run_ranks(_fail_one_save, 1, tmp_path, fenced) == [reported]
 
 
-def _repairs_in_a_pause(me, folder, every, asked):
-    """Saves fail, and after each step but those that one is due after there is a repair."""
-    del me
-    state = build_state()
-    saving, runtime, store = make_saving(folder, state, save_every_steps=every, save_interval=0)
-    store.save({**state.capture()}, **_facts(step=0))
-    (entry,) = store.catalog.entries()
-    os.utime(entry.path, (time.time() - 100.0,) * 2)
-    tried = []
-
-    def save(self, content, *, step, **rest):
-        tried.append(step)
-        raise OSError(errno.ENOSPC, "no space")
-
-    CheckpointStore.save = save
-    for step in range(1, 31):
-        state.committed_step = step
-        if every == 5 and step % every == 0:
-            due(saving)
-        else:
-            runtime.slot.set(Cell.GENERATION, step + 1)
-            if asked and step == 13:
-                saving.save_requests.ask()
-            if saving.has_to_make_up():
-                due(saving)
-            boundary(saving)
-        saving.settle()
-    return tried
-
-
-@pytest.mark.parametrize(
-    ("every", "asked", "expected"),
-    [(5, False, [5, 15]), (5, True, [5, 13, 30]), ("auto", False, [1])],
-    ids=["by steps", "asked for", "by time"],
-)
-def test_repairs_do_not_shorten_the_pause_after_a_failed_save(tmp_path, every, asked, expected):
-    """Nothing is made up for within it; control: what a person asks for."""
-    assert run_ranks(_repairs_in_a_pause, 1, tmp_path, every, asked)[0] == expected
-
-
-def _put_off_in_a_pause(me, folder):
-    """Two saves fail; of the three to leave out, the first is put off first, amid skipped steps."""
-    del me
-    state = build_state()
-    saving, _, _ = make_saving(folder, state)
-    tried = []
-
-    def save(self, content, *, step, **rest):
-        tried.append(step)
-        raise OSError(errno.ENOSPC, "no space")
-
-    CheckpointStore.save = save
-    for step in range(1, 11):
-        state.committed_step = step
-        if step == 4:
-            saving.put_off("interval")
-        elif step <= 3 or step % 2:
-            due(saving)
-        boundary(saving)
-        saving.settle()
-    return tried
-
-
-def test_a_save_put_off_within_a_pause_is_left_out_once(tmp_path):
-    """It does not use the pause up, step by step."""
-    assert run_ranks(_put_off_in_a_pause, 1, tmp_path)[0] == [1, 3, 9]
-
-
 def _put_off_behind_one_that_fails(me, folder, asked):
     """Four saves come due after one that fails while the first of them waits for it."""
     del me
@@ -440,10 +339,10 @@ def _put_off_behind_one_that_fails(me, folder, asked):
     saving, runtime, _ = make_saving(folder, state)
     real, tried = CheckpointStore.save, []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         if len(tried) > 1:
-            return real(self, content, step=step, **rest)
+            return real(self, content, facts, **rest)
         gate()
         raise OSError(errno.ENOSPC, "no space")
 
@@ -452,7 +351,7 @@ def _put_off_behind_one_that_fails(me, folder, asked):
         state.committed_step = step
         due(saving)
     if asked:
-        saving.save_requests.ask()
+        saving.policy.ask()
     gate.open()
     poll(lambda: saving.asks() or "training goes on" in runtime.log(), what="the end of the first")
     for step in (3, 4, 5):
@@ -479,8 +378,8 @@ def _fails_within_the_wait(me, folder):
     saving, runtime, _ = make_saving(folder, state)
     tried = []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         raise OSError(errno.ENOSPC, "no space")
 
     CheckpointStore.save = save
@@ -503,10 +402,10 @@ def _saves_without_means(me, folder, error):
     saving, runtime, _ = make_saving(folder, state)
     real, tried = CheckpointStore.save, []
 
-    def save(self, content, *, step, **rest):
-        tried.append(step)
+    def save(self, content, facts, **rest):
+        tried.append(facts.step)
         if len(tried) > 1:
-            return real(self, content, step=step, **rest)
+            return real(self, content, facts, **rest)
         raise error
 
     CheckpointStore.save = save
@@ -534,7 +433,7 @@ def _save_with_a_bug(me, folder):
     state = build_state()
     saving, _, _ = make_saving(folder, state)
 
-    def save(self, content, *, step, **rest):
+    def save(self, content, facts, **rest):
         raise ValueError("a bug")
 
     CheckpointStore.save = save
@@ -593,14 +492,14 @@ def _saves_of_doubtful_states(me, folder, room_bytes):
 
     def drop():
         assert saving.drop()
-        saving.put_off("interval")
+        saving.policy.put_off()
 
     def look():
         seen.append((sorted(path.name for path in store.directory.glob("*.pt")), saving.asks()))
 
     for step, decide in enumerate((saving.prove, drop, saving.prove, drop), start=1):
         state.committed_step = step
-        saving.due("interval")
+        saving.due()
         saving.copies_of({})  # returns once a copy is made: without the verdict it would be written
         look()
         decide()
@@ -635,12 +534,12 @@ def _saves_what_was_dropped(me, folder):
     state = build_state()
     saving, runtime, _ = make_saving(folder, state, save_every_steps=1)
     state.committed_step = 1
-    saving.due("interval")
+    saving.due()
     thread = saving._saver._save._thread
     assert saving.drop()
-    saving.put_off("interval")
+    saving.policy.put_off()
     thread.join()
-    saving.due("interval")
+    saving.due()
     saving.prove()
     saving.settle()
     return runtime.saved_steps
@@ -649,12 +548,6 @@ def _saves_what_was_dropped(me, folder):
 def test_a_dropped_save_is_made_up_for_at_the_same_step(tmp_path):
     """Its thread has ended by then; nobody waits a step for that to be noticed."""
     assert run_ranks(_saves_what_was_dropped, 1, tmp_path)[0] == [1]
-
-
-@pytest.mark.parametrize(("failures", "skips"), [(0, 0), (1, 1), (2, 3), (3, 7), (4, 15), (50, 15)])
-def test_the_pause_after_failed_saves_is_bounded(failures, skips):
-    """Sixteen intervals at most."""
-    assert saves_to_skip(failures) == skips
 
 
 def _saves_by_time(me, folder, every, clock_s):
@@ -696,7 +589,7 @@ def _takes_over(me, folder, generation, age_s):
     state = build_state()
     saving, runtime, store = make_saving(folder, state, save_every_steps="auto", save_interval=0)
     if age_s is not None:
-        path = store.save({**state.capture()}, **_facts(step=3)).path
+        path = store.save({**state.capture()}, facts_of(3)).path
         if age_s == "gone":
             path.unlink()
             assert [entry.step for entry in store.catalog.entries()] == [3]
@@ -729,7 +622,7 @@ def _saves_after_comparisons(me, folder):
     state = build_state()
     saving, runtime, _ = make_saving(folder, state)
     state.committed_step = 3
-    saving.due("interval")
+    saving.due()
     saving.prove()
     saving.compared(1000.0)
     saving.compared(7000.0)

@@ -151,14 +151,14 @@ def _break_saving(steps):
     """Have the store fail as a full disk makes it fail, at these steps; the next save learns of it."""
     real = CheckpointStore.save
 
-    def save(self, state, *, step, **rest):
-        if step not in steps:
-            return real(self, state, step=step, **rest)
+    def save(self, state, facts, **rest):
+        if facts.step not in steps:
+            return real(self, state, facts, **rest)
         raise FaultError(
             Fault(
                 kind=FaultKind.STORAGE_FAILED,
                 rank=0,
-                step=step,
+                step=facts.step,
                 cause=f"cannot write: {errno.errorcode[errno.ENOSPC]}",
             )
         )
@@ -272,9 +272,9 @@ def _paced_steps(me, config):
         if len(seen) == 8:
             went_on.set()
 
-    def save(self, state, *, step, **rest):
+    def save(self, state, facts, **rest):
         assert went_on.wait(30.0), "training waited for the write"
-        return real_save(self, state, step=step, **rest)
+        return real_save(self, state, facts, **rest)
 
     CheckpointInterval.stepped, CheckpointStore.save = stepped, save
     DDPTrainer(config=config, runtime=RecordingRuntime(config)).train()

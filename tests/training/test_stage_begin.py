@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.memory_slots import MemorySlots
-from ddp_runner.checkpoint.store import CheckpointStore, made_here
+from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.run_stages import StageOfFile, StagePlace
@@ -63,21 +63,22 @@ def built(settings):
 
 def facts(settings, workload, step, *, monitored=None, changes=()):
     """What a run says of its state at that step."""
-    return {
-        **facts_of(step, monitored=monitored),
-        "samples": 8 * step,
-        "meaning": dict(workload.resume_key),
-        "changes": changes,
-        "recipe": dict(workload.recipe),
-        "about": {"stage": StageOfFile.of(settings.stage).to_record(), "tokens": 3.0 * step},
-    }
+    return facts_of(
+        step,
+        monitored=monitored,
+        samples=8 * step,
+        meaning=dict(workload.resume_key),
+        changes=changes,
+        recipe=dict(workload.recipe),
+        about={"stage": StageOfFile.of(settings.stage).to_record(), "tokens": 3.0 * step},
+    )
 
 
 def save(store, settings, workload, state, *, step, monitored=None, changes=()):
     """A checkpoint of that step, as a run writes it."""
     state.committed_step = step
     made = facts(settings, workload, step, monitored=monitored, changes=changes)
-    return store.save(state.capture(), **made)
+    return store.save(state.capture(), made)
 
 
 def first_stage(tmp_path, *steps, monitored=()):
@@ -123,9 +124,9 @@ def test_a_stage_whose_best_is_gone_says_so(tmp_path):
         settings = settings_in(folder, 0)
         workload, state = built(settings)
         made = facts(settings, workload, 12, monitored=0.7)
-        made["about"]["best"] = {"step": known, "value": 0.4}
+        made.about["best"] = {"step": known, "value": 0.4}
         state.committed_step = 12
-        store.save(state.capture(), **made)
+        store.save(state.capture(), made)
         settings = settings_in(folder, 1, first_step=12, begins_with="best")
         workload, state = built(settings)
         load_start(settings, workload, state, store)
@@ -202,7 +203,7 @@ def test_a_run_without_stages_is_no_stage(tmp_path):
     settings = settings_in(tmp_path, 0)
     _, state = built(settings)
     store = CheckpointStore(tmp_path, keep_last=2)
-    store.save({**state.capture()}, **facts_of(9))
+    store.save({**state.capture()}, facts_of(9))
     with pytest.raises(BadInputError, match="is of a run without stages: take it as"):
         load_start(settings, *built(settings), store)
 
@@ -237,7 +238,7 @@ def copied(settings, *, step):
     found = [os.memfd_create(f"slot{number}") for number in (0, 1)]
     slots = MemorySlots(found, checksum=tensor_hash)
     slots.make_room([64])
-    slots.seal(state.capture(), {**facts(settings, workload, step), **made_here()})
+    slots.seal(state.capture(), facts(settings, workload, step))
     return slots, tuple(f"/proc/{os.getpid()}/fd/{one}" for one in found)
 
 

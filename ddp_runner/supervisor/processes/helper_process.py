@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ddp_runner.core.fork_specs import Spec
 from ddp_runner.core.helper_roles import Role
-from ddp_runner.core.messages import Fork, Message
+from ddp_runner.core.messages import Fork, Message, WriteCopy
 from ddp_runner.supervisor.processes.children import Ended, make_output_file
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
-from ddp_runner.system.control_channel import Channel
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
 
 class Helper:
@@ -60,6 +60,16 @@ class Helper:
         """Close channel and output; a process that is still behind them ends of it."""
         self.channel.close()
         os.close(self.output)
+
+    def give(self, order: WriteCopy) -> bool:
+        """Have it write this copy; False where it is not ready, or ends: then the next one is asked."""
+        if self.ready is None:
+            return False
+        try:
+            self.channel.send(order)
+        except (ChannelClosedError, BlockingIOError):
+            return False
+        return True
 
 
 class PromotedZygote:

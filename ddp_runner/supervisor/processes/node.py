@@ -194,9 +194,8 @@ class Node:
         return self.helper(SAVER)
 
     def start_saver(self) -> None:
-        """Fork the process that writes checkpoints; it begins with what is owed."""
-        lines = self.shared.saver
-        self.start_helper(SAVER, lines.spec(self._plan), lines.bell)
+        """Fork the process that writes checkpoints; ``SaverReady`` follows."""
+        self.start_helper(SAVER, self.shared.saver_spec(self._plan))
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none: the spare, or else a fork, which is owed then."""

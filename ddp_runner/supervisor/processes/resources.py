@@ -6,12 +6,9 @@ import contextlib
 import mmap
 import os
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.checkpoint.save_orders import SaveOrder, is_written, open_orders
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.fork_specs import Program, SaverSpec
@@ -19,9 +16,6 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.script import LoopPlan
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.run_files import left_over
-
-_POLL_S = 0.02
-_NOBODY_S = 3.0  # in which a process that writes is forked, or takes up the next file
 
 
 def remove_temporary_files(directory: Path) -> list[Path]:
@@ -129,85 +123,45 @@ class SharedMemory:
             os.close(descriptor)
 
 
-class SaverLines:
-    """What leads to the saver, the process that writes ranks' copies to files.
-
-    Held by the supervisor, so that no rank's end cuts it. A pipe, the bell: a byte in it wakes the saver. With ``--inject`` also memory that says what its disk is to do wrong.
-    ``is_used``: whether there is to be a saver. ``bell_path``, ``trouble_path``: of both, for ranks and saver.
-    """
-
-    def __init__(self, plan: LaunchPlan, copies: SharedMemory) -> None:
-        settings = plan.settings
-        # On several machines who may write is a matter of leases, which only a rank has.
-        self.is_used = bool(copies.paths and plan.script is None and plan.nodes is None)
-        self.bell_path = self.trouble_path = ""
-        self._copies = copies
-        self._descriptors: list[int] = []
-        if not self.is_used:
-            return
-        self._descriptors += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.bell_path = f"/proc/{os.getpid()}/fd/{self._descriptors[1]}"
-        if settings.run.inject:
-            trouble = os.memfd_create("disk_trouble")
-            os.ftruncate(trouble, mmap.PAGESIZE)
-            self._descriptors.append(trouble)
-            self.trouble_path = f"/proc/{os.getpid()}/fd/{trouble}"
-
-    @property
-    def bell(self) -> int:
-        """The end of the pipe that the saver reads."""
-        return self._descriptors[0]
-
-    def owed(self) -> list[SaveOrder]:
-        """What the saver still has to write, oldest first."""
-        return [order for order, _ in open_orders(self._copies.descriptors)] if self.is_used else []
-
-    def wait(self, *, limit_s: float, is_cut_short: Callable[[], bool]) -> None:
-        """Return once nothing is owed, nobody has written for a while, or the time is up."""
-        now_s = written_s = time.monotonic()
-        deadline_s = now_s + limit_s
-        while self.owed() and now_s < deadline_s and not is_cut_short():
-            if is_written(self._copies.descriptors):
-                written_s = now_s
-            elif now_s > written_s + _NOBODY_S:
-                return
-            time.sleep(_POLL_S)
-            now_s = time.monotonic()
-
-    def spec(self, plan: LaunchPlan) -> SaverSpec:
-        """What the saver is sent when it is forked."""
-        return SaverSpec(
-            folder=plan.settings.run.checkpoint_dir,
-            memory_slots=self._copies.paths,
-            saver_trouble=self.trouble_path,
-        )
-
-    def close(self) -> None:
-        """Nobody rings any more."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-
-
 class SharedByRanks:
-    """All that the ranks of a machine share but the board: samples, copies of the state, who writes these."""
+    """All that the ranks of a machine share but the board: samples, copies of the state, what ails their disk.
+
+    ``has_saver``: whether a process is to make files of the copies. On several machines who may write is a
+    matter of leases, which only a rank has.
+    """
 
     def __init__(self, plan: LaunchPlan) -> None:
         settings = plan.settings
         samples = ("training_samples", "validation_samples") if settings.data.preload else ()
         copies = ("state_copy_0", "state_copy_1") if settings.checkpoint.memory_every else ()
         self._samples, self._copies = SharedMemory(*samples), SharedMemory(*copies)
-        self.saver = SaverLines(plan, self._copies)
+        self.has_saver = bool(copies) and plan.script is None and plan.nodes is None
+        self._trouble = SharedMemory(*(["disk_trouble"] if settings.run.inject else []))
+        for descriptor in self._trouble.descriptors:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
         # The fields of Surroundings that say where all that is.
         self.paths: dict[str, Any] = {
             "preload": self._samples.paths,
             "memory_slots": self._copies.paths,
-            "saver_bell": self.saver.bell_path,
-            "saver_trouble": self.saver.trouble_path,
+            "has_saver": self.has_saver,
+            "saver_trouble": self._trouble_path,
         }
+
+    @property
+    def _trouble_path(self) -> str:
+        return "".join(self._trouble.paths) if self.has_saver else ""
+
+    def saver_spec(self, plan: LaunchPlan) -> SaverSpec:
+        """What the process that writes checkpoints is sent when it is forked."""
+        return SaverSpec(
+            folder=plan.settings.run.checkpoint_dir,
+            memory_slots=self._copies.paths,
+            saver_trouble=self._trouble_path,
+        )
 
     def close(self) -> None:
         """No rank comes any more."""
-        for held in (self._samples, self._copies, self.saver):
+        for held in (self._samples, self._copies, self._trouble):
             held.close()
 
 

@@ -92,8 +92,8 @@ class LastSave:
             self._cause = f"rank {handle.rank} ended before it had saved"
             self._asked = None
 
-    def look(self, now_s: float) -> None:
-        """Ask, wait, or conclude."""
+    def look(self, now_s: float, *, is_owed: bool) -> None:
+        """Ask, wait, or conclude. ``is_owed``: the saver still has something to write: no rank writes meanwhile."""
         if self.outcome is not None:
             return
         if now_s > self._by_s:
@@ -104,7 +104,7 @@ class LastSave:
         if any(handle.state is RankState.LEAVING for handle in self._world.present):
             for handle in self._cutting.unanswered(now_s):  # which hold those that could save
                 self._world.kill_rank(handle, now_s)
-        if self._asked is not None:
+        if self._asked is not None or is_owed:
             return
         newest = self._published.newest()
         # Whoever is on another machine saves to that one's disk: only where nobody is left here.

@@ -1,71 +1,123 @@
-"""Keeps the process that writes checkpoints: starts it, replaces it, ends one that does not come on."""
+"""Keeps the process that writes checkpoints, and what it is to write: starts it, replaces it, ends one that is stuck."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
 
 from ddp_runner.core import events
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import NO_PROCESS, Forked
+from ddp_runner.core.messages import NO_PROCESS, CopyWritten, Forked, WriteCopy
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Helper
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_host import Notes
 
-PAUSE_S = (
-    1.0  # after one that could not be forked, or ended at once; doubled with each that does so
-)
+# After one that could not be forked, or ended at once; doubled with each that does so
+PAUSE_S = 1.0
 PAUSE_MAX_S = 60.0
 LIVED_S = 5.0  # and so was of use
+# While nobody is there to write: one that ended is replaced in a fraction of that
+PATIENCE_S = 20.0
+TRIES_MAX = 3  # of savers that end over one order
 
 
 class SaverKeeper:
-    """Driven by :class:`Supervisor`: ``look`` at each turn, ``ended`` when it was reaped."""
+    """Driven by :class:`Supervisor`: ``look`` at each turn, ``ended`` when it was reaped.
+
+    ``owed``: what ranks have ordered and nobody has answered, oldest first. The first is in the saver's hands while
+    ``_tries`` counts it.
+    """
 
     def __init__(self, plan: LaunchPlan, *, node: Node, recorder: Notes) -> None:
         self._settings = plan.settings.recovery
         self._node = node
         self._recorder = recorder
+        self.owed: deque[WriteCopy] = deque()
+        self._answered: CopyWritten | None = None  # the newest
+        self._saving_rank = 0
+        self._tries = 0  # savers that were given the first
+        self._is_given = False  # to the present one
         self._asked_at_s = 0.0
         self._not_before_s = 0.0
         self._ended_at_once = 0  # in a row
         self._pause_s = PAUSE_S
-        self._in_hand: tuple[int, int] | None = None  # number and tries of the oldest order
-        self._in_hand_since_s = 0.0
+        self._waits_since_s = 0.0  # for the answer, or for somebody who writes
         self._computed: int | None = None  # CPU time of the saver by then, in ticks
         self._was_refused = False
 
+    def ordered(self, order: WriteCopy, now_s: float, *, is_fenced: bool) -> None:
+        """A rank has a copy for it, or asks again what came of that."""
+        # INVARIANT ordered-by-the-living: what a rank that was declared dead has copied becomes no file.
+        # Broken if: an order is taken from a rank that is fenced out of its own disk.
+        # Guarded by: test_a_rank_that_is_declared_dead_orders_nothing.
+        if is_fenced:
+            return
+        if self._answered is not None and self._answered.sealed == order.sealed:
+            self._pass_on(self._answered, order.rank)
+        elif all(one.sealed != order.sealed for one in self.owed):
+            self.owed.append(order)
+            self._wait_from(now_s)
+            self._give()
+
+    def written(self, answer: CopyWritten, now_s: float) -> None:
+        """The first has been answered: whoever waits for it hears so."""
+        if not self.owed or self.owed[0].sealed != answer.sealed:
+            return  # it was withdrawn
+        order = self.owed.popleft()
+        self._answered, self._tries, self._is_given = answer, 0, False
+        for rank in {order.rank, self._saving_rank}:
+            self._pass_on(answer, rank)
+        self._wait_from(now_s)
+        self._give()
+
+    def saves_now(self, rank: int) -> None:
+        """``rank`` is to save from now on: what is still to be written is its own to wait for."""
+        self._saving_rank = rank
+        if self.owed:
+            self._node.send(rank, self.owed[0])
+
     def look(self, now_s: float) -> None:
         """Start it once there is a world whose copies it may write; end one that is stuck."""
-        lines = self._node.shared.saver
-        if not lines.is_used or not self._recorder.facts.ever_formed:
+        if not self._node.shared.has_saver or not self._recorder.facts.ever_formed:
             return
         saver = self._node.saver
-        if saver is None:
-            if self._node.can_fork and now_s >= self._not_before_s:
-                self._asked_at_s, self._not_before_s = now_s, now_s + PAUSE_S
-                self._node.start_saver()
-            return
-        oldest = next(iter(lines.owed()), None)
-        in_hand = None if oldest is None else (oldest.sealed, oldest.tries)
-        if in_hand != self._in_hand:
-            self._in_hand = in_hand
-            self._begin_to_wait(saver, now_s)
-        limit_s = self._settings.checkpoint_timeout_s
-        if in_hand is not None and now_s > self._in_hand_since_s + limit_s:
-            if self._does_nothing(saver):
-                self._recorder.say(
-                    f"the process that writes checkpoints has done nothing for {limit_s:g} s: it is ended",
-                    level="WARNING",
-                )
-                self._node.kill(saver)
-            self._begin_to_wait(saver, now_s)
+        if saver is None and self._node.can_fork and now_s >= self._not_before_s:
+            self._asked_at_s, self._not_before_s = now_s, now_s + PAUSE_S
+            self._node.start_saver()
+        self._give()
+        waits_s = now_s - self._waits_since_s if self.owed else 0.0
+        if self._is_given and saver is not None:
+            self._end_if_stuck(saver, waits_s, now_s)
+        elif waits_s > PATIENCE_S:
+            self._nobody_writes(now_s)
         if self._node.helper_stopped_s(saver, now_s) > self._settings.stopped_max_s:
             self._node.kill(saver)
 
-    def _begin_to_wait(self, saver: Helper, now_s: float) -> None:
-        self._in_hand_since_s = now_s
-        self._computed = None if saver.pid is None else self._node.system.cpu_ticks(saver.pid)
+    def _end_if_stuck(self, saver: Helper, waits_s: float, now_s: float) -> None:
+        limit_s = self._settings.checkpoint_timeout_s
+        if waits_s <= limit_s:
+            return
+        if self._does_nothing(saver):
+            self._recorder.say(
+                f"the process that writes checkpoints has done nothing for {limit_s:g} s: it is ended",
+                level="WARNING",
+            )
+            self._node.kill(saver)
+        self._wait_from(now_s)
+
+    def _give(self) -> None:
+        """Hand the first to the saver, once that is ready for it."""
+        saver = self._node.saver
+        if self.owed and not self._is_given and saver is not None and saver.give(self.owed[0]):
+            self._is_given, self._tries = True, self._tries + 1
+
+    def _pass_on(self, answer: CopyWritten, rank: int) -> None:
+        self._node.send(rank, answer)
+
+    def _wait_from(self, now_s: float) -> None:
+        self._waits_since_s, saver = now_s, self._node.saver
+        pid = None if saver is None else saver.pid
+        self._computed = None if pid is None else self._node.system.cpu_ticks(pid)
 
     def _does_nothing(self, saver: Helper) -> bool:
         """Whether it has computed nothing since then; while it waits for a disk, to end it frees nothing."""
@@ -74,27 +126,26 @@ class SaverKeeper:
             return False
         return system.cpu_ticks(pid) == self._computed and not system.waits_for_disk(pid)
 
-    def finish(self, *, is_cut_short: Callable[[], bool]) -> None:
-        """The run ends: wait until what ranks have left to be written is written, and say what is not."""
-        lines = self._node.shared.saver
-        if lines.owed() and self._node.saver is None and self._node.can_fork:
-            self._node.start_saver()
-        lines.wait(limit_s=self._settings.checkpoint_timeout_s, is_cut_short=is_cut_short)
-        for order in lines.owed():
-            self._recorder.say(
-                f"nobody has written the copy of step {order.step}: it ends with the run",
-                level="WARNING",
-            )
+    def _nobody_writes(self, now_s: float) -> None:
+        """Whoever has made the copies writes them itself."""
+        while self.owed:
+            self._refuse("nobody", "no process is there that writes checkpoints", now_s)
+
+    def _refuse(self, problem: str, text: str, now_s: float) -> None:
+        order = self.owed[0]
+        answer = CopyWritten(sealed=order.sealed, step=order.step, problem=problem, text=text)
+        self.written(answer, now_s)
 
     def was_forked(self, forked: Forked, now_s: float) -> None:
         """The zygote's answer to its fork; without it a rank writes by itself."""
-        del now_s
-        if forked.pid == NO_PROCESS and not self._was_refused:
-            self._was_refused = True
-            self._recorder.say(
-                "no process could be forked that writes checkpoints: until one can, ranks write them",
-                level="WARNING",
-            )
+        if forked.pid == NO_PROCESS:
+            self._nobody_writes(now_s)
+            if not self._was_refused:
+                self._was_refused = True
+                self._recorder.say(
+                    "no process could be forked that writes checkpoints: until one can, ranks write them",
+                    level="WARNING",
+                )
 
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
         """It was reaped: no fault of the run, whose copies another one goes on with."""
@@ -104,19 +155,22 @@ class SaverKeeper:
             self._not_before_s = max(self._not_before_s, self._asked_at_s + self._pause_s)
             self._ended_at_once += 1
             self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
-        oldest = next(iter(self._node.shared.saver.owed()), None)
+        step = self.owed[0].step if self.owed else -1
         said = output.splitlines()[-1] if output else ""
         self._recorder.record(
             events.SaverEnded(
-                exit_code=ended.exit_code,
-                signal=ended.signal_number,
-                step=-1 if oldest is None else oldest.step,
-                said=said,
+                exit_code=ended.exit_code, signal=ended.signal_number, step=step, said=said
             )
         )
+        if self._is_given and self._tries >= TRIES_MAX:
+            # Nor is it left to the rank, which the same may end.
+            text = f"{self._tries} processes in a row have ended while they wrote it"
+            self._refuse("other", text, now_s)
+        self._is_given = False
+        self._wait_from(now_s)
         if self._ended_at_once > 1:
             return  # said of the first one
-        goes_on = "" if oldest is None else f", and goes on with that of step {oldest.step}"
+        goes_on = "" if step < 0 else f", and goes on with that of step {step}"
         self._recorder.say(
             f"the process that writes checkpoints ended ({ended.how}): another one takes its place{goes_on}",
             level="WARNING",

@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -152,12 +153,14 @@ class Drills:
     def _begin_writing(self, step: int) -> None:
         if self._saver is not None:
             return  # the one of an earlier drill is still being written: this one is left out
-        state = self._saving.content.captured()
+        state = self._saving.captured()
         problem = self._lacks_memory(size_in_memory(state))
         if not problem:
             folder = self._folder / folder_name(step) / STATE_FOLDER
             disk = cast("Disk", _Unsynced(self._runtime.disk))
-            write = self._saving.writer(REASON, CheckpointStore(folder, keep_last=1, disk=disk))
+            store = CheckpointStore(folder, keep_last=1, disk=disk)
+            facts = self._saving.facts(state, REASON)
+            write = partial(store.save, facts=facts)
             saver = BackgroundSaver()
             try:
                 saver.begin(state, steady=self._state.steady_tensors(), write=write).prove()

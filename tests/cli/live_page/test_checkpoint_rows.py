@@ -21,8 +21,8 @@ from tests.checkpoint.states import facts_of, state_of
 )
 def test_the_figure_that_counts_stands_there_by_its_name(tmp_path, monitor, value, shown):
     """An accuracy is no loss; files of older versions name none, and had one."""
-    facts = {**facts_of(3, monitored=value), "monitor": monitor}
-    CheckpointStore(tmp_path, keep_last=2).save(state_of(3), **facts, about={})
+    facts = facts_of(3, monitored=value, monitor=monitor)
+    CheckpointStore(tmp_path, keep_last=2).save(state_of(3), facts)
     (row,) = checkpoint_rows(tmp_path, Verifications())
     assert tuple(row) == COLUMNS
     assert (row["step"], row["monitored"]) == ("3", shown)
