@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.disks import small_disk
-from tests.nodes.conftest import SETTINGS
 from tests.nodes.test_two_nodes import SLOW
 from tests.scenarios.harness import TRAIN, poll
 
@@ -87,4 +86,3 @@ def test_a_clock_that_is_a_day_wrong_costs_nothing(nodes, one_machine, other_clo
     summary = first.summary()
     assert (summary["exact"], first.digest) == (True, one_machine(4)), summary
     assert 0 < sum(summary["time_s"].values()) < 300
-
