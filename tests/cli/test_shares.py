@@ -91,7 +91,7 @@ def test_a_resume_keeps_the_shares_of_its_checkpoint(tmp_path, recipe, resume, s
     """A proposal would change its steps in the middle; only a fresh start takes it."""
     journal(tmp_path, proposal(3, 1))
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=3)
-    store.save({"model": {}}, **{**facts_of(5), "recipe": recipe})
+    store.save({"model": {}}, replace(facts_of(5), recipe=recipe))
     found, line = launched(tmp_path, FAST, SLOW, resume=resume)
     assert found == shares
     assert f"data.shares=auto: {said}" in line
@@ -99,7 +99,7 @@ def test_a_resume_keeps_the_shares_of_its_checkpoint(tmp_path, recipe, resume, s
 
 def test_a_resume_measures_for_the_next_fresh_start(tmp_path):
     """Where nothing was proposed yet, and shares are equal."""
-    CheckpointStore(tmp_path / "checkpoints", keep_last=3).save({"model": {}}, **facts_of(5))
+    CheckpointStore(tmp_path / "checkpoints", keep_last=3).save({"model": {}}, facts_of(5))
     assert launched(tmp_path, FAST, SLOW)[0] == "auto"
 
 

@@ -345,7 +345,7 @@ def test_different_code_that_is_allowed_is_not_exact(nodes):
             {},
             "--node-rank=1: must be 0 where is_host=1",
         ),
-        (("--dry-run",), {}, "--dry-run: is for one machine: leave out --nnodes"),
+        (("--dry-run",), {}, "--dry-run: is for one machine: give --nnodes 1 with it"),
         (("-n", "0"), {}, "--nproc-per-node=0: must be"),
     ],
 )
