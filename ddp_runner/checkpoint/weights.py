@@ -211,7 +211,7 @@ def _weights_in(
 
 
 def holds_average(path: Path) -> bool:
-    """Whether a checkpoint of ours has an average that has begun. Reads no tensor. Raises UnreadableError."""
+    """Return whether a checkpoint has an average that has begun. Reads no tensor. Raises UnreadableError."""
     content = read_archive(path, map_location="cpu", content=Content.MAPPED)
     kept = content.get("ema") if isinstance(content, Mapping) else None
     return isinstance(kept, Mapping) and any(kept.get(key) for key in ("parameters", "buffers"))

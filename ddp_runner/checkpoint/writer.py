@@ -22,7 +22,7 @@ class NobodyWritesError(Exception):
 
 
 class CopyWriter:
-    """Of one process, which has the memory of its supervisor."""
+    """Writes ordered copies to files. One process has one writer, with the supervisor's memory slots."""
 
     def __init__(self, slots: MemorySlots, *, disk: Disk) -> None:
         self._slots = slots
@@ -85,7 +85,10 @@ def _short(manifest: Manifest) -> Manifest:
 
 
 def saved_of(answer: CopyWritten, store: CheckpointStore) -> Saved | None:
-    """What ``store`` would have returned, or raised; None where the copy was given up. Raises NobodyWritesError besides."""
+    """Return what ``store.save`` would have, or None for a copy that was dropped.
+
+    Raises what ``store.save`` raises, and NobodyWritesError where no process writes copies.
+    """
     match answer.problem:
         case "":
             store.trust(answer.proved)

@@ -144,7 +144,7 @@ def _sharing(settings: Settings, shares: tuple[int, ...] | Literal["auto"]) -> S
 
 
 def _shares_of_checkpoint(run: RunSettings, *, ranks: int) -> tuple[int, ...] | None:
-    """Of the checkpoint that a launch goes on from; none where there is none, or it is of other ranks."""
+    """Return the shares of the checkpoint that a launch resumes; None without one, () if its ranks differ."""
     try:
         entries = Catalog(Path(run.checkpoint_dir)).resolve(run.resume)
     except OSError:
