@@ -162,4 +162,6 @@ class NodeKeeper:
         if ended.signal_number == signal.SIGKILL:
             # If the kernel has killed it for memory, no rank is taken for the one that it killed.
             self._node.kernel_kills.claim(now_s)
+        if departure.was_unwanted:
+            return None
         return self._policies[departure.role.name].ended(ended, output, now_s)

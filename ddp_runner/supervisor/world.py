@@ -97,9 +97,12 @@ class World:
         """Have a store started; ``StoreReady`` follows."""
         self._home.start_store()
 
-    def kill_store(self) -> None:
-        """End the store, which is cheap to replace: another one takes its socket over."""
-        self._home.kill(self._home.helper(STORE))
+    def renew_store(self) -> None:
+        """End the store, which is cheap to replace: another one takes its socket over. Its end is no fault."""
+        store = self._home.helper(STORE)
+        if store is not None and store.pid is not None:
+            store.is_unwanted = True
+            self._home.kill(store)
 
     def spawn_rank(self, handle: RankHandle, start: RankStart, *, now_s: float) -> bool:
         """A process for a rank that has none. False where there is neither a spare nor a zygote that is ready."""

@@ -68,7 +68,7 @@ class Network:
 
     def start(self, number, folder, *words):
         """A supervisor on machine ``number``."""
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         environment = f"PYTHONPATH={ROOT} TMPDIR={folder} DDP_RUNNER_TOKEN={TOKEN} {self.mark}"
         command = [
             sys.executable,
@@ -84,7 +84,7 @@ class Network:
         command += ["--task", f"{WORKLOAD}:PacedTask", "-l", folder / "logs", "-c", folder / "kept"]
         words = " ".join(map(str, (*command, *SETTINGS, *words)))
         self.run(
-            f"cd {folder}; {environment} ip netns exec node{number} {words} > console.txt 2>&1 &"
+            f"cd {folder}; {environment} ip netns exec node{number} {words} >> console.txt 2>&1 &"
         )
 
     def end(self):
@@ -169,3 +169,54 @@ def test_a_firewall_that_passes_the_endpoint_alone_is_one_line(network, tmp_path
         ]
         assert line in ends
     assert json.loads(summary.read_text(encoding="utf-8"))["exit_code"] == 3
+
+
+# Between the second machine and the third nothing passes; both reach the first.
+CUT_BETWEEN_FOLLOWERS = """
+ip -n node1 neigh add 10.9.0.99 lladdr 02:00:00:00:00:99 dev end1
+ip -n node1 route add 10.9.0.3/32 via 10.9.0.99 dev end1 onlink
+"""
+
+
+@pytest.mark.whole_run
+def test_two_followers_that_lose_each_other_end_the_run_saved(network, tmp_path, made_once):
+    """No process is to blame, so the line names the machines. With the link mended the same commands finish."""
+    words = ("--nnodes", 3, "--rdzv-endpoint", "10.9.0.1:29500", "task.pace_s=0.05")
+    words += ("recovery.form_timeout_s=5", "recovery.hang_min_s=3")
+    folders = [tmp_path / f"machine{number}" for number in range(3)]
+    logs = folders[0] / "logs"
+
+    def start():
+        for number, folder in enumerate(folders):
+            network.start(number, folder, *words, "--node-rank", number)
+
+    def consoles():
+        return [(one / "console.txt").read_text() for one in folders]
+
+    def status():
+        path = logs / "status.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"step": -1}
+
+    start()
+    poll(lambda: status()["step"] >= 10, what="ten steps")
+    network.run(CUT_BETWEEN_FOLLOWERS)
+    poll((logs / "summary.json").exists, timeout_s=120.0, what=f"the end: {tmp_path}")
+    poll(lambda: not processes_with(network.mark), what="the ends of all")
+    summary = json.loads((logs / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["exit_code"], summary["checkpoint_step"]) == (3, summary["steps"])
+    (ends,) = [
+        one for one in consoles()[0].splitlines() if "gave up" in one and "generations" in one
+    ]
+    assert "cannot reach each other: let TCP through between them" in ends
+    assert not [one for one in summary["faults"] if "the store process died" in one["cause"]]
+
+    network.run("ip -n node1 route del 10.9.0.3/32")
+    (logs / "summary.json").unlink()
+    start()
+    poll((logs / "summary.json").exists, timeout_s=120.0, what=f"the second end: {tmp_path}")
+    summary = json.loads((logs / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["exit_code"], summary["exact"], summary["weights_sha256"]) == (
+        0,
+        True,
+        made_once(*SETTINGS, world=3).digest,
+    )

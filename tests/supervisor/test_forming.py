@@ -42,6 +42,7 @@ def test_a_rank_that_loads_while_the_world_forms_is_waited_for(simulate):
     [overdue] = [event for event in run.events("fault") if event["kind"] == "collective_stuck"]
     assert overdue["text"] == "the ranks did not form within 5 s"
     assert overdue["phase"] == "forming"
+    assert "store_died" not in {event["kind"] for event in run.events("fault")}  # we renewed it
     run.is_held = False
     assert_done(run)
     assert len(run.events("forming")) == 3

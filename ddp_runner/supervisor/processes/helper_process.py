@@ -40,6 +40,8 @@ class Helper:
         self.pid: int | None = None
         # What it said when it was ready; None before that.
         self.ready: Message | None = None
+        # Whether we end it ourselves to have another one: then its end is a consequence, and no cause.
+        self.is_unwanted = False
 
     @property
     def is_ready(self) -> bool:
@@ -106,11 +108,12 @@ class ZygoteEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperEnded:
-    """The process of a role is gone; ``output`` is what it said last."""
+    """The process of a role is gone; ``output`` is what it said last. ``was_unwanted``: we have ended it."""
 
     role: Role
     ended: Ended
     output: str
+    was_unwanted: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

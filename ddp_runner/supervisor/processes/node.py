@@ -309,7 +309,12 @@ class Node:
                 if helper.role.runs_user_code:
                     self.guardian.rank_ended(ended.pid, known=self._pids)
                 self._close(helper)
-                return HelperEnded(role=helper.role, ended=ended, output=output)
+                return HelperEnded(
+                    role=helper.role,
+                    ended=ended,
+                    output=output,
+                    was_unwanted=helper.is_unwanted,
+                )
         for process in self.processes.values():
             if process.pid == ended.pid:
                 self.guardian.rank_ended(ended.pid, known=self._pids)

@@ -68,7 +68,7 @@ class HangFinder:
                 self._say_woken(handle)
             if handle.state is RankState.FORMING and now_s > formed_by_s:
                 # Nobody knows who is late. Perhaps it is the store, which is cheap to replace.
-                self._world.kill_store()
+                self._world.renew_store()
                 cause = f"the ranks did not form within {self._settings.form_timeout_s:g} s"
                 if machines := self._world.machines():
                     cause += f": perhaps {machines} cannot reach each other: let TCP through between them"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.divergence import disagreement, where_each_was
 from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.phases import Phase
 from ddp_runner.supervisor.processes.endings import place_in
 
 STACKS_TIME_S = 1.0  # for a rank that hangs to write its stacks, before it is killed
@@ -58,6 +59,7 @@ class OpenIncident:
         if fault.kind is FaultKind.RANK_HUNG and fault.rank in self.ended:
             stack = self.ended[fault.rank].detail
             cause = _with(fault.cause, place_in(stack)) + self._begun_while_hung(fault.rank)
+            cause += self._not_formed()
             return replace(fault, cause=cause, detail=stack)
         if fault.kind is not FaultKind.COLLECTIVE_STUCK:
             return fault
@@ -68,6 +70,15 @@ class OpenIncident:
             return fault
         cause = f"{fault.cause}; they are not in the same one: begun in this step has {apart}"
         return replace(fault, cause=cause, is_disagreement=True)
+
+    def _not_formed(self) -> str:
+        """A rank that connects to one that it cannot reach hangs as well: then the way between them is why."""
+        stuck = [
+            fault.cause
+            for fault in self.faults
+            if fault.kind is FaultKind.COLLECTIVE_STUCK and fault.phase == Phase.FORMING.label
+        ]
+        return f"; {stuck[0]}" if stuck else ""
 
     def _begun_while_hung(self, rank: int) -> str:
         """Distinguishes a rank that waits in a collective of its own from one that is stuck elsewhere."""
