@@ -113,6 +113,8 @@ class InjectingSlot(Slot):
     def _can_inject(self, kind: InjectKind, place: str) -> bool:
         if kind is InjectKind.CORRUPT_CHECKPOINT and not self._disk.has_checkpoint:
             return False
+        if kind in (InjectKind.LOADER_KILL, InjectKind.LOADER_STOP) and not self._loader_pids():
+            return False  # the rank loads by itself: it is said at the end that it was never caused
         if kind in KINDS_IN_LOSS:
             return place == Phase.FORWARD.label
         return True

@@ -178,3 +178,12 @@ def test_a_moment_inside_a_phase_is_a_place_of_its_own(moment):
     with pytest.raises(InjectedError):
         bench.slot.reach(moment)
     bench.slot.reach(moment)
+
+
+@pytest.mark.parametrize("kind", [InjectKind.LOADER_KILL, InjectKind.LOADER_STOP])
+def test_what_is_done_to_a_loader_worker_waits_for_one(kind):
+    """A rank that loads its samples itself has none: it is not said to have been caused."""
+    bench = Bench(f"{kind.value}:step=0,phase=forward")
+    bench.begin(3)
+    bench.loss()
+    assert bench.announced == []
