@@ -29,6 +29,7 @@ from ddp_runner.core.settings.declaration import (
     DeviceDefault,
     OnResume,
     Option,
+    ReadBy,
     Written,
 )
 
@@ -90,6 +91,11 @@ class FieldSpec:
     def option(self) -> Option | None:
         """Its option, if it has one besides ``--SECTION.NAME``."""
         return next((dataclasses.replace(one, key=self.key) for one in self.notes_of(Option)), None)
+
+    @property
+    def read_by(self) -> tuple[str, ...]:
+        """The built-in tasks that read it; empty where it is not a task's business."""
+        return next((one.tasks for one in self.notes_of(ReadBy)), ())
 
     def notes_of(self, kind: type[_Note]) -> tuple[_Note, ...]:
         """The notes of one kind."""

@@ -24,7 +24,7 @@ from ddp_runner.config.foreign import REMOVED
 from ddp_runner.core.batch_sizes import global_batch, micro_batch, shares_of
 from ddp_runner.core.run_stages import uses_best
 from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
-from ddp_runner.core.settings.declaration import OnResume
+from ddp_runner.core.settings.declaration import OF_RATE, OnResume
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import JsonValue, Settings
@@ -35,19 +35,8 @@ _NO_LONGER: Mapping[str, JsonValue] = {"data.largest_samples": False}
 _DESCRIBED = "describe() "
 _SEALED = re.compile(r"\*\*\* scrypt [0-9a-f]{32} [0-9a-f]{64}")
 GLOBAL_BATCH = "data.batch_size x ranks"
-# The settings of the model that each built-in task reads; a user's own task reads none of them.
-_BYTES_MODEL = ("seq_len", "hidden_size", "num_layers", "num_heads", "dropout")
-MODEL_OF_TASK: Mapping[str, tuple[str, ...]] = {
-    "bytes": _BYTES_MODEL,
-    "synthetic": ("vocab_size", "dataset_size", *_BYTES_MODEL),
-}
-
-
-# Keys of a recipe that act through the learning rate alone.
-RATE_KEYS = (
-    *("learning_rate", "schedule", "schedule_steps", "warmup_steps", "decay_steps"),
-    "min_learning_rate",
-)
+# Names of settings of the optimizer that act through the learning rate alone.
+RATE_KEYS = tuple(spec.name for spec in known_fields().values() if OF_RATE in spec.notes)
 TOTAL_STEPS = "steps of the run"
 TASK_FILE = "the task's file"
 TASK_MODULE = "the task's module "  # and its name: one that the task imports, and nobody installed
@@ -109,12 +98,16 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
 
 
 def _as_written(settings: Settings, kind: OnResume) -> dict[str, JsonValue]:
-    """The values of the settings of this kind, but of those that something else follows from."""
+    """The values of the settings of this kind, but of those that something else follows from.
+
+    Of what only some tasks read, those that this one reads.
+    """
     record: Mapping[str, Any] = to_record(settings)
     return {
         key: record[spec.section][spec.name]
         for key, spec in known_fields().items()
         if spec.on_resume is kind and not spec.is_derived
+        if not spec.read_by or settings.run.task in spec.read_by
     }
 
 
@@ -144,8 +137,6 @@ def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
     """
     task = settings.run.task
     found = _as_written(settings, OnResume.REFUSED)
-    for name in MODEL_OF_TASK.get(task, ()):
-        found[f"model.{name}"] = getattr(settings.model, name)
     if task != "synthetic":
         path = settings.data.path
         found["data.path"] = os.path.normpath(path) if path else ""

@@ -42,10 +42,12 @@ class Mark(Enum):
     PER_MACHINE = "on several machines each has its own value; else the coordinator's holds for all"
     PER_STAGE = "a stage may have its own value; else the value belongs to the run"
     DERIVED = "the record of a run has what follows from the value, which config.identity says"
+    OF_RATE = "it acts through the learning rate alone"
 
 
 REFUSED, REPORTED, CANNOT_MATTER = OnResume.REFUSED, OnResume.REPORTED, OnResume.CANNOT_MATTER
-PER_MACHINE, PER_STAGE, DERIVED = Mark.PER_MACHINE, Mark.PER_STAGE, Mark.DERIVED
+PER_MACHINE, PER_STAGE = Mark.PER_MACHINE, Mark.PER_STAGE
+DERIVED, OF_RATE = Mark.DERIVED, Mark.OF_RATE
 
 
 class OptionGroup(Enum):
@@ -97,6 +99,15 @@ class Alias:
     def is_switch(self) -> bool:
         """Whether true and false mean something else than the setting's own values."""
         return self.on is not None or self.off is not None
+
+
+class ReadBy:
+    """The built-in tasks that read the setting. A user's own task reads it if it is given all settings."""
+
+    __slots__ = ("tasks",)
+
+    def __init__(self, *tasks: str) -> None:
+        self.tasks = tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 from ddp_runner.core.settings.declaration import (
     CANNOT_MATTER,
     DERIVED,
+    OF_RATE,
     PER_MACHINE,
     PER_STAGE,
     REFUSED,
@@ -25,6 +26,7 @@ from ddp_runner.core.settings.declaration import (
     OptionGroup,
     Positive,
     Positives,
+    ReadBy,
     StepsOrShare,
     Switch,
     Text,
@@ -35,27 +37,27 @@ from ddp_runner.core.settings.declaration import (
 class ModelSettings:
     """The built-in Transformer language models; ``dataset_size`` and ``vocab_size`` shape the synthetic one."""
 
-    vocab_size: Annotated[int, Ge(2), WHOLE, REFUSED, DERIVED, PER_STAGE] = 1024
+    vocab_size: Annotated[int, Ge(2), WHOLE, REFUSED, PER_STAGE, ReadBy("synthetic")] = 1024
     """Tokens of the synthetic task's language. The task bytes always has 256."""
-    dataset_size: Annotated[Positive, REFUSED, DERIVED, PER_STAGE] = 10_000
+    dataset_size: Annotated[Positive, REFUSED, PER_STAGE, ReadBy("synthetic")] = 10_000
     """Training samples of the synthetic task."""
     seq_len: Annotated[
         int,
         Ge(2),
         WHOLE,
         REFUSED,
-        DERIVED,
         PER_STAGE,
+        ReadBy("bytes", "synthetic"),
         Alias("context_size", "context_length", "block_size"),
     ] = 128
     """Tokens in a sample: bytes of text, for the task bytes."""
-    hidden_size: Annotated[Positive, REFUSED, DERIVED, PER_STAGE] = 512
+    hidden_size: Annotated[Positive, REFUSED, PER_STAGE, ReadBy("bytes", "synthetic")] = 512
     """Width of the model; a multiple of num_heads."""
-    num_layers: Annotated[Positive, REFUSED, DERIVED, PER_STAGE] = 6
+    num_layers: Annotated[Positive, REFUSED, PER_STAGE, ReadBy("bytes", "synthetic")] = 6
     """The number of Transformer layers."""
-    num_heads: Annotated[Positive, REFUSED, DERIVED, PER_STAGE] = 8
+    num_heads: Annotated[Positive, REFUSED, PER_STAGE, ReadBy("bytes", "synthetic")] = 8
     """The number of attention heads in each layer."""
-    dropout: Annotated[Below1, REFUSED, DERIVED, PER_STAGE] = 0.1
+    dropout: Annotated[Below1, REFUSED, PER_STAGE, ReadBy("bytes", "synthetic")] = 0.1
     """Probability that an activation is dropped while training."""
 
 
@@ -68,6 +70,7 @@ class DataSettings:
         REFUSED,
         DERIVED,
         PER_STAGE,
+        ReadBy("bytes"),
         Option(
             "--data",
             group=OptionGroup.WHAT,
@@ -159,7 +162,9 @@ class DataSettings:
     compare_samples: Annotated[Literal["stop", "tell", "off"], CANNOT_MATTER, PER_STAGE] = "stop"
     """What to do where ranks, or a resumed run and its checkpoint, have different training data.
     stop: end the run, saved. tell: go on, not exact. off: do not compare."""
-    validation_fraction: Annotated[Between0And1, REFUSED, DERIVED, PER_STAGE] = 0.05
+    validation_fraction: Annotated[Between0And1, REFUSED, DERIVED, PER_STAGE, ReadBy("bytes")] = (
+        0.05
+    )
     """Share of the text that the task bytes keeps for validation."""
 
 
@@ -172,7 +177,7 @@ class OptimSettings:
     ] = "adamw"
     """The optimizer of torch that has this name. muon: Muon for the matrices that are no embeddings, with its
     rate adjusted so that AdamW's suits it, and AdamW for the rest; from torch 2.9 on."""
-    learning_rate: Annotated[Above0, REPORTED, PER_STAGE, Alias("lr")] = 1e-4
+    learning_rate: Annotated[Above0, REPORTED, OF_RATE, PER_STAGE, Alias("lr")] = 1e-4
     """The highest learning rate, which is reached at the end of the warm-up."""
     weight_decay: Annotated[AtLeast0, REPORTED, PER_STAGE, Alias("wd")] = 0.01
     """Weight decay of matrices; biases and norms have none."""
@@ -192,6 +197,7 @@ class OptimSettings:
     schedule: Annotated[
         Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt", "range_test"],
         REPORTED,
+        OF_RATE,
         PER_STAGE,
         Alias("lr_scheduler", "lr_scheduler_type"),
         Alias("decay_lr", off="constant"),
@@ -200,17 +206,19 @@ class OptimSettings:
     last step. wsd: constant, and linear in the last decay_steps. inverse_sqrt: with the square root
     of the steps, no lower than min_learning_rate. range_test: up from min_learning_rate by equal
     factors in the last decay_steps, as --find-lr does."""
-    schedule_steps: Annotated[NonNegative, REPORTED, PER_STAGE, Alias("lr_decay_iters")] = 0
+    schedule_steps: Annotated[
+        NonNegative, REPORTED, OF_RATE, PER_STAGE, Alias("lr_decay_iters")
+    ] = 0
     """Steps at which the schedule ends, before the end of the run or beyond. 0: with the run."""
     warmup_steps: Annotated[
-        Literal["auto"] | StepsOrShare, REPORTED, PER_STAGE, Alias("warmup_iters")
+        Literal["auto"] | StepsOrShare, REPORTED, OF_RATE, PER_STAGE, Alias("warmup_iters")
     ] = "auto"
     """Steps in which the learning rate grows linearly, or their share of the schedule; at most half of it.
     auto: 100, or a tenth of a schedule that is shorter than 1,000."""
-    decay_steps: Annotated[StepsOrShare, REPORTED, PER_STAGE] = 0.1
+    decay_steps: Annotated[StepsOrShare, REPORTED, OF_RATE, PER_STAGE] = 0.1
     """Steps, or their share of the schedule, in which wsd goes down at its end; at most what the warm-up
     leaves."""
-    min_learning_rate: Annotated[AtLeast0, REPORTED, PER_STAGE, Alias("min_lr")] = 0.0
+    min_learning_rate: Annotated[AtLeast0, REPORTED, OF_RATE, PER_STAGE, Alias("min_lr")] = 0.0
     """The learning rate at the end of the schedule; learning_rate or less."""
     plateau_patience: Annotated[NonNegative, REPORTED, PER_STAGE] = 0
     """After so many evaluations in a row without an improvement of checkpoint.monitor the learning rate is
