@@ -21,7 +21,7 @@ from ddp_runner.core.settings.operation import (
     RecoverySettings,
 )
 from ddp_runner.core.settings.recipe import DataSettings, ModelSettings, OptimSettings
-from ddp_runner.core.settings.run import RunSettings
+from ddp_runner.core.settings.whole_run import RunSettings
 
 __all__ = [
     "CheckpointSettings",
