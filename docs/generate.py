@@ -11,7 +11,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from ddp_runner.cli.options import GROUPS, LONG_OF_ALIAS, OPTIONS, Option
+from ddp_runner.cli.options import GROUPS, LONG_OF_ALIAS, OPTIONS
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
     ALSO_CALLED,
@@ -22,12 +22,11 @@ from ddp_runner.cli.run_options import (
 )
 from ddp_runner.cli.run_options import EXAMPLES as EXAMPLES_OF_RUN
 from ddp_runner.cli.usage import COMMANDS, EXAMPLES, INJECTIONS, default_of, shown_default
-from ddp_runner.config.fields import known_fields, sections
-from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, FACTS, HEADINGS, SWITCHES, WORDS
-from ddp_runner.config.identity import ON_RESUME, OnResume
+from ddp_runner.config.fields import ALIASES, SWITCHES, known_fields, sections
+from ddp_runner.config.foreign import ALWAYS, ANSWERS, FACTS, HEADINGS, WORDS
 from ddp_runner.config.meanings import meanings
-from ddp_runner.config.stage_list import OF_A_STAGE
 from ddp_runner.core.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
+from ddp_runner.core.settings.declaration import OnResume, Option
 
 DOCS = Path(__file__).parent
 
@@ -183,7 +182,7 @@ def settings_page() -> str:
         "*each machine has its own*.",
     ]
     section = ""
-    for key in known_fields():
+    for key, spec in known_fields().items():
         this_section, _, name = key.partition(".")
         if this_section != section:
             section = this_section
@@ -193,7 +192,7 @@ def settings_page() -> str:
                 "| name | default | legal values | meaning | resume |",
                 "|---|---|---|---|---|",
             ]
-        lines.append(_row(key, name, _RESUME[ON_RESUME[key]]))
+        lines.append(_row(key, name, _RESUME[spec.on_resume]))
     lines += [
         "",
         "Names of other trainers and launchers are taken, too: [Coming from](coming-from.md).",
@@ -315,11 +314,9 @@ def stages_page() -> str:
     """What is written there, and the settings that a stage may have of its own."""
     lines = ["", "| section | settings |", "|---|---|"]
     for section in sections():
-        keys = [
-            key for key in known_fields() if key in OF_A_STAGE and key.startswith(f"{section}.")
-        ]
-        names = (f"`{key.partition('.')[2]}`" for key in keys)
-        if keys:
+        specs = known_fields().values()
+        names = [f"`{one.name}`" for one in specs if one.per_stage and one.section == section]
+        if names:
             lines.append(f"| [{section}](settings.md#{section}) | {', '.join(names)} |")
     return _below("stages.md", lines)
 

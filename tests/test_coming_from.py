@@ -13,7 +13,8 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.run import settings_of
 from ddp_runner.cli.run_options import ALSO_CALLED, REFUSED
 from ddp_runner.config import from_flat, resolve
-from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, HEADINGS
+from ddp_runner.config.fields import ALIASES
+from ddp_runner.config.foreign import ALWAYS, ANSWERS, HEADINGS
 from ddp_runner.core.errors import BadInputError
 from tests.scenarios.harness import ROOT
 

@@ -18,9 +18,9 @@ from ddp_runner.config import (
     to_record,
     to_yaml,
 )
-from ddp_runner.config.fields import Kind, known_fields
-from ddp_runner.config.identity import ON_RESUME, OnResume
+from ddp_runner.config.fields import known_fields
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.settings.declaration import DURATION, STEPS, SWITCH, TEXT, WHOLE, OnResume
 
 OTHER_VALUES = {
     "log.trackers": "csv", "log.profile": "steps=1",
@@ -40,15 +40,16 @@ def other_value(key):
     spec = known_fields()[key]
     if key in OTHER_VALUES:
         return OTHER_VALUES[key]
-    if spec.kind is Kind.SWITCH:
+    if spec.written is SWITCH:
         return "false" if spec.default is True else "true"
-    if spec.kind is Kind.TEXT:
+    if spec.written is TEXT:
         return f"{spec.default}x"
-    if spec.kind is Kind.INTEGER:
-        return "7" if spec.default in spec.choices else str(int(spec.default) + 1)
-    if spec.kind in (Kind.STEPS, Kind.DURATION):
+    if spec.written is WHOLE:
+        return "7" if spec.default in spec.words else str(int(spec.default) + 1)
+    if spec.written in (STEPS, DURATION):
         return "0.25"
-    return str(spec.default / 2 if spec.at_most is not None or spec.below else spec.default * 2 + 1)
+    has_a_top = any(limit.startswith(("at most", "below")) for limit in spec.limits)
+    return str(spec.default / 2 if has_a_top else spec.default * 2 + 1)
 
 
 def recipe_of(settings):
@@ -69,8 +70,9 @@ def recipe_of(settings):
 
 
 def test_every_setting_is_sorted_by_what_a_resume_makes_of_a_change():
-    """A new setting must be put where it belongs (config/identity.py, ON_RESUME), and only once."""
-    assert set(ON_RESUME) == set(known_fields())
+    """Its field says so, and says it once."""
+    for key, spec in known_fields().items():
+        assert len(spec.notes_of(OnResume)) == 1, key
 
 
 @pytest.mark.parametrize("key", sorted(known_fields()))
@@ -86,7 +88,7 @@ def test_a_change_is_refused_reported_or_without_consequence_as_sorted(key):
         assert getattr(getattr(old, section), name) != getattr(getattr(new, section), name)
         refused |= resume_key(old, world_size=2) != resume_key(new, world_size=2)
         reported |= recipe_of(old) != recipe_of(new)
-    match ON_RESUME[key]:
+    match known_fields()[key].on_resume:
         case OnResume.REFUSED:
             assert refused
         case OnResume.REPORTED:

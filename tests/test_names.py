@@ -6,8 +6,15 @@ import pytest
 
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.config import from_flat, from_record, resolve, to_record
-from ddp_runner.config.fields import ForeignNameError, find_key, known_fields, sections
-from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, FACTS, REMOVED, SWITCHES, WORDS
+from ddp_runner.config.fields import (
+    ALIASES,
+    SWITCHES,
+    ForeignNameError,
+    find_key,
+    known_fields,
+    sections,
+)
+from ddp_runner.config.foreign import ALWAYS, ANSWERS, FACTS, REMOVED, WORDS
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.errors import BadInputError
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ddp_runner.config import to_record
-from ddp_runner.config.identity import ON_RESUME, OnResume, is_sealed, shared_settings
+from ddp_runner.config.fields import known_fields
+from ddp_runner.config.identity import is_sealed, shared_settings
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import HIDDEN
+from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.supervisor.loop import supervise
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
@@ -147,10 +149,9 @@ def _meaning(plan: LaunchPlan, token: bytes) -> dict[str, object]:
         value = plan.settings.task[key.removeprefix("task.")]
         content = json.dumps([key, value], sort_keys=True).encode()
         found[key] = f"{HIDDEN} {hmac.new(token, content, 'sha256').hexdigest()}"
-    for key, kind in ON_RESUME.items():
-        section, _, name = key.partition(".")
-        if kind is not OnResume.CANNOT_MATTER:
-            found.setdefault(key, sections[section][name])
+    for key, spec in known_fields().items():
+        if spec.on_resume is not OnResume.CANNOT_MATTER:
+            found.setdefault(key, sections[spec.section][spec.name])
     assert plan.nodes is not None
     least, most = plan.nodes.least, plan.nodes.most
     found["--nnodes"] = str(most) if least == most else f"{least}:{most}"

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.finding import NOTHING, Finding, split_off_finding
-from ddp_runner.cli.options import LONG_OF_ALIAS, LONG_OF_SHORT, OPTIONS, Option
-from ddp_runner.config.fields import ForeignNameError, Kind, find_key, known_fields
+from ddp_runner.cli.options import LONG_OF_ALIAS, LONG_OF_SHORT, OPTIONS
+from ddp_runner.config.fields import ForeignNameError, find_key, known_fields
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.suggest import nearest
 from ddp_runner.config.user_files import named_file, preset_file
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.node_options import VARIABLES
 from ddp_runner.core.placing import ENGINE
+from ddp_runner.core.settings.declaration import SWITCH, TEXT, Option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,7 +116,7 @@ def _given(written: str, name: str, text: str) -> str:
     except BadInputError:  # reported with all others that are wrong
         spec = None
     if written in ("--config", "--preset", *OF_NODES) or (
-        spec is not None and spec.kind is Kind.TEXT
+        spec is not None and spec.written is TEXT
     ):
         raise BadInputError(written, "''", "is empty; give a value, or leave it out")
     return text
@@ -166,7 +167,7 @@ def _setting_as_option(written: str) -> Option:
     """``--num-workers 2`` and ``--data.num_workers 2``: any setting may be written as an option."""
     name = written[2:]
     if is_foreign_switch(name) or is_fact(name):
-        return Option(long=f"--{name}", key=f"--{name}", metavar="VALUE", says="")
+        return Option(f"--{name}", key=f"--{name}", metavar="VALUE", says="")
     try:
         key = find_key(written, name, list(known_fields()))
     except ForeignNameError as foreign:
@@ -177,7 +178,7 @@ def _setting_as_option(written: str) -> Option:
         if not hint:
             hint = unknown.expected.removeprefix("unknown setting") or _SEE_HELP
         raise BadInputError(written, "", f"unknown option{hint}") from None
-    return Option(long=f"--{name}", key=f"--{name}", metavar="VALUE", says=key)
+    return Option(f"--{name}", key=f"--{name}", metavar="VALUE", says=key)
 
 
 def _nearest(written: str) -> str:
@@ -196,6 +197,6 @@ def _value(option: Option, attached: str | None, rest: list[str]) -> str:
     spec = known_fields().get(option.says)
     if rest and (not rest[0].startswith("-") or _NEGATIVE_NUMBER.match(rest[0]) or rest[0] == "-"):
         return rest.pop(0)
-    if is_foreign_switch(option.long[2:]) or (spec is not None and spec.kind is Kind.SWITCH):
+    if is_foreign_switch(option.long[2:]) or (spec is not None and spec.written is SWITCH):
         return "true"
     raise BadInputError(option.long, "", f"needs a value: {option.long} {option.metavar}")

@@ -14,7 +14,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.accelerate_config import ON_CPU, accelerate_variables
-from ddp_runner.cli.options import OPTIONS, Option
+from ddp_runner.cli.options import OPTIONS
 from ddp_runner.cli.parser import is_config_name, parse_train
 from ddp_runner.cli.run_loop import attaches, may_be_run, source_of, with_loop
 from ddp_runner.cli.run_options import (
@@ -44,6 +44,7 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.script import GRACE_AT_STOP_S, ResumeWith, ScriptPlan
 from ddp_runner.core.secrets import masked_words
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.start import COMMAND
 from ddp_runner.version import VERSION
 

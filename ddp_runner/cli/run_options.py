@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ddp_runner.cli.options import LONG_OF_SHORT, Option
+from ddp_runner.cli.options import LONG_OF_SHORT
+from ddp_runner.core.settings.declaration import Option
 
 # As torchrun has it: stdout, stderr, both or none of all ranks, or of some.
 WHICH_STREAMS = r"[0-3]|\d+:[0-3](,\d+:[0-3])*"
@@ -26,71 +27,65 @@ SAYS_OF_SHARED = {
 OWN = {
     option.long: option
     for option in (
+        Option("--module", short="-m", metavar="MODULE", says="run a module, as python -m does"),
         Option(
-            long="--module", short="-m", metavar="MODULE", says="run a module, as python -m does"
-        ),
-        Option(
-            long="--no-python",
+            "--no-python",
             says="run a program as it is, such as bash worker.sh: its steps and hangs are not seen",
         ),
         Option(
-            long="--grace-period",
+            "--grace-period",
             metavar="SECONDS",
             says="from SIGTERM to SIGKILL when the run is asked to stop [30]",
         ),
         Option(
-            long="--hang-timeout",
+            "--hang-timeout",
             metavar="SECONDS",
             says="from the start on: without a step, a collective, a line or "
             "ddp_runner.heartbeat() of any rank it is a fault [no limit]",
         ),
         Option(
-            long="--preload",
+            "--preload",
             metavar="A,B",
             says="modules to import once, before the ranks are forked, such as transformers",
         ),
+        Option("--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"),
         Option(
-            long="--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"
-        ),
-        Option(
-            long="--resume-with",
+            "--resume-with",
             metavar="GLOB:WORDS",
             says="words that are added at each start at which such a file exists, as in "
             "'out/ckpt.pt:--resume out/ckpt.pt'; {} is the newest whole match; may be repeated",
         ),
         Option(
-            long="--from-scratch",
+            "--from-scratch",
             says="a restart may begin at the beginning, though an attempt before has saved",
         ),
+        Option("--plain-saves", says="leave torch.save as it is: else a file is replaced whole"),
         Option(
-            long="--plain-saves", says="leave torch.save as it is: else a file is replaced whole"
-        ),
-        Option(
-            long="--tee",
+            "--tee",
             short="-t",
             metavar="WHICH",
             says="show these ranks on the console, each line with [default<r>]: 3: all, 0:3,1:3: "
             "these; a log has stdout and stderr in one",
         ),
         Option(
-            long="--local-ranks-filter",
+            "--local-ranks-filter",
             metavar="0,1",
             says="show these ranks only on the console [0]",
         ),
         Option(
-            long="--mixed-precision",
+            "--mixed-precision",
             metavar="NAME",
             says="of a script with accelerate: no, fp16, bf16 or fp8 [as accelerate config has stored]",
         ),
         Option(
-            long="--monitor-interval",
+            "--monitor-interval",
             metavar="SECONDS",
             says="accepted: the end of a rank is noticed at once",
         ),
-        Option(long="--standalone", says="accepted: there is one machine"),
-        Option(long="--role", metavar="NAME", says="what ROLE_NAME is in each rank [default]"),
-        Option(long="--rdzv-id", metavar="ID", says="what TORCHELASTIC_RUN_ID is in each rank"),
-        Option(long="--rdzv-conf", metavar="A=B", says="accepted: nobody is waited for"),
+        Option("--standalone", says="accepted: there is one machine"),
+        Option("--role", metavar="NAME", says="what ROLE_NAME is in each rank [default]"),
+        Option("--rdzv-id", metavar="ID", says="what TORCHELASTIC_RUN_ID is in each rank"),
+        Option("--rdzv-conf", metavar="A=B", says="accepted: nobody is waited for"),
     )
 }
 LONG_OF_SHORT_HERE = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.options import GROUPS, Option
+from ddp_runner.cli.options import GROUPS
 from ddp_runner.config.fields import FieldSpec, known_fields
-from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.config.meanings import meanings
 from ddp_runner.config.presets import PRESETS, RECIPES
 from ddp_runner.core.injection import PHASES, InjectKind
+from ddp_runner.core.settings.declaration import OnResume, Option
 from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def settings_help() -> str:
             section = this_section
             lines += ["", f"{section}:"]
         lines.append(f"  {name} = {shown_default(spec)}")
-        says = f"{meanings()[key]} Legal: {spec.expected()}.{_ON_RESUME[ON_RESUME[key]]}"
+        says = f"{meanings()[key]} Legal: {spec.expected()}.{_ON_RESUME[spec.on_resume]}"
         lines += textwrap.wrap(says, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 

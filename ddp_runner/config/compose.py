@@ -15,7 +15,6 @@ from ddp_runner.config.fields import (
     STAGES,
     TASK_SECTION,
     FieldSpec,
-    Kind,
     find_key,
     known_fields,
     whose_value,
@@ -41,6 +40,7 @@ from ddp_runner.config.stage_list import (
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.core.settings import Settings
+from ddp_runner.core.settings.declaration import TEXTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,11 +203,7 @@ def _merge(assignments: Iterable[Assignment]) -> tuple[dict[str, object], dict[s
             problems.append(problem)
             continue
         earlier = values.get(key)
-        if (
-            isinstance(earlier, tuple)
-            and isinstance(value, tuple)
-            and specs[key].kind is Kind.TEXTS
-        ):
+        if isinstance(earlier, tuple) and isinstance(value, tuple) and specs[key].written is TEXTS:
             value = earlier + value if origin[key] == given.origin else value
         values[key], origin[key] = value, given.origin
     problems += [

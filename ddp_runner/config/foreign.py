@@ -1,4 +1,6 @@
-"""Names that other launchers and trainers use: accepted where they mean ours, else answered. Data only.
+"""Names that other launchers and trainers use and that are no setting here, and their words for values. Data only.
+
+Names that mean a setting stand at its field, in ``core.settings``.
 
 torchrun, accelerate, deepspeed, Lightning and Hugging Face's Trainer, as their documentation has them.
 """
@@ -7,87 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_RECOMPUTE = (
-    *("gradient_checkpointing", "use_gradient_checkpointing"),
-    "enable_gradient_checkpointing",
-)
-_AMP = ("amp", "use_amp", "optim.use_amp", "use_mixed_precision", "enable_mixed_precision")
-# Name -> the setting that means the same.
-ALIASES: Mapping[str, str] = {
-    **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs", "n_epochs"), "run.epochs"),
-    **dict.fromkeys(("num_steps", "max_iters", "steps"), "run.max_steps"),
-    **dict.fromkeys(("nproc", "num_processes", "num_gpus"), "run.nproc_per_node"),
-    **dict.fromkeys(("gpu_ids", "device_ids"), "run.gpus"),
-    **dict.fromkeys(("run_name", "experiment_name"), "run.name"),
-    **dict.fromkeys(("torch_compile", "use_torch_compile"), "run.compile"),
-    "torch_compile_mode": "run.compile_mode",
-    "training_mode": "run.mode",
-    **dict.fromkeys(("context_size", "context_length", "block_size"), "model.seq_len"),
-    "report_to": "log.trackers",
-    "enable_gpu_monitoring": "log.gpu_watch_s",
-    "ckpt_path": "run.resume",
-    "pretrained_path": "run.init_from",
-    "logging_dir": "run.log_dir",
-    "out_dir": "run.checkpoint_dir",
-    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "data.batch_size"),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches"), "data.accumulation"
-    ),
-    **dict.fromkeys(
-        ("per_device_eval_batch_size", "eval_batch_size", "test_batch_size"),
-        "data.evaluation_batch_size",
-    ),
-    **dict.fromkeys(("data", "data_path", "data_dir", "train_file"), "data.path"),
-    **dict.fromkeys(("workers", "data_workers", "dataloader_num_workers"), "data.num_workers"),
-    "preload_data_to_ram": "data.preload",
-    "dataloader_pin_memory": "data.pin_memory",
-    "dataloader_prefetch_factor": "data.prefetch_factor",
-    "lr": "optim.learning_rate",
-    "min_lr": "optim.min_learning_rate",
-    "wd": "optim.weight_decay",
-    "adam_beta1": "optim.beta1",
-    "adam_beta2": "optim.beta2",
-    **dict.fromkeys(
-        ("clip_grad", "grad_clip", "gradient_clip_val", "max_norm"), "optim.max_grad_norm"
-    ),
-    "warmup_iters": "optim.warmup_steps",
-    "lr_decay_iters": "optim.schedule_steps",
-    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "decay_lr"), "optim.schedule"),
-    **dict.fromkeys(_AMP, "optim.precision"),
-    **dict.fromkeys(("mixed_precision", "dtype", "fp16", "bf16"), "optim.precision"),
-    **dict.fromkeys(("tf32", "allow_tf32"), "run.matmul_precision"),
-    **dict.fromkeys(("master_port", "main_process_port"), "ddp.port"),
-    "ddp_backend": "ddp.backend",
-    "ddp_timeout": "ddp.collective_timeout_s",
-    "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
-    "enable_gradient_as_bucket_view": "ddp.gradient_as_bucket_view",
-    **dict.fromkeys(("sync_bn", "sync_batch_norm"), "ddp.sync_batchnorm"),
-    "ddp_find_unused_parameters": "ddp.find_unused_parameters",
-    **dict.fromkeys(_RECOMPUTE, "memory.activation_checkpointing"),
-    **dict.fromkeys(("save_steps", "save_interval_steps"), "checkpoint.save_every_steps"),
-    "save_total_limit": "checkpoint.keep_last",
-    "metric_for_best_model": "checkpoint.monitor",
-    "greater_is_better": "checkpoint.mode",
-    "load_best_model_at_end": "run.load_best_at_end",
-    "eval_on_start": "log.evaluate_at_start",
-    **dict.fromkeys(("logging_steps", "log_every_n_steps"), "log.log_interval"),
-    **dict.fromkeys(("check_val_every_n_epoch", "evaluate_every_epochs"), "log.evaluate_interval"),
-    "save_every_epochs": "checkpoint.save_interval",
-    **dict.fromkeys(("eval_interval", "valid_interval_steps"), "log.evaluate_every_steps"),
-    "eval_batches": "log.evaluate_batches",
-    "regrow_after_s": "recovery.regrow_after",
-}
-# Name of a switch -> the values of its setting for true and for false; None: leaves it as it is.
-SWITCHES: Mapping[str, tuple[str | None, str | None]] = {
-    "decay_lr": (None, "constant"),
-    **dict.fromkeys(_RECOMPUTE, ("all", "off")),
-    **dict.fromkeys(_AMP, ("auto", "fp32")),
-    "fp16": ("fp16", None),
-    "bf16": ("bf16", None),
-    **dict.fromkeys(("tf32", "allow_tf32"), ("high", "highest")),
-    "greater_is_better": ("max", "min"),
-    "enable_gpu_monitoring": (None, "0"),
-}
 # Name -> words of theirs that are another word here.
 _SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 _PRECISIONS = {

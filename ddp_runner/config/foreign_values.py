@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ddp_runner.config.fields import normal_name, parse_switch, removed
+from ddp_runner.config.fields import SWITCHES, normal_name, removed
 from ddp_runner.config.foreign import (
     ALWAYS,
     FACTS,
     SAID,
-    SWITCHES,
     SWITCHES_OF_FACTS,
     WORDS,
 )
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.settings.declaration import read_switch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -143,7 +143,7 @@ def note_on(given: Assignment) -> str:
 
 def _is_on(given: Assignment) -> bool:
     try:
-        return parse_switch(given.value)
+        return read_switch(given.value)
     except ValueError:
         raise BadInputError(given.written, given.value, "must be true or false") from None
 
@@ -226,7 +226,7 @@ def _of_mode(mode: str) -> Callable[[str, RunFacts], str]:
     def check(word: str, facts: RunFacts) -> str:
         is_so = (facts.mode or "distributed") == mode
         try:
-            wanted = parse_switch(word)
+            wanted = read_switch(word)
         except ValueError:
             return "must be true or false"
         if wanted == is_so or (mode == "distributed" and facts.is_one_rank):
@@ -241,7 +241,7 @@ def _of_mode(mode: str) -> Callable[[str, RunFacts], str]:
 
 def _dry_run(word: str, facts: RunFacts) -> str:
     try:
-        wanted = parse_switch(word)
+        wanted = read_switch(word)
     except ValueError:
         return "must be true or false"
     if wanted == facts.is_dry:

@@ -1,6 +1,6 @@
 """What a run means and how its steps are computed, as plain values; written forms of settings.
 
-Sorts every setting by what a change of it means to a run that is resumed. Decides no resume.
+A setting says at its field what a change of it means to a run that is resumed. Decides no resume.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,140 +21,25 @@ import yaml
 from ddp_runner.config.compose import validate_record
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
 from ddp_runner.config.foreign import REMOVED
-from ddp_runner.config.stage_list import OF_A_STAGE
 from ddp_runner.core.batch_sizes import global_batch, micro_batch, shares_of
 from ddp_runner.core.run_stages import uses_best
 from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
+from ddp_runner.core.settings.declaration import OF_RATE, OnResume
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import JsonValue, Settings
 
 _NOTHING: Mapping[str, object] = {}
-# What runs had before there was a setting, of those that a resume key has.
-_BEFORE_CHOICE: Mapping[str, object] = {
-    "optim.train_layers": "full",
-    "optim.optimizer": "adamw",
-}
 # What runs of earlier versions had in a resume key, where they did not choose something else.
 _NO_LONGER: Mapping[str, JsonValue] = {"data.largest_samples": False}
 _DESCRIBED = "describe() "
 _SEALED = re.compile(r"\*\*\* scrypt [0-9a-f]{32} [0-9a-f]{64}")
 GLOBAL_BATCH = "data.batch_size x ranks"
-# The settings of the model that each built-in task reads; a user's own task reads none of them.
-_BYTES_MODEL = ("seq_len", "hidden_size", "num_layers", "num_heads", "dropout")
-MODEL_OF_TASK: Mapping[str, tuple[str, ...]] = {
-    "bytes": _BYTES_MODEL,
-    "synthetic": ("vocab_size", "dataset_size", *_BYTES_MODEL),
-}
-
-
-class OnResume(Enum):
-    """What it means that a setting differs from the run's that is resumed."""
-
-    REFUSED = "another run"  # part of resume_key()
-    REPORTED = (
-        "goes on, with other steps"  # part of recipe(); what is computed alike is not reported
-    )
-    CANNOT_MATTER = "the same steps"
-
-
-# Every setting, once; ``task.X`` are all refused. Those of the model matter to whoever reads them: the
-# built-in tasks (refused), and a task of the user's that is given all settings (reported). What
-# follows from several is reported as what follows:
-# ranks, device, precision, threads, the end of a schedule.
-ON_RESUME: Mapping[str, OnResume] = {
-    key: kind
-    for kind, keys in {
-        OnResume.REFUSED: """
-            run.task run.seed optim.optimizer optim.train_layers model.vocab_size model.dataset_size model.seq_len model.hidden_size
-            model.num_layers model.num_heads model.dropout data.path data.batch_size
-            data.accumulation data.accumulation_total data.global_batch_size data.validation_fraction
-        """,
-        OnResume.REPORTED: """
-            run.epochs run.max_steps run.load_best_at_end run.device run.nproc_per_node run.mode run.threads_per_rank
-            run.deterministic run.matmul_precision run.channels_last data.micro_batch_size data.shares data.stream_end optim.learning_rate optim.weight_decay
-            optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
-            optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
-            optim.min_learning_rate optim.plateau_patience optim.plateau_min_delta
-            optim.plateau_factor optim.plateau_cooldown
-            optim.max_grad_norm optim.unfreeze optim.precision optim.amp_growth_interval optim.ema_decay
-            optim.ema_every optim.ema_start_step optim.ema_device ddp.backend
-            ddp.bucket_cap_mb ddp.gradient_dtype ddp.sync_batchnorm run.compile run.compile_mode run.compile_dynamic
-        """,
-        # Samples and their random numbers depend on seed, epoch and index, never on who loads them
-        # or how soon. What decides about faults is reported when there is one.
-        OnResume.CANNOT_MATTER: """
-            run.name run.max_time run.target_loss run.early_stopping_patience
-            run.early_stopping_min_delta run.resume run.stage run.init_from run.init_strict run.log_dir
-            run.checkpoint_dir
-            run.gpus run.allow_different_code run.audit run.test run.debug run.detect_anomaly run.inject
-            optim.amp_init_scale run.compile_fullgraph
-            data.evaluation_batch_size data.preload data.num_workers data.workers_total data.prefetch_factor data.pin_memory data.loader_timeout_s
-            data.on_bad_sample data.max_bad_samples data.compare_samples ddp.find_unused_parameters ddp.relax_after_steps ddp.static_graph
-            ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
-            memory.memory_check_interval memory.cleanup_interval memory.max_memory_gb
-            memory.regrow_micro_batch memory.activation_checkpointing memory.warn_share memory.react_share memory.limit_share
-            memory.leak_window_steps memory.leak_mb_per_1000_steps
-            checkpoint.save_interval checkpoint.save_every_steps checkpoint.memory_every
-            checkpoint.keep_last
-            checkpoint.keep_every checkpoint.after_save
-            checkpoint.after_save_grace_s checkpoint.monitor checkpoint.mode checkpoint.only_trained
-            checkpoint.rescue_dir log.log_interval log.evaluate_interval log.evaluate_every_steps
-            log.evaluate_batches log.evaluate_at_start log.display log.trackers log.gpu_watch_s log.profile
-            log.phase_times log.page log.page_port log.page_can_inject
-            recovery.max_restarts recovery.restart_window_s recovery.no_progress_generations
-            recovery.min_ranks recovery.slot_failures_max recovery.regrow_after
-            recovery.backoff_first_s recovery.backoff_max_s recovery.startup_timeout_s
-            recovery.form_timeout_s recovery.node_silent_s recovery.node_patience_s recovery.coordinator_wait_s
-             recovery.warm_spare recovery.hang_min_s recovery.hang_factor
-            recovery.first_step_timeout_s recovery.evaluation_timeout_s
-            recovery.checkpoint_timeout_s recovery.stop_timeout_s recovery.max_errors_per_epoch
-            recovery.rollbacks_max recovery.explosion_window recovery.explosion_loss_factor
-            recovery.explosion_grad_factor recovery.explosion_loss_max
-            recovery.explosion_rate_factor recovery.explosion_recover_steps
-            recovery.replica_check_steps recovery.drill_at
-            recovery.require_exact
-        """,
-    }.items()
-    for key in keys.split()
-}
-# Keys of a recipe that act through the learning rate alone.
-RATE_KEYS = (
-    *("learning_rate", "schedule", "schedule_steps", "warmup_steps", "decay_steps"),
-    "min_learning_rate",
-)
+# Names of settings of the optimizer that act through the learning rate alone.
+RATE_KEYS = tuple(spec.name for spec in known_fields().values() if OF_RATE in spec.notes)
 TOTAL_STEPS = "steps of the run"
 TASK_FILE = "the task's file"
 TASK_MODULE = "the task's module "  # and its name: one that the task imports, and nobody installed
-_AS_WRITTEN = (
-    "run.deterministic",
-    "run.matmul_precision",
-    "run.channels_last",
-    "optim.amp_growth_interval",
-    *(f"optim.{name}" for name in RATE_KEYS),
-    "optim.weight_decay",
-    "optim.beta1",
-    "optim.beta2",
-    "optim.momentum",
-    "optim.epsilon",
-    "optim.max_grad_norm",
-    "optim.unfreeze",
-    "optim.max_grad_value",
-    "optim.plateau_patience",
-    "optim.plateau_min_delta",
-    "optim.plateau_factor",
-    "optim.plateau_cooldown",
-    "optim.ema_decay",
-    "optim.ema_every",
-    "optim.ema_start_step",
-    "optim.ema_device",
-    "ddp.bucket_cap_mb",
-    "ddp.gradient_dtype",
-    "ddp.sync_batchnorm",
-    "run.compile",
-    "run.compile_mode",
-    "run.compile_dynamic",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,10 +66,7 @@ class Surroundings:
 def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
     """How the steps of this launch are computed: a change makes other weights of the same run."""
     sections = to_record(settings)
-    written: dict[str, JsonValue] = {}
-    for key in _AS_WRITTEN:
-        section, _, name = key.partition(".")
-        written[key] = sections[section][name]  # type: ignore[index]
+    written = _as_written(settings, OnResume.REPORTED)
     is_best_used = uses_best(settings.stage, load_best_at_end=settings.run.load_best_at_end)
     if settings.optim.plateau_patience or is_best_used:  # weights then follow from evaluations
         log = settings.log
@@ -216,6 +97,20 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
     }
 
 
+def _as_written(settings: Settings, kind: OnResume) -> dict[str, JsonValue]:
+    """The values of the settings of this kind, but of those that something else follows from.
+
+    Of what only some tasks read, those that this one reads.
+    """
+    record: Mapping[str, Any] = to_record(settings)
+    return {
+        key: record[spec.section][spec.name]
+        for key, spec in known_fields().items()
+        if spec.on_resume is kind and not spec.is_derived
+        if not spec.read_by or settings.run.task in spec.read_by
+    }
+
+
 def task_has_changed(old: Mapping[str, object], new: Mapping[str, object]) -> bool:
     """Whether the task's file, or one that it imports, is another in the recipe ``new`` than in ``old``."""
     return any(
@@ -241,14 +136,7 @@ def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
     of them makes another run. Rates, schedules, intervals and folders may change. Keys are dotted names.
     """
     task = settings.run.task
-    found: dict[str, JsonValue] = {
-        "run.task": task,
-        "run.seed": settings.run.seed,
-        "optim.optimizer": settings.optim.optimizer,
-        "optim.train_layers": settings.optim.train_layers,
-    }
-    for name in MODEL_OF_TASK.get(task, ()):
-        found[f"model.{name}"] = getattr(settings.model, name)
+    found = _as_written(settings, OnResume.REFUSED)
     if task != "synthetic":
         path = settings.data.path
         found["data.path"] = os.path.normpath(path) if path else ""
@@ -317,7 +205,13 @@ def aligned(old: Mapping[str, object], new: Mapping[str, JsonValue]) -> dict[str
     That is with the old word for a task's file or for data where both words name one place, and without
     what it had no choice of, or its task did not describe yet, and with what there is no choice of now.
     """
-    found = {key: v for key, v in new.items() if key in old or v != _BEFORE_CHOICE.get(key)}
+    # Before there was a setting, runs had what its default means.
+    known = known_fields()
+    found = {
+        key: v
+        for key, v in new.items()
+        if key in old or key not in known or v != _plain(known[key].default)
+    }
     found |= {key: v for key, v in _NO_LONGER.items() if key in old}
     if not any(map(is_described, old)):  # its task said nothing of itself yet
         found = {key: v for key, v in found.items() if not is_described(key)}
@@ -363,10 +257,9 @@ def shared_settings(settings: Settings) -> dict[str, JsonValue]:
     """
     record: Mapping[str, Any] = to_record(settings)
     return {
-        key: record[section][name]
+        key: record[spec.section][spec.name]
         for key, spec in known_fields().items()
-        if not spec.per_machine and ON_RESUME[key] is OnResume.CANNOT_MATTER
-        for section, _, name in (key.partition("."),)
+        if not spec.per_machine and spec.on_resume is OnResume.CANNOT_MATTER
     }
 
 
@@ -424,12 +317,11 @@ def digest(settings: Settings) -> str:
 
 def stage_digest(settings: Settings) -> str:
     """Of what the steps of a stage follow from, as far as it may be a stage's own; without its secrets."""
-    record = to_record(settings)
+    record: Mapping[str, Any] = to_record(settings)
     found: dict[str, object] = {"task": masked(record["task"]), **_NO_LONGER}
-    for key in sorted(OF_A_STAGE):
-        if ON_RESUME[key] is not OnResume.CANNOT_MATTER:
-            section, _, name = key.partition(".")
-            found[key] = record[section][name]  # type: ignore[index]
+    for key, spec in known_fields().items():
+        if spec.per_stage and spec.on_resume is not OnResume.CANNOT_MATTER:
+            found[key] = record[spec.section][spec.name]
     begins_with = "" if settings.stage is None else settings.stage.begins_with
     found["init_from"] = begins_with or settings.run.init_from
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]

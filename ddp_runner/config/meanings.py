@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import sections
-from ddp_runner.core import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -21,9 +21,11 @@ def meanings() -> Mapping[str, str]:
 
     So only help and documentation ask for it.
     """
+    modules = {owner.__module__ for owner in sections().values()}
     bodies = {
         node.name: node.body
-        for node in ast.parse(inspect.getsource(settings)).body
+        for module in modules
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body
         if isinstance(node, ast.ClassDef)
     }
     return {

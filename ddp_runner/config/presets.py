@@ -1,6 +1,6 @@
 """The values that a preset, or a built-in task's recipe, lays over the defaults of ``core.settings``. Nothing here is a rule.
 
-A preset is chosen by the device and holds nothing that a user's own task would learn otherwise by, except the ``_test``
+A preset is chosen by the device and has the defaults that fields have there. It holds nothing that a user's own task would learn otherwise by, except the ``_test``
 presets, whose runs end in seconds. A recipe belongs to a built-in task. It stands here and not in ``tasks``, since
 settings are resolved where torch is not imported.
 """
@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ddp_runner.config.fields import device_defaults
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_CPU: Mapping[str, object] = {
-    "data.num_workers": 0,  # with as many ranks as cores, a worker only takes their time: 2% of CPU
-    "optim.precision": "fp32",
-}
-_GPU: Mapping[str, object] = {
-    # A generation that was left may take 30 s to be let go, and making communicators some more.
-    "recovery.form_timeout_s": 120.0,
-}
+_CPU = device_defaults("cpu")
+_GPU = device_defaults("gpu")
 _SMALL: Mapping[str, object] = {
     "run.task": "synthetic",
     "run.epochs": 2,
@@ -42,7 +38,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "cpu": _CPU,
     "cpu_program": _CPU,
     "gpu_test": {**_GPU, **_SMALL},
-    "cpu_test": {**_SMALL, "optim.precision": "fp32"},
+    "cpu_test": {**_CPU, **_SMALL},
 }
 # A language model that learns in about three minutes on two cores.
 _LANGUAGE_MODEL_ON_CPU: Mapping[str, object] = {

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from ddp_runner.config.fields import TASK_SECTION, sections
-from ddp_runner.config.foreign import ALIASES, HEADINGS
+from ddp_runner.config.fields import ALIASES, TASK_SECTION, sections
+from ddp_runner.config.foreign import HEADINGS
 from ddp_runner.core.errors import BadInputError
 
 if TYPE_CHECKING:

@@ -23,96 +23,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,49}")
 _INIT = "init_from"
 _ENDS = ("run.epochs", "run.max_steps")
 _BEGINS = (PREVIOUS, BEST, SCRATCH)
-# What a stage may have of its own, beside the arguments of its task. All else belongs to the run: ranks and
-# devices, folders and what is kept in them, repairs, displays.
-OF_A_STAGE = frozenset(
-    [
-        "run.task",
-        "run.seed",
-        "run.epochs",
-        "run.max_steps",
-        "run.target_loss",
-        "run.early_stopping_patience",
-        "run.early_stopping_min_delta",
-        "run.init_strict",
-        "run.matmul_precision",
-        "run.channels_last",
-        "run.compile",
-        "run.compile_mode",
-        "run.compile_fullgraph",
-        "run.compile_dynamic",
-        "model.vocab_size",
-        "model.dataset_size",
-        "model.seq_len",
-        "model.hidden_size",
-        "model.num_layers",
-        "model.num_heads",
-        "model.dropout",
-        "data.path",
-        "data.batch_size",
-        "data.accumulation",
-        "data.accumulation_total",
-        "data.global_batch_size",
-        "data.micro_batch_size",
-        "data.shares",
-        "data.evaluation_batch_size",
-        "data.num_workers",
-        "data.workers_total",
-        "data.prefetch_factor",
-        "data.pin_memory",
-        "data.loader_timeout_s",
-        "data.on_bad_sample",
-        "data.max_bad_samples",
-        "data.stream_end",
-        "data.compare_samples",
-        "data.validation_fraction",
-        "optim.optimizer",
-        "optim.learning_rate",
-        "optim.weight_decay",
-        "optim.beta1",
-        "optim.beta2",
-        "optim.momentum",
-        "optim.epsilon",
-        "optim.train_layers",
-        "optim.unfreeze",
-        "optim.schedule",
-        "optim.schedule_steps",
-        "optim.warmup_steps",
-        "optim.decay_steps",
-        "optim.min_learning_rate",
-        "optim.plateau_patience",
-        "optim.plateau_min_delta",
-        "optim.plateau_factor",
-        "optim.plateau_cooldown",
-        "optim.max_grad_norm",
-        "optim.max_grad_value",
-        "optim.precision",
-        "optim.amp_init_scale",
-        "optim.amp_growth_interval",
-        "optim.ema_decay",
-        "optim.ema_every",
-        "optim.ema_start_step",
-        "optim.ema_device",
-        "ddp.find_unused_parameters",
-        "ddp.relax_after_steps",
-        "ddp.static_graph",
-        "ddp.gradient_dtype",
-        "ddp.sync_batchnorm",
-        "ddp.gradient_as_bucket_view",
-        "ddp.bucket_cap_mb",
-        "memory.regrow_micro_batch",
-        "memory.activation_checkpointing",
-        "checkpoint.save_interval",
-        "checkpoint.save_every_steps",
-        "checkpoint.monitor",
-        "checkpoint.mode",
-        "log.log_interval",
-        "log.evaluate_interval",
-        "log.evaluate_every_steps",
-        "log.evaluate_batches",
-        "log.evaluate_at_start",
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,8 +173,9 @@ def _given(newest: Assignment, number: int, entry: object, *, is_first: bool) ->
 def _own(given: Assignment) -> Assignment:
     """The same under its dotted key. Raises BadInputError for what no stage may have of its own."""
     ours = in_our_values(given)
-    key = find_key(given.written, given.name, list(known_fields()))
-    if key in OF_A_STAGE or key.startswith(f"{TASK_SECTION}."):
+    specs = known_fields()
+    key = find_key(given.written, given.name, list(specs))
+    if key.startswith(f"{TASK_SECTION}.") or specs[key].per_stage:
         return replace(given if ours is None else ours, name=key)
     what = f"{key} belongs to the run and is the same in all stages"
     raise BadInputError(given.written, "", f"{what}: write it outside of the list")

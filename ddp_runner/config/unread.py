@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
-from ddp_runner.config.identity import MODEL_OF_TASK
 from ddp_runner.config.usual import is_usual
 
 if TYPE_CHECKING:
@@ -13,21 +12,19 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.settings import Settings
 
-_OF_SYNTHETIC = ("model.vocab_size", "model.dataset_size")  # which the task synthetic alone reads
-_OF_TEXT = ("data.path", "data.validation_fraction")  # which the task bytes alone reads
-
 
 def unread_settings(
     settings: Settings, origins: Mapping[str, str], *, is_given_all: bool
 ) -> tuple[str, ...]:
     """The keys, in the order of the settings. ``is_given_all``: the task is a user's and gets all of them."""
     task = settings.run.task
-    if task not in MODEL_OF_TASK and is_given_all:
+    if task not in BUILT_IN_TASKS and is_given_all:
         return ()
-    read = {f"model.{name}" for name in MODEL_OF_TASK.get(task, ())}
-    read |= set(_OF_TEXT) if task == "bytes" else set()
-    of_tasks = [key for key in known_fields() if key.startswith("model.") or key in _OF_TEXT]
-    return tuple(key for key in of_tasks if key not in read and _is_chosen(key, settings, origins))
+    return tuple(
+        key
+        for key, spec in known_fields().items()
+        if spec.read_by and task not in spec.read_by and _is_chosen(key, settings, origins)
+    )
 
 
 def unread_warning(
@@ -38,7 +35,8 @@ def unread_warning(
     if not keys:
         return ()
     has = "it has no effect" if len(keys) == 1 else "they have no effect"
-    other = "; task=synthetic does" if set(keys) <= set(_OF_SYNTHETIC) else ""
+    is_of_synthetic = all(known_fields()[key].read_by == ("synthetic",) for key in keys)
+    other = "; task=synthetic does" if is_of_synthetic else ""
     return (f"the task {settings.run.task} does not read {', '.join(keys)}: {has}{other}",)
 
 

@@ -11,9 +11,10 @@ from ddp_runner.cli.live_page.access import ACTIONS
 from ddp_runner.cli.live_page.frame_of_page import Frame
 from ddp_runner.cli.live_page.run_starter import SETTINGS, RunStarter
 from ddp_runner.cli.usage import shown_default
-from ddp_runner.config.fields import FieldSpec, Kind, known_fields
+from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.meanings import meanings
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.settings.declaration import SWITCH, TEXT
 
 _FIRST = (
     *("run.task", "data.path", "run.name", "run.max_steps", "run.epochs"),
@@ -82,7 +83,7 @@ class StartPage:
             else:
                 field = ui.input(label)
             field.props("dense outlined stack-label").classes("w-full")
-            legal = "" if words or spec.kind is Kind.TEXT else f" Legal: {spec.expected()}."
+            legal = "" if words or spec.written is TEXT else f" Legal: {spec.expected()}."
             ui.label(f"{says}{legal}").classes("ddp-small")
         field.on_value_change(self._show)
         self._inputs[key] = field
@@ -119,6 +120,6 @@ class StartPage:
 
 def _words(spec: FieldSpec) -> tuple[str, ...]:
     """The values to choose from, where there is nothing else."""
-    if spec.kind is Kind.SWITCH:
-        return ("true", "false", *spec.choices)
-    return spec.choices if spec.kind is Kind.CHOICE else ()
+    if spec.written is SWITCH:
+        return ("true", "false", *spec.words)
+    return spec.words if spec.written is None else ()

@@ -1,0 +1,58 @@
+"""Every setting of a run, in one place: name, type, legal range, default, meaning, and all else that is true of it.
+
+The defaults here are those of every task; ``config`` lays what a built-in task or a device has of its own, files,
+environment and command line over them, and checks how settings fit together. ``None`` means "off", never
+"default". The text below each field is its meaning: ``--help-settings`` and the documentation show it as it
+stands. The notes in its annotation (``declaration``) are all that help, resume, stages and machines know of it.
+"""
+
+from collections.abc import Mapping
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from ddp_runner.core.run_stages import StagePlace
+from ddp_runner.core.settings.declaration import SECTION
+from ddp_runner.core.settings.operation import (
+    CheckpointSettings,
+    DdpSettings,
+    LogSettings,
+    MemorySettings,
+    RecoverySettings,
+)
+from ddp_runner.core.settings.recipe import DataSettings, ModelSettings, OptimSettings
+from ddp_runner.core.settings.whole_run import RunSettings
+
+__all__ = [
+    "CheckpointSettings",
+    "DataSettings",
+    "DdpSettings",
+    "JsonValue",
+    "LogSettings",
+    "MemorySettings",
+    "ModelSettings",
+    "OptimSettings",
+    "RecoverySettings",
+    "RunSettings",
+    "Settings",
+]
+
+JsonValue = str | int | float | bool | None | list[object] | dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
+class Settings:
+    """A run's settings, resolved; ``task``: arguments of a user's own; ``stage``: which of ``stages`` they are of."""
+
+    run: RunSettings = Field(default_factory=RunSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    optim: OptimSettings = Field(default_factory=OptimSettings)
+    ddp: DdpSettings = Field(default_factory=DdpSettings)
+    memory: MemorySettings = Field(default_factory=MemorySettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
+    recovery: RecoverySettings = Field(default_factory=RecoverySettings)
+    task: Mapping[str, JsonValue] = Field(default_factory=dict)
+    stages: tuple[Mapping[str, JsonValue], ...] = ()
+    stage: StagePlace | None = None

@@ -1,0 +1,239 @@
+"""The notes that stand at the field of a setting, and the types that its values have. Reads nothing.
+
+A setting is declared once: its annotation holds its type and range, what a resume makes of a change,
+whether machines or stages may differ in it, its option, and the names that others have for it. ``config.fields``
+reads these notes, and everything else asks ``config.fields``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from enum import Enum
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from ddp_runner.core.stopping import seconds_of
+
+# Of each section. No schema is built before there are values: the help has none. Nor is an annotation of theirs a string,
+# since evaluating those would take a third of the start.
+SECTION = ConfigDict(extra="forbid", strict=False, defer_build=True)
+_YES = frozenset({"true", "yes", "on", "1"})
+_NO = frozenset({"false", "no", "off", "0"})
+
+
+class OnResume(Enum):
+    """What it means that a setting differs from the run's that is resumed. Each setting has one of these."""
+
+    REFUSED = "another run"  # part of resume_key()
+    REPORTED = (
+        "goes on, with other steps"  # part of recipe(); what is computed alike is not reported
+    )
+    CANNOT_MATTER = "the same steps"
+
+
+class Mark(Enum):
+    """What else is true of a setting that has it."""
+
+    PER_MACHINE = "on several machines each has its own value; else the coordinator's holds for all"
+    PER_STAGE = "a stage may have its own value; else the value belongs to the run"
+    DERIVED = "the record of a run has what follows from the value, which config.identity says"
+    OF_RATE = "it acts through the learning rate alone"
+
+
+REFUSED, REPORTED, CANNOT_MATTER = OnResume.REFUSED, OnResume.REPORTED, OnResume.CANNOT_MATTER
+PER_MACHINE, PER_STAGE = Mark.PER_MACHINE, Mark.PER_STAGE
+DERIVED, OF_RATE = Mark.DERIVED, Mark.OF_RATE
+
+
+class OptionGroup(Enum):
+    """The headings of ``--help``, in its order."""
+
+    WHAT = "What to train"
+    HOW_LONG = "How long and how much"
+    WHERE = "Where it computes"
+    MACHINES = "Several machines: the same command on each"
+    FILES = "Files"
+    KEEPING_GOING = "Keeping going"
+    TRYING_OUT = "Trying out"
+    HELP = "Help"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a command. ``key`` is the setting that it assigns, "" where it is not a setting.
+
+    ``metavar`` is "" for a switch, which assigns ``constant``. ``default`` is how the help shows the setting's,
+    where that depends on other settings. ``aliases``: other spellings of ``long``. At a field ``key`` is left out.
+    """
+
+    long: str
+    _: KW_ONLY
+    says: str
+    group: OptionGroup | None = None
+    short: str = ""
+    metavar: str = ""
+    constant: str = "true"
+    default: str = ""
+    aliases: tuple[str, ...] = ()
+    key: str = ""
+
+
+class Alias:
+    """Names that other launchers and trainers have for a setting.
+
+    Where they are switches there, ``on`` and ``off`` are the setting's values for true and false; None: it
+    stays as it is.
+    """
+
+    __slots__ = ("names", "off", "on")
+
+    def __init__(self, *names: str, on: str | None = None, off: str | None = None) -> None:
+        self.names, self.on, self.off = names, on, off
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether true and false mean something else than the setting's own values."""
+        return self.on is not None or self.off is not None
+
+
+class ReadBy:
+    """The built-in tasks that read the setting. A user's own task reads it if it is given all settings."""
+
+    __slots__ = ("tasks",)
+
+    def __init__(self, *tasks: str) -> None:
+        self.tasks = tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceDefault:
+    """The default on GPUs, or on the CPU, where it is another one there; None: it is not."""
+
+    gpu: object = None
+    cpu: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How people write the values of a type: the words for it in messages, and the function that reads them.
+
+    ``read`` takes text or a native value, and raises ValueError. Pydantic calls it before it checks type and range, so
+    this note stands behind the limits: ``Annotated[int, Ge(1), WHOLE]``.
+    """
+
+    words: str
+    read: Callable[[object], object]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Pydantic's hook for notes that are validators."""
+        return core_schema.no_info_before_validator_function(self.read, handler(source))
+
+
+def read_switch(value: object) -> bool:
+    """Whether ``value``, text or native, means on. Raises ValueError if it is neither."""
+    word = str(value).strip().lower()
+    if not isinstance(value, (bool, int, str)) or word not in _YES | _NO:
+        raise ValueError(value)
+    return word in _YES
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool):
+        raise ValueError(value)  # noqa: TRY004 - the one error that a validator of pydantic raises
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            value = float(value)  # 1e4 is a whole number too
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    raise ValueError(value)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(value)  # noqa: TRY004 - see _whole
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def _steps_or_share(value: object) -> float:
+    """A number of steps as an int, a share of them as a float."""
+    number = _number(value)
+    if 0 < number < 1:
+        return number
+    steps = _whole(value)
+    if steps < 0:
+        raise ValueError(value)
+    return steps
+
+
+def _duration(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(value)  # noqa: TRY004 - see _whole
+    return seconds_of(str(value))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(value)
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (_text(value),) if value.strip() else ()
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(value)  # noqa: TRY004 - see _whole
+    return tuple(_text(item) for item in value)
+
+
+def _items(value: object) -> Sequence[object]:
+    if isinstance(value, str):
+        return value.split(",") if value.strip() else ()
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    """Each once, in the order in which they were given."""
+    if isinstance(value, str):
+        value = [word for word in value.split(",") if word.strip()]
+    return tuple(dict.fromkeys(name.strip().lower() for name in _texts(value)))
+
+
+WHOLE = Written("a whole number", _whole)
+WHOLES = Written("whole numbers separated by commas", _items)
+NUMBER = Written("a number", _number)
+SWITCH = Written("true or false", read_switch)
+TEXT = Written("text", _text)
+TEXTS = Written("a list of texts", _texts)
+NAMES = Written("names separated by commas, of", _names)
+DURATION = Written("a time such as 23h30m, 90m or 3600 (seconds)", _duration)
+STEPS = Written("a whole number, 0 or more, or a share between 0 and 1", _steps_or_share)
+
+Switch = Annotated[bool, SWITCH]
+Text = Annotated[str, TEXT]
+Texts = Annotated[tuple[str, ...], TEXTS]
+Positive = Annotated[int, Ge(1), WHOLE]
+NonNegative = Annotated[int, Ge(0), WHOLE]
+Positives = Annotated[tuple[Positive, ...], WHOLES]
+Number = Annotated[float, NUMBER]
+AtLeast0 = Annotated[float, Ge(0), NUMBER]
+Above0 = Annotated[float, Gt(0), NUMBER]
+Above1 = Annotated[float, Gt(1), NUMBER]
+Between0And1 = Annotated[float, Gt(0), Lt(1), NUMBER]
+Below1 = Annotated[float, Ge(0), Lt(1), NUMBER]
+Share = Annotated[float, Ge(0), Le(1), NUMBER]
+Duration = Annotated[float, DURATION]
+StepsOrShare = Annotated[int | float, STEPS]
