@@ -44,68 +44,6 @@ COPY = "copy"  # of one that is no file, but stays in memory
 PATIENCE_S = 0.5  # for the save before, when the next one comes due
 
 
-class SaveContent:
-    """What a checkpoint of this very step holds, and what its manifest says of it; references, not copies.
-
-    Of one rank. Never writes it. All calls come from the training thread.
-    """
-
-    def __init__(
-        self,
-        *,
-        settings: Settings,
-        workload: Workload,
-        state: TrainState,
-        runtime: Runtime,
-        progress: Progress,
-        data: Callable[[], Mapping[str, JsonValue]],
-    ) -> None:
-        """``data``: what the ranks have seen of their data."""
-        self._settings = settings
-        self._settings_record = config.record_to_show(settings)
-        self._workload = workload
-        self._state = state
-        self._runtime = runtime
-        self._progress = progress
-        self._data = data
-
-    def captured(self) -> dict[str, Any]:
-        """The whole state as a file has it."""
-        return {**self._state.capture(), "versions": versions()}
-
-    def for_file(self) -> dict[str, Any]:
-        """The same, without what the settings leave out of checkpoints."""
-        return {**self._state.capture_for_file(), "versions": versions()}
-
-    def facts(self, reason: str) -> dict[str, Any]:
-        """What a manifest says of it: the arguments of the store's save."""
-        step = self._state.committed_step
-        return {
-            "step": step,
-            "epoch": self._workload.length.epoch_of(step),
-            "samples": self._state.samples,
-            "run_id": self._runtime.run_id,
-            "meaning": dict(self._workload.resume_key),
-            "settings_digest": self._workload.settings_digest,
-            "recipe": dict(self._workload.recipe),
-            "changes": self._state.changes,
-            "data": self._data(),
-            "about": about_file(
-                self._state,
-                loss=self._progress.loss,
-                settings=self._settings_record,
-                monitor=self._workload.monitor,
-                place=self._settings.stage,
-                trackers=tracker_ids(self._settings),
-            ),
-            "monitored": self._state.judged(self._workload.monitor),
-            "monitor": self._workload.monitor.name,
-            "mode": self._workload.monitor.mode,
-            "reason": reason,
-            "order": self._state.order_version,
-        }
-
-
 class Saving:
     """What of a rank's state goes to its store, and when. All calls come from the training thread."""
 
