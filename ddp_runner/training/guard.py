@@ -68,7 +68,8 @@ class NumericsGuard:
         self._hashing: StateHashing | None = None  # of the state that the step in hand began with
         self._begun_ns = 0  # what it took to begin with it
         self.compared_s = 0.0  # the last comparison at the end of training
-        self.on_went_back: Callable[[], None] = lambda: None  # on all ranks, to an older state
+        # Each is called on all ranks once the state is an older one.
+        self.went_back: list[Callable[[], None]] = []
 
     def skipped(
         self,
@@ -408,7 +409,8 @@ class NumericsGuard:
                 received = receive_state(self._group, source=0, into=self._state.to_write_over())
             self._state.restore(received)
         self._runtime.slot.set(Cell.COMMITTED_STEP, self._state.committed_step)
-        self.on_went_back()
+        for take_in in self.went_back:
+            take_in()
         action = f"rolled back to step {self._state.committed_step}"
         if lowered:
             action += f", learning rate x {rate_factor:g}"

@@ -86,7 +86,7 @@ class Saving:
             settings.checkpoint.save_every_steps or settings.checkpoint.save_interval
         )
         self._reserves = workload.device.type == "cuda" or slots is not None
-        state.before_change = self._release_state
+        state.readers.append(self._release_state)
 
     @property
     def _saver(self) -> BackgroundSaver:

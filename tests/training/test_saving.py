@@ -143,14 +143,10 @@ def _save_beside_a_step(me, port, folder, waits):
         at_once = _loaded(store)
         hold(Snapshot, "copy_steady", gate)
         due(saving)
-        waiting = state.before_change
-
-        def before_change():
-            if waits:
-                gate.open()
-                waiting()
-
-        state.before_change = before_change
+        if waits:
+            state.readers.insert(0, gate.open)
+        else:
+            state.readers.clear()
         _step(stepper, state)
         gate.open()
         saving.settle()
