@@ -19,7 +19,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.training.audit import GenerationMembers, audit_path, complete_audits
 from ddp_runner.training.components.tuning import Tuning, repair_tuning
 from ddp_runner.training.rank_context import RankParts, TaskParts
-from ddp_runner.training.resume import leave_other_branch, restore_newest
+from ddp_runner.training.resume import leave_other_branch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,12 @@ def bring_to_newest(
     ``members``: of the newest generation that this process stood at a step with, before this one.
     ``has_trained``: it has come so far as to train in one.
     """
-    settings, state, slot = parts.settings, parts.state, parts.runtime.slot
+    state, slot = parts.state, parts.runtime.slot
     answers = _committed_steps(group, parts, "committed_step")
     if all(step == EMPTY_STEP for step, *_ in answers):  # a roll-back was cut short
         slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())  # under the deadline of a save
         if group.rank == 0:
-            loaded = restore_newest(settings, parts.workload, state, parts.store)
-            parts.saving.rolled_back(loaded)
+            parts.saving.give_back()
         answers = _committed_steps(group, parts, "restored_step")
         slot.stamp(Phase.FORMING, time.monotonic_ns())
     election = elect_source(

@@ -25,6 +25,7 @@ from ddp_runner.core.save_policy import SavePolicy
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.components.loss_monitor import Verdict
+from ddp_runner.training.durable import Trust
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.runtime import LocalRuntime
 from ddp_runner.training.step import StepResult
@@ -450,22 +451,18 @@ class Verdicts:
 
     def __init__(self, wait):
         self.said, self.waited_s, self._wait = [], [], wait
-        self.compared = self.waited_s.append
+        self._is_judged = False
 
     def copies_of(self, tensors):
         self._wait()
         return tensors
 
-    def prove(self):
-        self.said.append("prove")
-
-    def drop(self):
-        self.said.append("drop")
-        return True
-
-    @property
-    def policy(self):
-        return SimpleNamespace(put_off=lambda: self.said.append("put off"))
+    def judge(self, trust, *, compare_s=None):
+        if not self._is_judged:
+            self.said.append(trust)
+        self._is_judged = True
+        if compare_s is not None:
+            self.waited_s.append(compare_s)
 
 
 def _late_hash(me, port, every, odd):
@@ -548,7 +545,7 @@ def test_what_forward_first_writes_while_hashed_is_no_difference():
     """The ranks have it alike once it is written. It is followed; the save, perhaps torn, is put off."""
     with hosted_store() as port:
         first, second = run_ranks(_written_while_hashed, 2, port, ())
-    said = ["drop", "put off"]
+    said = [Trust.UNKNOWN]
     assert first == (True, said, ["3.bias"], 1, False)
     assert second == (True, said, ["3.bias"], 0, False)
 
@@ -564,7 +561,7 @@ def test_a_rank_that_differs_besides_is_found_all_the_same():
 def test_who_waits_for_another_s_hash_is_not_late_itself():
     """Rank 1 alone stands in the comparison; what training has waited is counted, once."""
     for outcome, said, waited_s, compared_s, done_step in _verdicts(2):
-        assert (outcome, said, done_step) == (True, ["prove"], 7)
+        assert (outcome, said, done_step) == (True, [Trust.SOUND], 7)
         assert len(waited_s) == 1
         assert 0 < compared_s == pytest.approx(waited_s[0])
 
@@ -574,7 +571,7 @@ def test_of_ranks_that_differ_only_what_the_majority_has_is_saved():
     usual, odd, other = _verdicts(3, odd=(1,))
     assert odd[:2] == (FaultKind.REPLICA_DIVERGED, [])
     for outcome, said, _, _, done_step in (usual, other):
-        assert (outcome, said, done_step) == (FaultKind.COLLECTIVE_FAILED, ["prove"], 6)
+        assert (outcome, said, done_step) == (FaultKind.COLLECTIVE_FAILED, [Trust.SOUND], 6)
 
 
 class _Reading:
@@ -640,7 +637,7 @@ def test_the_majority_leaves_when_the_odd_one_knows():
 def test_where_nothing_is_compared_a_save_is_as_good_as_proven():
     """At once: nobody hashes, nobody waits."""
     for outcome, said, waited_s, compared_s, _ in _verdicts(2, every=0):
-        assert (outcome, said, waited_s, compared_s) == (True, ["prove"], [], 0)
+        assert (outcome, said, waited_s, compared_s) == (True, [Trust.SOUND], [], 0)
 
 
 @pytest.mark.parametrize(
