@@ -204,7 +204,7 @@ class Engine:
         joined_s = time.monotonic()
         self._client.compare(group)
         brought = bring_to_newest(
-            group, parts, members=self._members, has_trained=self._has_trained
+            group, parts, self._durable, members=self._members, has_trained=self._has_trained
         )
         self._members = brought.members
         if not self._has_trained:
@@ -215,7 +215,13 @@ class Engine:
         transferred_s = time.monotonic()
         self._client.agree(group, is_first=not self._has_trained)
         number = generation.membership.generation
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(
+            group,
+            settings=parts.settings,
+            state=state,
+            durable=self._durable,
+            runtime=self._runtime,
+        )
         maker = self._client.enter(group, guard)
         session = self._session = Session(parts, group=group, guard=guard, maker=maker)
         self._held.callback(self._close_session)

@@ -26,6 +26,7 @@ from ddp_runner.core.injection import flips_bits
 from ddp_runner.core.loss_spikes import broken_gradients
 from ddp_runner.core.messages import FaultTolerated, RepairedInPlace, TuningChanged
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
 from ddp_runner.training.batch_copy import tensors_of
@@ -33,7 +34,8 @@ from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tensor_hash import combined, state_hashes
 from ddp_runner.training.durable import Durable, Trust
 from ddp_runner.training.exactness.state_hashes import StateHashing
-from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import StepResult
 
 INDICES_SHOWN = 16
@@ -53,12 +55,20 @@ class _Origin:
 class NumericsGuard:
     """One generation's guard on this rank. Every rank calls its methods at the same steps."""
 
-    def __init__(self, parts: RankParts, group: Group) -> None:
-        self._settings = parts.settings
-        self._state = parts.state
-        self._durable: Durable = parts.saving
-        self._runtime = parts.runtime
-        self._rank = parts.runtime.rank_info.rank
+    def __init__(
+        self,
+        group: Group,
+        *,
+        settings: Settings,
+        state: TrainState,
+        durable: Durable,
+        runtime: Runtime,
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._durable = durable
+        self._runtime = runtime
+        self._rank = runtime.rank_info.rank
         self._group = group
         self._step_rolled_back_to = EMPTY_STEP  # where replicas differed without a majority
         self._rollbacks_there = 0

@@ -381,14 +381,12 @@ def _trace(me, port, norms, waits, batches=((), ())):
     runtime = SimpleNamespace(
         slot=slot, logger=logger, rank_info=rank_info, report=lambda message: None
     )
-    parts = SimpleNamespace(
-        settings=from_flat({}),
-        state=build_state(),
-        store=None,
-        workload=None,
-        saving=None,
-        runtime=runtime,
-    )
+    parts = {
+        "settings": from_flat({}),
+        "state": build_state(),
+        "durable": None,
+        "runtime": runtime,
+    }
 
     def recompute():
         slot.stamp(Phase.BACKWARD, 1)
@@ -404,7 +402,7 @@ def _trace(me, port, norms, waits, batches=((), ())):
     with join(me, port) as group:
         if waits and me.rank == 0:
             watcher.start()
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(group, **parts)
         assert not guard.skipped(
             _broken_step(), Verdict.CONTINUE, list(batches[me.rank]), recompute=recompute
         )
@@ -469,10 +467,10 @@ def _late_hash(me, port, every, odd):
     """Rank 1's hash comes when it is told to; ``odd`` ranks have another weight than the others."""
     slot, state = make_slot(), build_state()
     saving = Verdicts(wait=me.hear if me.rank == 1 else lambda: None)
-    parts = SimpleNamespace(
-        settings=from_flat({"replica_check_steps": every}), state=state, store=None, workload=None, saving=saving,
-        runtime=SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank)),
-    )  # fmt: skip
+    parts = {
+        "settings": from_flat({"replica_check_steps": every}), "state": state, "durable": saving,
+        "runtime": SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank)),
+    }  # fmt: skip
     if me.rank in odd:
         with torch.no_grad():
             state.model[3].bias[0] += 1.0
@@ -484,7 +482,7 @@ def _late_hash(me, port, every, odd):
         me.say("waits")
 
     with join(me, port) as group:
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(group, **parts)
         assert guard.may_commit(), "nothing is compared at most steps"
         guard.begin_comparison()
         slot.stamp(Phase.BACKWARD, 1)
@@ -518,16 +516,16 @@ def _written_while_hashed(me, port, odd):
     is_late = me.rank == 1 and not odd
     saving = Verdicts(wait=may_answer.wait if is_late else lambda: None)
     logger = SimpleNamespace(info=lambda text, **_: logged.append(text))
-    parts = SimpleNamespace(
-        settings=from_flat({"replica_check_steps": 500}), state=state, store=None, workload=None, saving=saving,
-        runtime=SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank), logger=logger),
-    )  # fmt: skip
+    parts = {
+        "settings": from_flat({"replica_check_steps": 500}), "state": state, "durable": saving,
+        "runtime": SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank), logger=logger),
+    }  # fmt: skip
     if me.rank in odd:
         with torch.no_grad():
             state.model[3].weight[0] += 1.0
     state.committed_step = state.boundary_done_step = 7
     with join(me, port) as group:
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(group, **parts)
         guard.begin_comparison()
         if not is_late:
             guard._hashing._ended.wait()
@@ -603,17 +601,17 @@ def _held_up(me, port):
         if me.rank != 1 and key.startswith("odd"):
             me.say("waits")
 
-    parts = SimpleNamespace(
-        settings=from_flat({}), state=state, store=None, workload=None, saving=Verdicts(wait=lambda: None),
-        runtime=SimpleNamespace(slot=make_slot(), rank_info=SimpleNamespace(rank=me.rank)),
-    )  # fmt: skip
+    parts = {
+        "settings": from_flat({}), "state": state, "durable": Verdicts(wait=lambda: None),
+        "runtime": SimpleNamespace(slot=make_slot(), rank_info=SimpleNamespace(rank=me.rank)),
+    }  # fmt: skip
     if me.rank == 1:
         with torch.no_grad():
             state.model[3].bias[0] += 1.0
     state.committed_step = state.boundary_done_step = 7
     with join(me, port) as group:
         group._store = _Reading(group._store, before)
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(group, **parts)
         guard.begin_comparison()
         with pytest.raises(FaultError) as caught:
             guard.may_commit()
