@@ -31,6 +31,7 @@ KERNEL = (
     *("supervisor.node_keeper", "supervisor.head_count", "supervisor.signal_box"),
     *("supervisor.processes", "supervisor.recovery", "training.engine", "training.session"),
     *("training.commit", "training.guard", "training.agreeing", "training.state", "training.step"),
+    *("training.durable",),
 )
 
 # Rooms that are to know nothing of the other: how many imports still do.

@@ -77,7 +77,16 @@ DRILL = Role(
     spec=DrillSpec,
     runs_user_code=True,
 )
-SAVER = Role(name="saver", module="ddp_runner.rank.saver", fork=ForkKind.SAVER, spec=SaverSpec)
+SAVER = Role(
+    name="saver",
+    module="ddp_runner.rank.saver",
+    fork=ForkKind.SAVER,
+    spec=SaverSpec,
+    # One that has lived is replaced at once: somebody may wait for its file.
+    pauses_s=(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0),
+    lived_s=5.0,
+    refused_s=1.0,
+)
 _DOUBLED_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 TRACKER = Role(
     name="tracker",  # of each, its own

@@ -210,7 +210,7 @@ class _Loop:
             environment=self._node.guardian.marked(os.environ),
             say=say,
         )
-        supervisor.recorder.on_saved = self._after_save.saved
+        supervisor.recorder.observers.append(self._after_save.take)
         self._trackers = TrackerKeeper(
             self._plan.settings.log.trackers, log_dir, clock=clock, say=say
         )
@@ -220,7 +220,7 @@ class _Loop:
             clock=clock,
             say=say,
         )
-        supervisor.recorder.figures_of = self._watch.figures
+        supervisor.recorder.readings.append(self._watch.figures)
         self._page = PageKeeper(
             self._plan.settings.log,
             log_dir,

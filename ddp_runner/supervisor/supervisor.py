@@ -106,8 +106,9 @@ class Supervisor:
         self.facts = facts = RunFacts(name=plan.settings.run.name)
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
         self._clock = clock
-        self.recorder = recorder = Recorder(outputs, facts=facts, published=published, clock=clock)
-        recorder.host_of = world.host_of
+        self.recorder = recorder = Recorder(
+            outputs, facts=facts, published=published, clock=clock, host_of=world.host_of
+        )
         self._fault_injector = FaultInjector(plan, world, recorder)
         self._cutting = Cutting(world=world, recorder=recorder)
         self._repair = Repair(
@@ -123,7 +124,12 @@ class Supervisor:
         )
         self._stages = StageChange(node, repair=self._repair, recorder=recorder, clock=clock)
         self.start = Start(
-            facts, node=node, world=world, recorder=recorder, debug=plan.settings.run.debug
+            facts,
+            node=node,
+            world=world,
+            recorder=recorder,
+            debug=plan.settings.run.debug,
+            waits_for=self._waits_for,
         )
         self.keeper = NodeKeeper(
             plan,
@@ -427,6 +433,10 @@ class Supervisor:
         self._save_request.pass_on()
         if self._stop is not None:
             self.world.stop(Stop(reason=self._stop))
+
+    def _waits_for(self) -> str:
+        """What the run cannot begin without, in words; empty: nothing."""
+        return ""
 
     def _begin(self) -> bool:
         """Every rank has built what it trains: the disk may be touched from here on."""

@@ -18,8 +18,11 @@ from ddp_runner.core.nodes import who_completes
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.audit import GenerationMembers, audit_path, complete_audits
 from ddp_runner.training.components.tuning import Tuning, repair_tuning
+from ddp_runner.training.durable import Durable
 from ddp_runner.training.rank_context import RankParts, TaskParts
-from ddp_runner.training.resume import leave_other_branch, restore_newest
+from ddp_runner.training.resume import leave_other_branch
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +34,24 @@ class Brought:
 
 
 def bring_to_newest(
-    group: Group, parts: RankParts, *, members: GenerationMembers | None, has_trained: bool
+    group: Group,
+    parts: RankParts,
+    durable: Durable,
+    *,
+    members: GenerationMembers | None,
+    has_trained: bool,
 ) -> Brought:
     """Bring every rank to the newest committed step. Every rank must call it.
 
     ``members``: of the newest generation that this process stood at a step with, before this one.
     ``has_trained``: it has come so far as to train in one.
     """
-    settings, state, slot = parts.settings, parts.state, parts.runtime.slot
+    state, slot = parts.state, parts.runtime.slot
     answers = _committed_steps(group, parts, "committed_step")
     if all(step == EMPTY_STEP for step, *_ in answers):  # a roll-back was cut short
         slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())  # under the deadline of a save
         if group.rank == 0:
-            loaded = restore_newest(settings, parts.workload, state, parts.store)
-            parts.saving.rolled_back(loaded)
+            durable.give_back()
         answers = _committed_steps(group, parts, "restored_step")
         slot.stamp(Phase.FORMING, time.monotonic_ns())
     election = elect_source(
@@ -183,9 +190,8 @@ def exchange_tuning(group: Group, mine: Tuning, *, changed: Tuning | None) -> Tu
     return mine.agreed_with([Tuning.from_record(json.loads(r), otherwise=mine) for r in records])
 
 
-def recalled(parts: RankParts) -> Tuning | None:
+def recalled(state: TrainState, runtime: Runtime) -> Tuning | None:
     """What the process before this one changed at or after the step that the ranks are at."""
-    state, runtime = parts.state, parts.runtime
     learnt = runtime.rank_info.learnt
     if learnt is None or learnt.step < state.committed_step:
         return None  # a checkpoint that was made since then has it
@@ -194,12 +200,13 @@ def recalled(parts: RankParts) -> Tuning | None:
     return Tuning.from_record(learnt.tuning, otherwise=state.tuning)
 
 
-def change_tuning(parts: RankParts, fault: Fault, *, samples: int) -> Tuning | None:
+def change_tuning(
+    state: TrainState, runtime: Runtime, fault: Fault, *, samples: int
+) -> Tuning | None:
     """Change what keeps this rank from doing a step, where that can be; None where it cannot.
 
     ``samples``: this rank's share of a step.
     """
-    state, runtime = parts.state, parts.runtime
     change = repair_tuning(fault, state.tuning, samples=samples)
     if change is None:
         return None
@@ -218,17 +225,19 @@ def change_tuning(parts: RankParts, fault: Fault, *, samples: int) -> Tuning | N
     return change.tuning
 
 
-def agree_on_weights(group: Group, parts: RankParts, weights_sha256: str) -> None:
+def agree_on_weights(
+    group: Group, state: TrainState, runtime: Runtime, weights_sha256: str
+) -> None:
     """At the end of training: raise FaultError where the replicas have different weights."""
-    with waiting_for_peers(parts.runtime.slot):
+    with waiting_for_peers(runtime.slot):
         digests = group.exchange("weights_sha256", weights_sha256)
     if len(set(digests)) > 1:
-        parts.state.is_in_doubt = True
+        state.is_in_doubt = True
         raise FaultError(
             Fault(
                 kind=FaultKind.REPLICA_DIVERGED,
                 rank=-1,
-                step=parts.state.committed_step,
+                step=state.committed_step,
                 cause=f"the replicas ended with different weights: {digests}",
                 at_ns=time.monotonic_ns(),
                 may_retry=False,  # they were equal before the save: there is nobody to believe

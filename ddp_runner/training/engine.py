@@ -28,6 +28,7 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.memory.reclaim import empty_device_cache
 from ddp_runner.training.agreeing import bring_to_newest
 from ddp_runner.training.audit import GenerationMembers
+from ddp_runner.training.durable import Durable, Trust
 from ddp_runner.training.exactness.first_step import report_lost
 from ddp_runner.training.failure import drop_frames, fault_of
 from ddp_runner.training.guard import NumericsGuard
@@ -85,6 +86,7 @@ class Engine:
         self._run_id = run_id
         self._state = parts.state
         self._runtime = parts.runtime
+        self._durable: Durable = parts.saving
         self._rank = parts.runtime.rank_info.rank
         self._generation: Generation | None = None  # the newest, which may have been left
         self._session: Session | None = None  # of the generation that this rank is in
@@ -165,7 +167,9 @@ class Engine:
         ready = ready_message(self._parts, self._run_id, is_first=not self._has_trained)
         generation = self._runtime.next_generation(ready)
         if generation is None:
-            raise ReportedFaultError(self._parts.saving.save_alone())
+            fault = self._durable.end(None)
+            assert fault is not None, "the run is given up"
+            raise ReportedFaultError(fault)
         return generation
 
     def _next_step(self) -> StepInHand | None:
@@ -200,7 +204,7 @@ class Engine:
         joined_s = time.monotonic()
         self._client.compare(group)
         brought = bring_to_newest(
-            group, parts, members=self._members, has_trained=self._has_trained
+            group, parts, self._durable, members=self._members, has_trained=self._has_trained
         )
         self._members = brought.members
         if not self._has_trained:
@@ -211,7 +215,13 @@ class Engine:
         transferred_s = time.monotonic()
         self._client.agree(group, is_first=not self._has_trained)
         number = generation.membership.generation
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(
+            group,
+            settings=parts.settings,
+            state=state,
+            durable=self._durable,
+            runtime=self._runtime,
+        )
         maker = self._client.enter(group, guard)
         session = self._session = Session(parts, group=group, guard=guard, maker=maker)
         self._held.callback(self._close_session)
@@ -254,7 +264,7 @@ class Engine:
         self.error = None if self._runtime.is_watched else error
         fault = self._leave(error)
         self._state.drop_unfinished_step()
-        self._parts.saving.report_ended()
+        self._durable.judge(Trust.UNKNOWN)
         self._fault = self._repaired(fault)
         self._log(self._fault)
         number = self._newest.membership.generation

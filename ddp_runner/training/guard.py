@@ -26,14 +26,16 @@ from ddp_runner.core.injection import flips_bits
 from ddp_runner.core.loss_spikes import broken_gradients
 from ddp_runner.core.messages import FaultTolerated, RepairedInPlace, TuningChanged
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
 from ddp_runner.training.batch_copy import tensors_of
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tensor_hash import combined, state_hashes
+from ddp_runner.training.durable import Durable, Trust
 from ddp_runner.training.exactness.state_hashes import StateHashing
-from ddp_runner.training.rank_context import RankParts
-from ddp_runner.training.resume import newest_to_restore, restore_newest
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import StepResult
 
 INDICES_SHOWN = 16
@@ -53,14 +55,20 @@ class _Origin:
 class NumericsGuard:
     """One generation's guard on this rank. Every rank calls its methods at the same steps."""
 
-    def __init__(self, parts: RankParts, group: Group) -> None:
-        self._settings = parts.settings
-        self._state = parts.state
-        self._store = parts.store
-        self._saving = parts.saving
-        self._workload = parts.workload
-        self._runtime = parts.runtime
-        self._rank = parts.runtime.rank_info.rank
+    def __init__(
+        self,
+        group: Group,
+        *,
+        settings: Settings,
+        state: TrainState,
+        durable: Durable,
+        runtime: Runtime,
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._durable = durable
+        self._runtime = runtime
+        self._rank = runtime.rank_info.rank
         self._group = group
         self._step_rolled_back_to = EMPTY_STEP  # where replicas differed without a majority
         self._rollbacks_there = 0
@@ -68,7 +76,8 @@ class NumericsGuard:
         self._hashing: StateHashing | None = None  # of the state that the step in hand began with
         self._begun_ns = 0  # what it took to begin with it
         self.compared_s = 0.0  # the last comparison at the end of training
-        self.on_went_back: Callable[[], None] = lambda: None  # on all ranks, to an older state
+        # Each is called on all ranks once the state is an older one.
+        self.went_back: list[Callable[[], None]] = []
 
     def skipped(
         self,
@@ -176,11 +185,11 @@ class NumericsGuard:
         shows. Nothing may change the state before :meth:`may_commit`, which gives the verdict.
         """
         if not self._compares:
-            self._saving.prove()
+            self._durable.judge(Trust.SOUND)
             return
         began_ns = time.monotonic_ns()
         with self._comparing():
-            self._hashing = StateHashing(self._state, source=self._saving.copies_of)
+            self._hashing = StateHashing(self._state, source=self._durable.copies_of)
         self._begun_ns = self._counted_ns(began_ns)
 
     def may_commit(self) -> bool:
@@ -197,8 +206,8 @@ class NumericsGuard:
             hashes = hashing.result()
         comparison = self._judge(hashes, is_beside=True)
         if not comparison.odd:
-            took_ns = self._counted_ns(began_ns)
-            self._saving.compared((self._begun_ns + took_ns) / 1e9)
+            took_ns = self._begun_ns + self._counted_ns(began_ns)
+            self._durable.judge(Trust.SOUND, compare_s=took_ns / 1e9)
             return True
         if not comparison.has_majority:
             return False
@@ -224,6 +233,7 @@ class NumericsGuard:
             hashes = state_hashes(self._state.replicated())
         comparison = self._judge(hashes)
         if not comparison.odd:
+            self._durable.judge(Trust.SOUND)
             self.compared_s = self._counted_ns(began_ns) / 1e9
         # With a majority, the next collective fails, and its state is what the odd one receives.
         return bool(comparison.odd) and not comparison.has_majority
@@ -234,8 +244,7 @@ class NumericsGuard:
         # checkpoint to go back to when they differ and no majority can be believed.
         # Broken if: a save is proven by anything but the comparison of that very state.
         # Guarded by: test_what_one_rank_alone_has_is_never_saved.
-        if self._saving.drop():
-            self._saving.policy.put_off()
+        self._durable.judge(Trust.UNKNOWN)
         if self._hashing is not None:
             self._hashing.drop()
 
@@ -255,7 +264,7 @@ class NumericsGuard:
         slot.stamp(before, time.monotonic_ns())
 
     def _judge(self, hashes: Mapping[str, str], *, is_beside: bool = False) -> Comparison:
-        """The verdict of all ranks, also on the save under way. Raises FaultError on an odd rank.
+        """The verdict of all ranks, also on the save under way where they differ. Raises FaultError on an odd rank.
 
         Without a majority all are rolled back. ``is_beside``: hashed beside the step in hand.
         """
@@ -271,18 +280,17 @@ class NumericsGuard:
             rank in comparison.odd or not comparison.has_majority
         )
         if not comparison.odd:
-            self._saving.prove()
             return comparison
         # Rare, and worth a longer message: which tensor.
         everybody = self._exchange(f"tensors/{step}", json.dumps(list(hashes.values())))
         if not comparison.has_majority:
-            self._saving.drop()
+            self._durable.judge(Trust.WRONG)
             self._settle_without_majority(step)
             return comparison
         # What was evaluated at this boundary was not of one model: it is done again.
         self._state.boundary_done_step = min(self._state.boundary_done_step, step - 1)
         if rank not in comparison.odd:
-            self._saving.prove()  # what is saved is the majority's
+            self._durable.judge(Trust.SOUND)  # what is saved is the majority's
             # INVARIANT odd-ones-first: whoever is reported first makes all leave, and a rank that was held
             # up would never read that its state is wrong, and keep it.
             # Broken if: a rank of the majority leaves before the odd ones know.
@@ -315,8 +323,7 @@ class NumericsGuard:
         mine = [name for name in hashes if hashes[name] != now.get(name)]
         answers = self._exchange(f"written/{step}", json.dumps(mine))
         written = sorted({name for names in answers for name in json.loads(names)})
-        if self._saving.drop():
-            self._saving.policy.put_off()
+        self._durable.judge(Trust.UNKNOWN)
         self._state.buffers.follow(written)
         if self._group.rank == 0 and written:
             self._runtime.logger.info(
@@ -370,8 +377,7 @@ class NumericsGuard:
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         newest = EMPTY_STEP
         if self._group.rank == 0:
-            self._saving.settle()  # what is being written is the newest there will be
-            newest = newest_to_restore(self._settings, self._state, self._store)
+            newest = self._durable.newest_step()
         step = self._state.committed_step
         return int(self._exchange(f"checkpoint/{step}", str(newest))[0])
 
@@ -382,7 +388,7 @@ class NumericsGuard:
     def _roll_back(
         self, reason: str, *, kind: FaultKind, rate_factor: float, inexact: str = ""
     ) -> None:
-        """Go back to what :func:`restore_newest` finds, on all ranks, within the generation."""
+        """Go back to what was kept, on all ranks, within the generation."""
         began_s, step = time.monotonic(), self._state.committed_step
         lowered = rate_factor != self._state.tuning.rate_factor
         if self._group.rank == 0:
@@ -394,11 +400,10 @@ class NumericsGuard:
         # Broken if: a rank fails in here while its own committed_step, or another's, is still the old one.
         # Guarded by: test_a_roll_back_whose_load_fails_leaves_no_old_state.
         self._state.committed_step = EMPTY_STEP
-        self._saving.forget_copies()  # first: who begins where none is left would take one
+        self._durable.forget()  # first: who begins where none is left would take one
         self._exchange(f"left/{step}", "")
         if self._group.rank == 0:
-            loaded = restore_newest(self._settings, self._workload, self._state, self._store)
-            self._saving.rolled_back(loaded)
+            self._durable.give_back()
             if lowered:
                 self._state.monitor.restart_count()
             others = [rank for rank in range(self._group.world_size) if rank != 0]
@@ -408,7 +413,8 @@ class NumericsGuard:
                 received = receive_state(self._group, source=0, into=self._state.to_write_over())
             self._state.restore(received)
         self._runtime.slot.set(Cell.COMMITTED_STEP, self._state.committed_step)
-        self.on_went_back()
+        for take_in in self.went_back:
+            take_in()
         action = f"rolled back to step {self._state.committed_step}"
         if lowered:
             action += f", learning rate x {rate_factor:g}"

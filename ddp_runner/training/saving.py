@@ -1,7 +1,7 @@
 """One rank's saves: begins them beside training, reports them, and makes the last one at once.
 
 Lives as long as the rank's process: a save goes on while its rank leaves one generation and joins
-the next, and nobody waits for it. Only the group's rank 0 is asked to save.
+the next, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ddp_runner.checkpoint.snapshot import storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
 from ddp_runner.core import messages
 from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.save_policy import Due, SavePolicy
@@ -32,8 +33,10 @@ from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.described import about_file, tracker_ids
 from ddp_runner.training.disk_faults import DiskFaults
+from ddp_runner.training.durable import Keep, KeepVotes, Owed, Trust
 from ddp_runner.training.last_save import BEFORE_END, LastSave
 from ddp_runner.training.progress import Progress
+from ddp_runner.training.resume import newest_to_restore, restore_newest
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.save_room import SaveRoom
 from ddp_runner.training.state import TrainState
@@ -44,70 +47,11 @@ COPY = "copy"  # of one that is no file, but stays in memory
 PATIENCE_S = 0.5  # for the save before, when the next one comes due
 
 
-class SaveContent:
-    """What a checkpoint of this very step holds, and what its manifest says of it; references, not copies.
-
-    Of one rank. Never writes it. All calls come from the training thread.
-    """
-
-    def __init__(
-        self,
-        *,
-        settings: Settings,
-        workload: Workload,
-        state: TrainState,
-        runtime: Runtime,
-        progress: Progress,
-        data: Callable[[], Mapping[str, JsonValue]],
-    ) -> None:
-        """``data``: what the ranks have seen of their data."""
-        self._settings = settings
-        self._settings_record = config.record_to_show(settings)
-        self._workload = workload
-        self._state = state
-        self._runtime = runtime
-        self._progress = progress
-        self._data = data
-
-    def captured(self) -> dict[str, Any]:
-        """The whole state as a file has it."""
-        return {**self._state.capture(), "versions": versions()}
-
-    def for_file(self) -> dict[str, Any]:
-        """The same, without what the settings leave out of checkpoints."""
-        return {**self._state.capture_for_file(), "versions": versions()}
-
-    def facts(self, reason: str) -> dict[str, Any]:
-        """What a manifest says of it: the arguments of the store's save."""
-        step = self._state.committed_step
-        return {
-            "step": step,
-            "epoch": self._workload.length.epoch_of(step),
-            "samples": self._state.samples,
-            "run_id": self._runtime.run_id,
-            "meaning": dict(self._workload.resume_key),
-            "settings_digest": self._workload.settings_digest,
-            "recipe": dict(self._workload.recipe),
-            "changes": self._state.changes,
-            "data": self._data(),
-            "about": about_file(
-                self._state,
-                loss=self._progress.loss,
-                settings=self._settings_record,
-                monitor=self._workload.monitor,
-                place=self._settings.stage,
-                trackers=tracker_ids(self._settings),
-            ),
-            "monitored": self._state.judged(self._workload.monitor),
-            "monitor": self._workload.monitor.name,
-            "mode": self._workload.monitor.mode,
-            "reason": reason,
-            "order": self._state.order_version,
-        }
-
-
 class Saving:
-    """What of a rank's state goes to its store, and when. All calls come from the training thread."""
+    """Keeps a rank's state in its store: :class:`~ddp_runner.training.durable.Durable` with checkpoints.
+
+    All calls come from the training thread.
+    """
 
     def __init__(
         self,
@@ -133,6 +77,7 @@ class Saving:
         self._disk_faults = DiskFaults(state, runtime)
         self._last = LastSave(settings, store, runtime, disk_faults=self._disk_faults)
         self._room = SaveRoom(store, memory, runtime)
+        self._is_leader = True
         self._is_copying = False  # the save under way is no file
         self._begun_step = 0  # of the newest save
         self._compare_s: float | None = (
@@ -148,17 +93,93 @@ class Saving:
             settings.checkpoint.save_every_steps or settings.checkpoint.save_interval
         )
         self._reserves = workload.device.type == "cuda" or slots is not None
-        state.before_change = self._release_state
+        state.readers.append(self._release_state)
 
     @property
     def _saver(self) -> BackgroundSaver:
         return self._room.saver
 
-    def due(self) -> None:
-        """Save the state as it is at this boundary, beside the next step, once it is proven.
+    def lead(self, *, is_leader: bool) -> Owed:
+        """Implement the port: the save that a rank before has left to be written is waited for as an own one."""
+        self._is_leader = is_leader
+        if is_leader:
+            self._take_over()
+        else:
+            self.settle()  # a save of a former rank 0 ends before the new one saves anything
+        return Owed(
+            is_due=is_leader and self._has_to_make_up(),
+            wanted_step=self.policy.wanted_step,
+            covered_step=self._covered_step() if is_leader else 0,
+        )
 
-        Before the state changes, :meth:`prove` or :meth:`drop` must be called. While another save is under way this one is put off: made of a later step, once that ended.
-        """
+    def vote(self, *, is_asked: bool) -> KeepVotes:
+        """Implement the port: again and again, until all have heard of it. A save that has ended is reported."""
+        if is_asked:
+            self.policy.ask()
+        if not self._is_leader:
+            return KeepVotes(file=self.policy.is_asked, copy=False)
+        return KeepVotes(file=self._wants_file(), copy=self._wants_copy())
+
+    def committed(self, step: int, *, step_s: float, is_wanted: bool, is_mine: bool) -> None:
+        """Implement the port. ``step_s`` is without what the step waited for a save."""
+        if self._is_leader:
+            self._stepped(step_s)
+        if is_wanted:
+            self.policy.heard(step, is_mine=is_mine, fulfils=self._is_leader)
+
+    def keep(self, how: Keep) -> None:
+        """Implement the port: as a file or a copy beside the next step, or at once."""
+        if not self._is_leader:
+            return
+        match how:
+            case Keep.FILE:
+                self._begin_file()
+            case Keep.COPY:
+                self._begin_copy()
+            case Keep.BEST:
+                self._keep_best(is_calm=self._state.monitor.is_calm)
+            case Keep.LATER:
+                self.policy.put_off()
+
+    def judge(self, trust: Trust, *, compare_s: float | None = None) -> None:
+        """Implement the port; an UNKNOWN state is that of a rank that leaves, which reports what has ended."""
+        match trust:
+            case Trust.SOUND:
+                self._prove()
+            case Trust.WRONG:
+                self._drop()
+            case Trust.UNKNOWN:
+                if self._drop():
+                    self.policy.put_off()
+                self._collect(timeout_s=0.0)
+        if compare_s is not None:
+            self._compared(compare_s)
+
+    def newest_step(self) -> int:
+        """Implement the port: what is being written is the newest there will be."""
+        self.settle()
+        return newest_to_restore(self._settings, self._state, self._store)
+
+    def give_back(self) -> None:
+        """Implement the port: what :func:`restore_newest` finds."""
+        loaded = restore_newest(self._settings, self._workload, self._state, self._store)
+        self.policy.needed_one()
+        if loaded is not None:
+            self._disk_faults.report_unusable(self._store, loaded)
+
+    def end(
+        self, reason: StopReason | None, *, compare_s: float = 0.0, has_news: bool = False
+    ) -> Fault | None:
+        """Implement the port; ``compare_s``: how long the comparison before it took."""
+        if reason is None:
+            return self._save_alone()
+        self.settle()
+        if self._progress.checkpoint_step == self._state.committed_step and not has_news:
+            return None
+        return self._save_last(reason.value, compare_s=compare_s)
+
+    def _begin_file(self) -> None:
+        """While another save is under way this one is put off: made of a later step, once that ended."""
         # One that was dropped has put this one off, and has ended by now.
         self._collect(timeout_s=0.0 if self.policy.is_put_off else PATIENCE_S)
         match self.policy.comes_due(is_busy=self._saver.is_busy):
@@ -171,16 +192,13 @@ class Saving:
                     step=step,
                 )
 
-    def copy(self) -> None:
-        """As :meth:`due`, without a file: into memory that outlives this process, where there is some.
-
-        Nothing happens while a save is under way.
-        """
+    def _begin_copy(self) -> None:
+        """Nothing happens while a save is under way, nor where no memory outlives this process."""
         self._collect(timeout_s=0.0)
         if self._room.slots is not None and not self._saver.is_busy:
             self._begin(COPY)
 
-    def take_over(self) -> None:
+    def _take_over(self) -> None:
         """Go on with the save that a rank before has left to be written, if there is one."""
         order = self._runtime.take_owed()
         # One that comes while a save is under way is this rank's own.
@@ -189,14 +207,11 @@ class Saving:
             self._room.take_up(order)
 
     def copies_of(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What is to be saved of these steady tensors; themselves, where no save waits for a proof.
-
-        For any thread: it waits for the copy.
-        """
+        """Implement the port: waits for the copy."""
         save = self._saver.undecided
         return tensors if save is None else save.copies_of(tensors)
 
-    def keep(self, *, is_calm: bool) -> None:
+    def _keep_best(self, *, is_calm: bool) -> None:
         """Have the state as it is now, which all ranks have, on disk: tried twice, whatever failed before.
 
         ``is_calm``: no step was skipped shortly before. Else nothing goes back to it, and it takes no other's place.
@@ -205,20 +220,20 @@ class Saving:
         for _ in range(2):
             self.settle()
             self._begin(INTERVAL if is_calm else AMID_SKIPPED)
-            self.prove()
+            self._prove()
             self.settle()
             if not self.policy.has_failed:
                 break
         if was_put_off and not is_calm:
             self.policy.put_off()
 
-    def prove(self) -> None:
+    def _prove(self) -> None:
         """The state that the save under way was begun with is what it should be: it is written."""
         if save := self._saver.undecided:
             save.prove()
 
-    def drop(self) -> bool:
-        """Never write the save that waits for a proof. Whether there was one."""
+    def _drop(self) -> bool:
+        """Never write the save that waits for a proof. Whether it was to be a file."""
         save = self._saver.undecided
         if save is None:
             return False
@@ -226,7 +241,7 @@ class Saving:
         self._begun_step = 0
         return not self._is_copying
 
-    def has_to_make_up(self) -> bool:
+    def _has_to_make_up(self) -> bool:
         """Whether the newest save that was due is on no disk, nor on its way there."""
         policy, formed_again = self.policy, self._runtime.slot.get(Cell.GENERATION) > 1
         if policy.saves_by_time and formed_again and not policy.is_pausing:
@@ -244,16 +259,16 @@ class Saving:
     def _newest_step(self) -> int:
         return max((entry.step for entry in self._store.catalog.entries()), default=0)
 
-    def asks(self) -> bool:
-        """Between two steps: report the save that has ended; whether one should come after the next."""
+    def _wants_file(self) -> bool:
+        """Whether a save should come after the next step; one that has ended is reported."""
         self._collect(timeout_s=0.0)
         now_s, step_s = time.monotonic(), self._step_s
         if news := self.policy.news(now_s=now_s, step_s=step_s):
             self._runtime.logger.info(news, step=self._state.committed_step)
         return self.policy.wants_file(now_s=now_s, step_s=step_s, is_busy=self._saver.is_busy)
 
-    def asks_copy(self) -> bool:
-        """Between two steps: whether the state should be copied into memory after the next."""
+    def _wants_copy(self) -> bool:
+        """Whether the state should be copied into memory after the next step."""
         return self._room.slots is not None and self.policy.wants_copy(
             self._state.committed_step + 1,
             now_s=time.monotonic(),
@@ -265,11 +280,11 @@ class Saving:
     def _step_s(self) -> float:
         return self._runtime.slot.get(Cell.STEP_NS) / 1e9
 
-    def forget_copies(self) -> None:
-        """The state is to be an older one: no copy in memory may be gone back to."""
+    def forget(self) -> None:
+        """Implement the port."""
         self._room.forget()
 
-    def covered_step(self) -> int:
+    def _covered_step(self) -> int:
         """Up to which step what was wanted is written, on its way, or refused by the disk."""
         if self.policy.is_pausing:
             return self._state.committed_step
@@ -279,15 +294,14 @@ class Saving:
         """Go on from a checkpoint."""
         self._disk_faults.report_unusable(self._store, loaded)
 
-    def compared(self, compare_s: float) -> None:
+    def _compared(self, compare_s: float) -> None:
         """So long training has waited for the comparison of the replicas, for a save's sake."""
         self.policy.compared(compare_s, is_file=not self._is_copying)
         # Once it is known the save is being written, and another comparison is not for its sake.
         if not self._is_copying and self._compare_s is None:
             self._compare_s = compare_s
 
-    def stepped(self, step_s: float) -> None:
-        """A step has ended, which took so long without what it waited for a save."""
+    def _stepped(self, step_s: float) -> None:
         self.policy.stepped(
             step_s,
             beside_file=self._saver.is_busy and not self._is_copying,
@@ -297,29 +311,11 @@ class Saving:
             self._reserves = False
             self._room.reserve(storage_sizes(self._for_file()))
 
-    def rolled_back(self, loaded: Loaded | None) -> None:
-        """A checkpoint was needed within this process, if only there had been one."""
-        self.policy.needed_one()
-        if loaded is not None:
-            self._disk_faults.report_unusable(self._store, loaded)
-
     def settle(self) -> None:
         """Wait for the save under way and report it. Nothing to do, at no cost, without one."""
         self._collect(timeout_s=None)
 
-    def finish(self, reason: str, *, compare_s: float = 0.0, has_news: bool = False) -> None:
-        """Have the state as it is now on disk. Raises FaultError if it is not where it should be.
-
-        ``compare_s``: how long the comparison before it took. ``has_news``: a file of this step is written again.
-        """
-        self.settle()
-        if self._progress.checkpoint_step == self._state.committed_step and not has_news:
-            return
-        refusal = self._save_last(reason, compare_s=compare_s)
-        if refusal is not None:
-            raise FaultError(refusal)
-
-    def save_alone(self) -> Fault:
+    def _save_alone(self) -> Fault:
         """Save at the end of the run, alone, and report what became of it; why this process ends."""
         state = self._state
         reported_step, cause, is_its_own = self._progress.checkpoint_step, "", True
@@ -345,10 +341,6 @@ class Saving:
                 )
             )
         return self._disk_faults.storage_failed(cause or "the run ends")
-
-    def report_ended(self) -> None:
-        """Report the save that has ended, if one has; for a rank that leaves its generation."""
-        self._collect(timeout_s=0.0)
 
     def _take_over_interval(self) -> None:
         """Count from the newest file: ranks 0 that die one after the other must not put saves off."""

@@ -18,9 +18,11 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.step_schedule import DueActions, due_after
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.training.durable import Durable, Keep, Owed
 from ddp_runner.training.exactness.first_step import SideComparison
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.rank_context import RankParts
@@ -115,7 +117,7 @@ class Session:
         self._state = parts.state
         self._loader = parts.loader
         self._runtime = parts.runtime
-        self._saving = parts.saving
+        self._durable: Durable = parts.saving
         self.group = group
         self._guard = guard
         self._maker = maker
@@ -124,15 +126,15 @@ class Session:
         self.reason = StopReason.COMPLETED  # why training ended, once it has
         self._evaluated_step = EMPTY_STEP  # for whose evaluation the run ends, if it does
         parts.runtime.slot.begin_between(parts.state.committed_step)
-        if group.rank != 0:
-            self._saving.settle()  # a save of a former rank 0 ends before the new one saves anything
-        else:
-            self._saving.take_over()
+        # Until it is made up for.
+        self._owed: Owed | None = self._durable.lead(is_leader=group.rank == 0)
 
     def close(self) -> None:
         """Unwrap the model; what was not proven to be sound is not saved."""
-        self._guard.close()
-        self._maker.close()
+        try:
+            self._guard.close()
+        finally:
+            self._maker.close()
 
     def begin(self) -> StepInHand | None:
         """Do what is due at this boundary, then begin the next step; None once training has ended.
@@ -151,13 +153,15 @@ class Session:
         if slot.get(Cell.FIRST_STEP_NS) == 0:
             slot.set(Cell.FIRST_STEP_NS, began_ns)
         micro_batches = self._maker.take(self._state.committed_step)
+        stop = self._runtime.stop_asked()
+        votes = self._durable.vote(is_asked=self._runtime.save_asked())
         self._step = StepInHand(
             micro_batches=micro_batches,
             waited_ns=int(self._loader.waited_s * 1e9),
             votes=Votes(
-                stop=self._runtime.stop_asked(),
-                save=self._wants_save(),
-                copy=self.group.rank == 0 and self._saving.asks_copy(),
+                stop=stop,
+                save=votes.file,
+                copy=votes.copy,
                 news=self._state.side.has_news,
             ),
             began_ns=began_ns,
@@ -186,10 +190,6 @@ class Session:
                 step=step.result.step,
             )
         self._account(step, step.result)
-        if step.result.save:
-            self._saving.policy.heard(
-                step.result.step, is_mine=step.votes.save, fulfils=self.group.rank == 0
-            )
 
     def _pass_boundary(self) -> StopReason | None:
         """What is due after the step in hand; before the first one, what was cut short."""
@@ -244,12 +244,6 @@ class Session:
             answers = self.group.exchange(f"side/{step}", json.dumps(self._side.mine()))
         self._side.compare([json.loads(answer) for answer in answers])
 
-    def _wants_save(self) -> bool:
-        """Whether this rank votes for a save: again and again, until all have heard of it."""
-        if self._runtime.save_asked():
-            self._saving.policy.ask()
-        return self._saving.asks() if self.group.rank == 0 else self._saving.policy.is_asked
-
     def _aside_ns(self) -> int:
         """What of steps was given to saves and comparisons, so far."""
         slot = self._runtime.slot
@@ -260,8 +254,12 @@ class Session:
         slot = self._runtime.slot
         aside_ns = self._aside_ns() - step.aside_ns
         took_ns = now_ns - step.began_ns
-        if self.group.rank == 0:
-            self._saving.stepped((took_ns - aside_ns) / 1e9)
+        self._durable.committed(
+            result.step,
+            step_s=(took_ns - aside_ns) / 1e9,
+            is_wanted=result.save,
+            is_mine=step.votes.save,
+        )
         slot.add(Cell.OWN_NS, took_ns - result.waited_ns - aside_ns)
         slot.add(Cell.OWN_STEPS, 1)
         slot.add(Cell.PRODUCTIVE_NS, took_ns - step.waited_ns - aside_ns)
@@ -275,19 +273,23 @@ class Session:
     def _may_save(self, *, wanted: bool) -> bool:
         """Not amid skipped steps: a roll-back would lead into them again. It is made up for later."""
         if wanted and not self._state.monitor.is_calm:
-            if self.group.rank == 0:
-                self._saving.policy.put_off()
+            self._durable.keep(Keep.LATER)
             return False
         return wanted
 
     def _make_up(self) -> StopReason | None:
         """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
         step = self._state.committed_step
-        saves, wanted_step = self.group.rank == 0, self._saving.policy.wanted_step
-        makes_up = saves and self._saving.has_to_make_up()
-        covered_step = self._saving.covered_step() if saves else 0
+        owed = self._owed or self._durable.lead(is_leader=self.group.rank == 0)
+        self._owed = None
         mine = json.dumps(
-            [self._state.boundary_done_step, makes_up, wanted_step, covered_step, self._side.mine()]
+            [
+                self._state.boundary_done_step,
+                owed.is_due,
+                owed.wanted_step,
+                owed.covered_step,
+                self._side.mine(),
+            ]
         )
         with waiting_for_peers(self._runtime.slot):
             answers = [json.loads(answer) for answer in self.group.exchange("boundary_done", mine)]
@@ -323,10 +325,10 @@ class Session:
         self._state.boundary_done_step = self._state.committed_step
         if save_now or copy_now:
             self._maker.gather()
-        if save_now and self.group.rank == 0:
-            self._saving.due()
-        if copy_now and self.group.rank == 0:
-            self._saving.copy()
+        if save_now:
+            self._durable.keep(Keep.FILE)
+        if copy_now:
+            self._durable.keep(Keep.COPY)
         if save_now or compare_now:
             self._guard.begin_comparison()
         return None
@@ -342,7 +344,7 @@ class Session:
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self.group.rank == 0:
             self._state.boundary_done_step = self._state.committed_step
-            self._saving.keep(is_calm=self._state.monitor.is_calm)
+            self._durable.keep(Keep.BEST)
         with waiting_for_peers(self._runtime.slot):
             self.group.exchange("kept", "")
         self._count_done()
@@ -369,7 +371,10 @@ class Session:
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self.group.rank == 0:
             has_news = was_done < self._state.boundary_done_step  # which a file of this step lacks
-            self._saving.finish(reason.value, compare_s=self._guard.compared_s, has_news=has_news)
+            compare_s = self._guard.compared_s
+            refusal = self._durable.end(reason, compare_s=compare_s, has_news=has_news)
+            if refusal is not None:
+                raise FaultError(refusal)
             self._count_done()
         return True
 

@@ -43,8 +43,7 @@ class TrainState:
     """Owns model, optimizer, scaler, EMA, loss monitor and counters of one rank.
 
     ``committed_step`` counts the optimizer steps applied; :data:`EMPTY_STEP` means that this process
-    has not loaded anything and must receive its state before it trains. ``before_change`` returns
-    once nobody reads the steady tensors in the background; whoever changes them calls it first.
+    has not loaded anything and must receive its state before it trains.
     ``buffers`` are those of the last commit once dropped: what forward made of a bad batch is forgotten.
     """
 
@@ -95,7 +94,8 @@ class TrainState:
             0  # up to where evaluations and saves that were due have been made
         )
         self.changes: tuple[str, ...] = ()  # of how its steps were computed, over all launches
-        self.before_change: Callable[[], None] = _nobody_reads
+        # Each returns once its copy no longer reads the steady tensors.
+        self.readers: list[Callable[[], None]] = []
         self.buffers = Buffers(model)
         self.side = side or SideState(model)
         self.is_rehearsed = False  # what a step changes has been looked at, by this launch
@@ -115,6 +115,11 @@ class TrainState:
         self._made_with = self._flags()
         self._parameters = list(model.parameters())
         self._modules = list(model.modules())
+
+    def before_change(self) -> None:
+        """Return once nobody reads the steady tensors in the background; whoever changes them calls it first."""
+        for released in self.readers:
+            released()
 
     @property
     def own_step(self) -> int:
@@ -484,7 +489,3 @@ def _with_rate_of(options: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
 def _numbered(name: str, place: int) -> str:
     """The name of a parameter in the optimizer of this place, among those that have it."""
     return f"{name} #{place + 1}" if place else name
-
-
-def _nobody_reads() -> None:
-    """What ``before_change`` is until somebody does."""

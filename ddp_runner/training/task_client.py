@@ -64,7 +64,8 @@ class TaskClient:
         agree_on_tuning(
             group,
             self._parts,
-            changed=self._changed_tuning or (recalled(self._parts) if is_first else None),
+            changed=self._changed_tuning
+            or (recalled(self._parts.state, self._runtime) if is_first else None),
             short_of_memory_in=self._short_of_memory_in,
         )
         self._changed_tuning, self._short_of_memory_in = None, ""
@@ -81,7 +82,9 @@ class TaskClient:
             return fault  # this process ends, and the next one asks for less
         self._steps = None  # of the generation that was left
         free_memory()
-        changed = change_tuning(self._parts, fault, samples=self._parts.loader.share_samples)
+        changed = change_tuning(
+            self._parts.state, self._runtime, fault, samples=self._parts.loader.share_samples
+        )
         if changed is None:
             return beyond_repair(fault, self._parts.settings.ddp)
         self._changed_tuning = changed
@@ -103,7 +106,7 @@ class TaskClient:
             # The report is of the weights before it: a sample may change them.
             with swapped_in(parts.state.model, best):
                 report = replace(report, sample=helpers.sample(parts.state.model))
-        agree_on_weights(group, parts, report.weights_sha256)
+        agree_on_weights(group, parts.state, self._runtime, report.weights_sha256)
         if reason is StopReason.COMPLETED:
             parts.drills.conclude(group)
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())

@@ -75,7 +75,7 @@ class TaskSteps:
         state.train_unfrozen()
         self._first = FirstStep(parts, group)
         if isinstance(self._loader, ShardLoader):
-            guard.on_went_back = self._go_back
+            guard.went_back.append(self._go_back)
             with waiting_for_peers(parts.runtime.slot):
                 self._loader.agree(group, step=state.committed_step)
         if not self.at_end:

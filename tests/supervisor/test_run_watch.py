@@ -271,7 +271,7 @@ def test_a_line_of_an_evaluation_has_its_own_figures_alone():
 
     outputs = Outputs()
     recorder = Recorder(outputs, facts=RunFacts(), published=None, clock=Clock())
-    recorder.figures_of = lambda rank: {"cpu_share": 0.5 + rank}
+    recorder.readings.append(lambda rank: {"cpu_share": 0.5 + rank})
     recorder.metrics(3, 1, {"loss": 2.0, "step_s": 0.1})
     recorder.metrics(3, 1, {"validation_loss": 2.0})
     assert outputs.lines == [

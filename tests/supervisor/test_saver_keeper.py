@@ -223,7 +223,7 @@ def test_an_order_that_ends_every_saver_is_given_up(simulate, monkeypatch):
     ordered(run, 20)
     for number in range(3):
         assert heard == []
-        run.run_until(lambda: run.rank(SAVER) is not None and run.node.saver.is_ready)
+        run.run_until(lambda: run.rank(SAVER) is not None and run.helper(roles.SAVER).is_ready)
         run.kill(SAVER)
         run.run_until(lambda: len(run.events("saver_ended")) == number + 1)  # noqa: B023 - at once
     assert heard == [(0, "CopyWritten", 20)]
@@ -234,7 +234,9 @@ def test_where_nobody_writes_the_rank_hears_so(simulate, monkeypatch):
     """One that cannot start is no reason to give a save up; nor is it waited for all the time."""
     run = simulate(steps=6000)
     run.savers_start = False
-    run.run_until(lambda: run.node.saver is not None and run.node.saver.pid is not None)
+    run.run_until(
+        lambda: run.helper(roles.SAVER) is not None and run.helper(roles.SAVER).pid is not None
+    )
     heard = heard_by_ranks(run, monkeypatch)
     ordered(run, 20)
     run.pass_time(18)
@@ -256,7 +258,7 @@ def test_savers_that_end_before_they_are_ready_fail_no_save(simulate, monkeypatc
         run.kill(SAVER)
         run.run_until(lambda: len(run.events("saver_ended")) == number + 1)  # noqa: B023 - at once
         run.savers_start = number == 3
-    run.run_until(lambda: run.node.saver is not None and run.node.saver.is_ready)
+    run.run_until(lambda: run.helper(roles.SAVER) is not None and run.helper(roles.SAVER).is_ready)
     run.supervisor.advance()
     assert heard == []
     answered(run, order)

@@ -37,7 +37,7 @@ class Bench:
         self.state = build_state()
         self.state.begun_step = 0
         self.releases = 0
-        self.state.before_change = self._count
+        self.state.readers.append(self._count)
         runtime = SimpleNamespace(
             is_watched=is_watched,
             rank_info=SimpleNamespace(rank=0, world_size=1),

@@ -25,6 +25,7 @@ from ddp_runner.core.save_policy import SavePolicy
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.components.loss_monitor import Verdict
+from ddp_runner.training.durable import Trust
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.runtime import LocalRuntime
 from ddp_runner.training.step import StepResult
@@ -380,14 +381,12 @@ def _trace(me, port, norms, waits, batches=((), ())):
     runtime = SimpleNamespace(
         slot=slot, logger=logger, rank_info=rank_info, report=lambda message: None
     )
-    parts = SimpleNamespace(
-        settings=from_flat({}),
-        state=build_state(),
-        store=None,
-        workload=None,
-        saving=None,
-        runtime=runtime,
-    )
+    parts = {
+        "settings": from_flat({}),
+        "state": build_state(),
+        "durable": None,
+        "runtime": runtime,
+    }
 
     def recompute():
         slot.stamp(Phase.BACKWARD, 1)
@@ -403,7 +402,7 @@ def _trace(me, port, norms, waits, batches=((), ())):
     with join(me, port) as group:
         if waits and me.rank == 0:
             watcher.start()
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(group, **parts)
         assert not guard.skipped(
             _broken_step(), Verdict.CONTINUE, list(batches[me.rank]), recompute=recompute
         )
@@ -450,32 +449,28 @@ class Verdicts:
 
     def __init__(self, wait):
         self.said, self.waited_s, self._wait = [], [], wait
-        self.compared = self.waited_s.append
+        self._is_judged = False
 
     def copies_of(self, tensors):
         self._wait()
         return tensors
 
-    def prove(self):
-        self.said.append("prove")
-
-    def drop(self):
-        self.said.append("drop")
-        return True
-
-    @property
-    def policy(self):
-        return SimpleNamespace(put_off=lambda: self.said.append("put off"))
+    def judge(self, trust, *, compare_s=None):
+        if not self._is_judged:
+            self.said.append(trust)
+        self._is_judged = True
+        if compare_s is not None:
+            self.waited_s.append(compare_s)
 
 
 def _late_hash(me, port, every, odd):
     """Rank 1's hash comes when it is told to; ``odd`` ranks have another weight than the others."""
     slot, state = make_slot(), build_state()
     saving = Verdicts(wait=me.hear if me.rank == 1 else lambda: None)
-    parts = SimpleNamespace(
-        settings=from_flat({"replica_check_steps": every}), state=state, store=None, workload=None, saving=saving,
-        runtime=SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank)),
-    )  # fmt: skip
+    parts = {
+        "settings": from_flat({"replica_check_steps": every}), "state": state, "durable": saving,
+        "runtime": SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank)),
+    }  # fmt: skip
     if me.rank in odd:
         with torch.no_grad():
             state.model[3].bias[0] += 1.0
@@ -487,7 +482,7 @@ def _late_hash(me, port, every, odd):
         me.say("waits")
 
     with join(me, port) as group:
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(group, **parts)
         assert guard.may_commit(), "nothing is compared at most steps"
         guard.begin_comparison()
         slot.stamp(Phase.BACKWARD, 1)
@@ -521,16 +516,16 @@ def _written_while_hashed(me, port, odd):
     is_late = me.rank == 1 and not odd
     saving = Verdicts(wait=may_answer.wait if is_late else lambda: None)
     logger = SimpleNamespace(info=lambda text, **_: logged.append(text))
-    parts = SimpleNamespace(
-        settings=from_flat({"replica_check_steps": 500}), state=state, store=None, workload=None, saving=saving,
-        runtime=SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank), logger=logger),
-    )  # fmt: skip
+    parts = {
+        "settings": from_flat({"replica_check_steps": 500}), "state": state, "durable": saving,
+        "runtime": SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank), logger=logger),
+    }  # fmt: skip
     if me.rank in odd:
         with torch.no_grad():
             state.model[3].weight[0] += 1.0
     state.committed_step = state.boundary_done_step = 7
     with join(me, port) as group:
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(group, **parts)
         guard.begin_comparison()
         if not is_late:
             guard._hashing._ended.wait()
@@ -548,7 +543,7 @@ def test_what_forward_first_writes_while_hashed_is_no_difference():
     """The ranks have it alike once it is written. It is followed; the save, perhaps torn, is put off."""
     with hosted_store() as port:
         first, second = run_ranks(_written_while_hashed, 2, port, ())
-    said = ["drop", "put off"]
+    said = [Trust.UNKNOWN]
     assert first == (True, said, ["3.bias"], 1, False)
     assert second == (True, said, ["3.bias"], 0, False)
 
@@ -564,7 +559,7 @@ def test_a_rank_that_differs_besides_is_found_all_the_same():
 def test_who_waits_for_another_s_hash_is_not_late_itself():
     """Rank 1 alone stands in the comparison; what training has waited is counted, once."""
     for outcome, said, waited_s, compared_s, done_step in _verdicts(2):
-        assert (outcome, said, done_step) == (True, ["prove"], 7)
+        assert (outcome, said, done_step) == (True, [Trust.SOUND], 7)
         assert len(waited_s) == 1
         assert 0 < compared_s == pytest.approx(waited_s[0])
 
@@ -574,7 +569,7 @@ def test_of_ranks_that_differ_only_what_the_majority_has_is_saved():
     usual, odd, other = _verdicts(3, odd=(1,))
     assert odd[:2] == (FaultKind.REPLICA_DIVERGED, [])
     for outcome, said, _, _, done_step in (usual, other):
-        assert (outcome, said, done_step) == (FaultKind.COLLECTIVE_FAILED, ["prove"], 6)
+        assert (outcome, said, done_step) == (FaultKind.COLLECTIVE_FAILED, [Trust.SOUND], 6)
 
 
 class _Reading:
@@ -606,17 +601,17 @@ def _held_up(me, port):
         if me.rank != 1 and key.startswith("odd"):
             me.say("waits")
 
-    parts = SimpleNamespace(
-        settings=from_flat({}), state=state, store=None, workload=None, saving=Verdicts(wait=lambda: None),
-        runtime=SimpleNamespace(slot=make_slot(), rank_info=SimpleNamespace(rank=me.rank)),
-    )  # fmt: skip
+    parts = {
+        "settings": from_flat({}), "state": state, "durable": Verdicts(wait=lambda: None),
+        "runtime": SimpleNamespace(slot=make_slot(), rank_info=SimpleNamespace(rank=me.rank)),
+    }  # fmt: skip
     if me.rank == 1:
         with torch.no_grad():
             state.model[3].bias[0] += 1.0
     state.committed_step = state.boundary_done_step = 7
     with join(me, port) as group:
         group._store = _Reading(group._store, before)
-        guard = NumericsGuard(parts, group)
+        guard = NumericsGuard(group, **parts)
         guard.begin_comparison()
         with pytest.raises(FaultError) as caught:
             guard.may_commit()
@@ -640,7 +635,7 @@ def test_the_majority_leaves_when_the_odd_one_knows():
 def test_where_nothing_is_compared_a_save_is_as_good_as_proven():
     """At once: nobody hashes, nobody waits."""
     for outcome, said, waited_s, compared_s, _ in _verdicts(2, every=0):
-        assert (outcome, said, waited_s, compared_s) == (True, ["prove"], [], 0)
+        assert (outcome, said, waited_s, compared_s) == (True, [Trust.SOUND], [], 0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ddp_runner.core.checkpoint_interval import CopyInterval
 from ddp_runner.core.messages import RepairedInPlace
 from ddp_runner.training import guard
 from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.training.durable import Keep, Trust
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import COPY_VOTE, agreed_save
 from tests.checkpoint.states import facts_of
@@ -58,8 +59,8 @@ def _copied_and_taken(me, folder):
     del me
     found, paths = files()
     held = []
-    ended = Saving.finish
-    Saving.finish = lambda self, reason, **named: (
+    ended = Saving.end
+    Saving.end = lambda self, reason, **named: (
         held.append(slots_on(found).newest_step) or ended(self, reason, **named)
     )
     first, _ = trainer(settings(folder / "first", **NO_FILES, memory_every=5), paths)
@@ -129,16 +130,16 @@ def _rolled_back(me, folder):
     config = settings(
         folder, **NO_FILES, memory_every=2, max_errors_per_epoch=1, **{"task.nan_at": "7+8"}
     )
-    before, seen, restored = [], [], guard.restore_newest
-    forget = Saving.forget_copies
+    before, seen, restored = [], [], Saving.give_back
+    forget = Saving.forget
 
     def look(self):
         before.append(slots_on(found).newest_step)
         forget(self)
 
-    def restore(*all_):
+    def restore(self):
         seen.append(slots_on(found).newest_step)
-        return restored(*all_)
+        restored(self)
 
     exchange = guard.NumericsGuard._exchange
 
@@ -148,7 +149,7 @@ def _rolled_back(me, folder):
         return exchange(self, name, value)
 
     guard.NumericsGuard._exchange = meet
-    Saving.forget_copies, guard.restore_newest = look, restore
+    Saving.forget, Saving.give_back = look, restore
     made, runtime = trainer(config, paths)
     made.train()
     (fault,) = runtime.of(RepairedInPlace)
@@ -179,18 +180,18 @@ def _saves_with_copies(me, folder, room_bytes):
         ("file", "copy", "copy dropped", "file dropped", "copy"), start=1
     ):
         state.committed_step = step
-        saving.copy() if reason.startswith("copy") else saving.due()
-        was_file = saving.drop() if reason.endswith("dropped") else saving.prove()
+        saving.keep(Keep.COPY if reason.startswith("copy") else Keep.FILE)
+        saving.judge(Trust.UNKNOWN if reason.endswith("dropped") else Trust.SOUND)
         state.before_change()
         saving.settle()
-        seen.append((slots_on(found).newest_step, was_file))
+        seen.append((slots_on(found).newest_step, saving.policy.is_put_off))
     return seen, runtime.saved_steps, runtime.log()
 
 
 def test_each_file_leaves_a_copy_and_a_copy_no_file(tmp_path):
     """What is dropped leaves the one before; only a file that is dropped is to be made up for."""
     seen, saved, log = run_ranks(_saves_with_copies, 1, tmp_path, 2**40)[0]
-    assert seen == [(1, None), (2, None), (2, False), (2, True), (5, None)]
+    assert seen == [(1, False), (2, False), (2, False), (2, True), (5, True)]
     assert saved == [1]
     assert "no room" not in log
 
@@ -198,7 +199,7 @@ def test_each_file_leaves_a_copy_and_a_copy_no_file(tmp_path):
 def test_without_room_for_two_copies_there_is_one_for_files(tmp_path):
     """It is said once, with what would end that; files are saved as ever."""
     seen, saved, log = run_ranks(_saves_with_copies, 1, tmp_path, 1_000_000)[0]
-    assert seen == [(None, None)] * 2 + [(None, False), (None, True), (None, None)]
+    assert seen == [(None, False)] * 3 + [(None, True)] * 2
     assert saved == [1]
     assert log.count("no room in memory for 2 copies of the state") == 1
     assert "checkpoint.memory_every=0" in log
@@ -268,7 +269,7 @@ def _begun_with(me, folder, ages_s):
     now_s = time.time()
     for one, age_s in zip(found, ages_s or (), strict=False):
         os.utime(one, (now_s - age_s, now_s - age_s))
-    return saving_on(folder, paths).asks_copy()
+    return saving_on(folder, paths).vote(is_asked=False).copy
 
 
 @pytest.mark.parametrize(
@@ -283,11 +284,11 @@ def _asks(me, folder, every, has_memory):
     del me
     _, paths = files()
     saving = saving_on(folder, paths if has_memory else (), memory_every=every)
-    found = [saving.asks_copy()]
+    found = [saving.vote(is_asked=False).copy]
     saving.policy._copies.began(now_s=time.monotonic() - pacing.FIRST_COPY_S - 1)
     for step in (6, 9):
         saving._state.committed_step = step
-        found.append(saving.asks_copy())
+        found.append(saving.vote(is_asked=False).copy)
     return found
 
 

@@ -62,7 +62,7 @@ def test_nothing_is_written_over_while_a_save_reads_it():
     """The same wait as before a step."""
     state = build_state()
     waited = []
-    state.before_change = lambda: waited.append(True)
+    state.readers.append(lambda: waited.append(True))
     state.committed_step = EMPTY_STEP
     assert state.to_write_over() is not None
     assert waited

@@ -14,7 +14,7 @@ from ddp_runner.training.components.tensor_hash import tensor_hash
 from tests.processes import poll, run_ranks
 
 from .building import build_state
-from .test_saving import RecordingRuntime, make_saving
+from .test_saving import RecordingRuntime, due, make_saving
 
 
 class Lines:
@@ -70,8 +70,7 @@ def saving_of(lines, folder, state, *, owed=None, **how):
 
 def save(saving, state, step):
     state.committed_step = step
-    saving.due()
-    saving.prove()
+    due(saving)
     state.before_change()
 
 
@@ -104,12 +103,12 @@ def _taken_over(me, folder):
     poll(lambda: lines.ordered, what="an order")
     saving, runtime, _ = saving_of(lines, folder, build_state(), owed=lines.ordered[0])
     saving._state.committed_step = 3
-    saving.take_over()
+    owed = saving.lead(is_leader=True)
     busy = saving._saver.is_busy
-    makes_up = saving.has_to_make_up(), saving.asks_copy()
+    makes_up = owed.is_due, saving.vote(is_asked=False).copy
     lines.writes.set()
     saving.settle()
-    saving.take_over()
+    saving.lead(is_leader=True)
     return busy, makes_up, runtime.saved_steps, saving._saver.is_busy, lines.written
 
 

@@ -16,10 +16,12 @@ from ddp_runner.checkpoint.snapshot import Snapshot
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import NotSaved, Saved
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training import saving as training_saving
+from ddp_runner.training.durable import Keep, Trust
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.saving import Saving
@@ -110,13 +112,18 @@ def hold(owner, name, gate):
 
 def due(saving):
     """A save comes due of a state that is known to be sound."""
-    saving.due()
-    saving.prove()
+    saving.keep(Keep.FILE)
+    saving.judge(Trust.SOUND)
+
+
+def wants_file(saving):
+    """Whether the rank that leads votes for a save."""
+    return saving.vote(is_asked=False).file
 
 
 def boundary(saving):
     """What a session does between two steps, were there no ranks to compare."""
-    if saving.asks():
+    if wants_file(saving):
         due(saving)
 
 
@@ -143,14 +150,10 @@ def _save_beside_a_step(me, port, folder, waits):
         at_once = _loaded(store)
         hold(Snapshot, "copy_steady", gate)
         due(saving)
-        waiting = state.before_change
-
-        def before_change():
-            if waits:
-                gate.open()
-                waiting()
-
-        state.before_change = before_change
+        if waits:
+            state.readers.insert(0, gate.open)
+        else:
+            state.readers.clear()
         _step(stepper, state)
         gate.open()
         saving.settle()
@@ -291,7 +294,7 @@ def _keeps(me, folder, fails):
     due(saving)
     saving.settle()
     state.committed_step = 2
-    saving.keep(is_calm=True)
+    saving.keep(Keep.BEST)
     return tried, runtime.saved_steps, [entry.step for entry in store.catalog.entries()]
 
 
@@ -353,7 +356,10 @@ def _put_off_behind_one_that_fails(me, folder, asked):
     if asked:
         saving.policy.ask()
     gate.open()
-    poll(lambda: saving.asks() or "training goes on" in runtime.log(), what="the end of the first")
+    poll(
+        lambda: wants_file(saving) or "training goes on" in runtime.log(),
+        what="the end of the first",
+    )
     for step in (3, 4, 5):
         state.committed_step = step
         boundary(saving)  # what was put off
@@ -491,22 +497,27 @@ def _saves_of_doubtful_states(me, folder, room_bytes):
     saving, runtime, store = make_saving(folder, state, room_bytes=room_bytes, save_every_steps=1)
 
     def drop():
-        assert saving.drop()
-        saving.policy.put_off()
+        assert saving._saver.undecided
+        saving.judge(Trust.UNKNOWN)
+
+    def prove():
+        saving.judge(Trust.SOUND)
 
     def look():
-        seen.append((sorted(path.name for path in store.directory.glob("*.pt")), saving.asks()))
+        seen.append(
+            (sorted(path.name for path in store.directory.glob("*.pt")), wants_file(saving))
+        )
 
-    for step, decide in enumerate((saving.prove, drop, saving.prove, drop), start=1):
+    for step, decide in enumerate((prove, drop, prove, drop), start=1):
         state.committed_step = step
-        saving.due()
+        saving.keep(Keep.FILE)
         saving.copies_of({})  # returns once a copy is made: without the verdict it would be written
         look()
         decide()
         state.before_change()
         saving.settle()
         look()
-    makes_up = saving.has_to_make_up()
+    makes_up = saving.lead(is_leader=True).is_due
     boundary(saving)
     saving.settle()
     return seen, makes_up, runtime.saved_steps, runtime.log()
@@ -534,13 +545,11 @@ def _saves_what_was_dropped(me, folder):
     state = build_state()
     saving, runtime, _ = make_saving(folder, state, save_every_steps=1)
     state.committed_step = 1
-    saving.due()
+    saving.keep(Keep.FILE)
     thread = saving._saver._save._thread
-    assert saving.drop()
-    saving.policy.put_off()
+    saving.judge(Trust.UNKNOWN)
     thread.join()
-    saving.due()
-    saving.prove()
+    due(saving)
     saving.settle()
     return runtime.saved_steps
 
@@ -597,7 +606,7 @@ def _takes_over(me, folder, generation, age_s):
             os.utime(path, (time.time() - age_s,) * 2)
     state.committed_step = 5
     runtime.slot.set(Cell.GENERATION, generation)
-    assert not saving.has_to_make_up()
+    assert not saving.lead(is_leader=True).is_due
     boundary(saving)
     saving.settle()
     return runtime.saved_steps
@@ -622,16 +631,15 @@ def _saves_after_comparisons(me, folder):
     state = build_state()
     saving, runtime, _ = make_saving(folder, state)
     state.committed_step = 3
-    saving.due()
-    saving.prove()
-    saving.compared(1000.0)
-    saving.compared(7000.0)
+    saving.keep(Keep.FILE)
+    saving.judge(Trust.SOUND, compare_s=1000.0)
+    saving.judge(Trust.SOUND, compare_s=7000.0)
     saving.settle()
     state.committed_step = 4
     due(saving)
     saving.settle()
     state.committed_step = 5
-    saving.finish("stopped", compare_s=2000.0)
+    assert saving.end(StopReason.PREEMPTED, compare_s=2000.0) is None
     lines = [line for line in runtime.log().splitlines() if "saved " in line]
     return lines, runtime.waited_s
 
@@ -659,7 +667,7 @@ def _cannot_save_alone(_me, _port, folder, is_of_disk):
         raise RuntimeError("an error of its device")
 
     state.capture = refuse
-    saving.save_alone()
+    assert saving.end(None) is not None
     return [(one.step, one.is_its_own) for one in runtime.not_saved]
 
 

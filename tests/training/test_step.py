@@ -298,11 +298,11 @@ def _abort_before_the_commit(me, port, ends_in_silence):
             stepper = build_stepper(
                 state, replica, rank=me.rank, world_size=me.world_size, slot=slot
             )
-            state.before_change = switch.trip
+            state.readers.append(switch.trip)
             stepper.run(micro_batches(0, me.rank), votes=NO_VOTES)
     except ConnectionError as error:
         outcome = str(error)
-    state.before_change = lambda: None
+    state.readers.clear()
     state.drop_unfinished_step()
     return outcome, slot.get(Cell.DIRTY), bits_of(state) == before
 

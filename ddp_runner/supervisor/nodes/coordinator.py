@@ -81,7 +81,6 @@ class CoordinatorSupervisor(Supervisor):
         self._begun_s = self._clock.monotonic()
         # Node -> its first loss since it last trained: one that is lost while it starts gets no new patience.
         self._lost_since_s: dict[int, float] = {}
-        self.start.waits_for = self._waits_for
 
     def _waits_for(self) -> str:
         there = 1 + sum(node.is_there for node in self._others)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ddp_runner.core import events
 from ddp_runner.core.helper_roles import AFTER_SAVE
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Keeper
@@ -52,6 +53,11 @@ class AfterSave:
     def is_owed(self) -> bool:
         """Whether a command runs, or is still to be run."""
         return self._keeper.process is not None or bool(self._next)
+
+    def take(self, event: events.Event) -> None:
+        """Observe the run: each checkpoint is one that the command is run for."""
+        if isinstance(event, events.CheckpointSaved):
+            self.saved(event.path)
 
     def saved(self, path: str) -> None:
         """There is a checkpoint, for which the command is to be run."""

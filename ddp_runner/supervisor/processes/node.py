@@ -18,7 +18,7 @@ from typing import Any
 from ddp_runner import config
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.fork_specs import ForkKind, NothingMore, RankSpec, ScriptSpec, SpareSpec, Spec
-from ddp_runner.core.helper_roles import SAVER, SPARE, STANDBY, STORE, Role
+from ddp_runner.core.helper_roles import SPARE, STANDBY, STORE, Role
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
 from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
@@ -187,15 +187,6 @@ class Node:
     def start_store(self) -> None:
         """Fork a store host on the listening socket; ``StoreReady`` follows."""
         self.start_helper(STORE, NothingMore(), self.store_at.fileno())
-
-    @property
-    def saver(self) -> Helper | None:
-        """The process that writes checkpoints."""
-        return self.helper(SAVER)
-
-    def start_saver(self) -> None:
-        """Fork the process that writes checkpoints; ``SaverReady`` follows."""
-        self.start_helper(SAVER, self.shared.saver_spec(self._plan))
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none: the spare, or else a fork, which is owed then."""

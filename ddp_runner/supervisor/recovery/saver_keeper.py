@@ -1,21 +1,22 @@
-"""Keeps the process that writes checkpoints, and what it is to write: starts it, replaces it, ends one that is stuck."""
+"""Keeps what the process that writes checkpoints is owed: gives it the orders, ends one that is stuck over one.
+
+When one is started, and when the next one follows, is its role's to say.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
 from ddp_runner.core import events
+from ddp_runner.core.helper_roles import SAVER
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, CopyWritten, Forked, WriteCopy
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Helper
+from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_host import Notes
 
-# After one that could not be forked, or ended at once; doubled with each that does so
-PAUSE_S = 1.0
-PAUSE_MAX_S = 60.0
-LIVED_S = 5.0  # and so was of use
 # While nobody is there to write: one that ended is replaced in a fraction of that
 PATIENCE_S = 20.0
 TRIES_MAX = 3  # of savers that end over one order
@@ -29,7 +30,8 @@ class SaverKeeper:
     """
 
     def __init__(self, plan: LaunchPlan, *, node: Node, recorder: Notes) -> None:
-        self._settings = plan.settings.recovery
+        self._plan = plan
+        self._keeper = Keeper(SAVER, node, stopped_max_s=plan.settings.recovery.stopped_max_s)
         self._node = node
         self._recorder = recorder
         self.owed: deque[WriteCopy] = deque()
@@ -37,10 +39,6 @@ class SaverKeeper:
         self._saving_rank = 0
         self._tries = 0  # savers that were given the first
         self._is_given = False  # to the present one
-        self._asked_at_s = 0.0
-        self._not_before_s = 0.0
-        self._ended_at_once = 0  # in a row
-        self._pause_s = PAUSE_S
         self._waits_since_s = 0.0  # for the answer, or for somebody who writes
         self._computed: int | None = None  # CPU time of the saver by then, in ticks
         self._was_refused = False
@@ -80,21 +78,19 @@ class SaverKeeper:
         """Start it once there is a world whose copies it may write; end one that is stuck."""
         if not self._node.shared.has_saver or not self._recorder.facts.ever_formed:
             return
-        saver = self._node.saver
-        if saver is None and self._node.can_fork and now_s >= self._not_before_s:
-            self._asked_at_s, self._not_before_s = now_s, now_s + PAUSE_S
-            self._node.start_saver()
+        self._keeper.look(now_s)
+        if self._keeper.is_due(now_s):
+            self._keeper.start(now_s, self._node.shared.saver_spec(self._plan))
         self._give()
         waits_s = now_s - self._waits_since_s if self.owed else 0.0
+        saver = self._keeper.process
         if self._is_given and saver is not None:
             self._end_if_stuck(saver, waits_s, now_s)
         elif waits_s > PATIENCE_S:
             self._nobody_writes(now_s)
-        if self._node.helper_stopped_s(saver, now_s) > self._settings.stopped_max_s:
-            self._node.kill(saver)
 
     def _end_if_stuck(self, saver: Helper, waits_s: float, now_s: float) -> None:
-        limit_s = self._settings.checkpoint_timeout_s
+        limit_s = self._plan.settings.recovery.checkpoint_timeout_s
         if waits_s <= limit_s:
             return
         if self._does_nothing(saver):
@@ -102,12 +98,12 @@ class SaverKeeper:
                 f"the process that writes checkpoints has done nothing for {limit_s:g} s: it is ended",
                 level="WARNING",
             )
-            self._node.kill(saver)
+            self._keeper.kill()
         self._wait_from(now_s)
 
     def _give(self) -> None:
         """Hand the first to the saver, once that is ready for it."""
-        saver = self._node.saver
+        saver = self._keeper.process
         if self.owed and not self._is_given and saver is not None and saver.give(self.owed[0]):
             self._is_given, self._tries = True, self._tries + 1
 
@@ -115,7 +111,7 @@ class SaverKeeper:
         self._node.send(rank, answer)
 
     def _wait_from(self, now_s: float) -> None:
-        self._waits_since_s, saver = now_s, self._node.saver
+        self._waits_since_s, saver = now_s, self._keeper.process
         pid = None if saver is None else saver.pid
         self._computed = None if pid is None else self._node.system.cpu_ticks(pid)
 
@@ -139,6 +135,7 @@ class SaverKeeper:
     def was_forked(self, forked: Forked, now_s: float) -> None:
         """The zygote's answer to its fork; without it a rank writes by itself."""
         if forked.pid == NO_PROCESS:
+            self._keeper.refused(now_s)
             self._nobody_writes(now_s)
             if not self._was_refused:
                 self._was_refused = True
@@ -149,12 +146,7 @@ class SaverKeeper:
 
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
         """It was reaped: no fault of the run, whose copies another one goes on with."""
-        if now_s > self._asked_at_s + LIVED_S:
-            self._not_before_s, self._ended_at_once, self._pause_s = now_s, 0, PAUSE_S
-        else:
-            self._not_before_s = max(self._not_before_s, self._asked_at_s + self._pause_s)
-            self._ended_at_once += 1
-            self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
+        self._keeper.ended(now_s)
         step = self.owed[0].step if self.owed else -1
         said = output.splitlines()[-1] if output else ""
         self._recorder.record(
@@ -168,7 +160,7 @@ class SaverKeeper:
             self._refuse("other", text, now_s)
         self._is_given = False
         self._wait_from(now_s)
-        if self._ended_at_once > 1:
+        if self._keeper.tries.failures > 1:
             return  # said of the first one
         goes_on = "" if step < 0 else f", and goes on with that of step {step}"
         self._recorder.say(

@@ -38,6 +38,12 @@ class Evaluated:
     figures: Mapping[str, float]
 
 
+def _no_host(rank: int) -> str:
+    """Return no name: there is one machine."""
+    del rank
+    return ""
+
+
 class Recorder:
     """Owned by the supervisor's loop. Hands each event to its sinks: facts, accounting, journal and console.
 
@@ -45,8 +51,15 @@ class Recorder:
     """
 
     def __init__(
-        self, outputs: Outputs, *, facts: RunFacts, published: Published, clock: Clock
+        self,
+        outputs: Outputs,
+        *,
+        facts: RunFacts,
+        published: Published,
+        clock: Clock,
+        host_of: Callable[[int], str] = _no_host,
     ) -> None:
+        """``host_of`` names the machine of a rank."""
         self.outputs = outputs
         self._clock = clock
         self.facts = facts
@@ -55,13 +68,11 @@ class Recorder:
         self._published = published
         self.losses = LossHistory()
         self.evaluated: Evaluated | None = None  # the newest of this launch and stage
-        self.on_saved: Callable[[str], None] = (
-            _nobody_asks  # with the path of each checkpoint, once
-        )
+        self.observers: list[Callable[[events.Event], None]] = []  # each hears every event, once
+        # Each gives figures of a rank that stand in a logged step beside what the rank has reported.
+        self.readings: list[Callable[[int], Mapping[str, float]]] = []
         self.took_over = False  # ranks with their memory, from a coordinator that was lost
-        self.host_of: Callable[[int], str] = _no_host  # of a rank
-        # What a logged step of a rank has beside what the rank has reported.
-        self.figures_of: Callable[[int], Mapping[str, float]] = _nothing_more
+        self._host_of = host_of
 
     @property
     def may_write(self) -> bool:
@@ -73,19 +84,19 @@ class Recorder:
         event = self._with_host(event.without(self.outputs.hidden))
         self.facts.take(event)
         self.accounting.take(event, now_s=self._clock.monotonic(), cause=cause)
-        if isinstance(event, events.CheckpointSaved):
-            self.on_saved(event.path)
-        elif isinstance(event, events.StageBegins):
+        if isinstance(event, events.StageBegins):
             self.evaluated = None  # its data is another
+        for observer in self.observers:
+            observer(event)
         return self._event_log.take(event, cause=cause)
 
     def _with_host(self, event: events.Event) -> events.Event:
         """Name the machine of a fault that a rank has reported itself."""
         match event:
             case events.Fault(host="", rank=rank) | events.FaultTolerated(host="", rank=rank):
-                return replace(event, host=self.host_of(rank))
+                return replace(event, host=self._host_of(rank))
             case events.RepairedInPlace(fault=fault):
-                return replace(event, fault=replace(fault, host=self.host_of(fault.rank)))
+                return replace(event, fault=replace(fault, host=self._host_of(fault.rank)))
             case _:
                 return event
 
@@ -110,8 +121,11 @@ class Recorder:
         if LOSS in values:
             self.losses.add(step, values[LOSS])
         is_step = STEP_SECONDS in values  # an evaluation's line has its own figures alone
-        more = self.figures_of(rank) if is_step else {}
-        if not is_step:
+        more: dict[str, float] = {}
+        if is_step:
+            for reading in self.readings:
+                more.update(reading(rank))
+        else:
             self.evaluated = Evaluated(step=step, figures=dict(values))
         self.outputs.metrics(step, rank, {**values, **more}, stage=self.facts.stage)
 
@@ -201,23 +215,6 @@ class Recorder:
         for repaired, cause in repairs:
             self.record(repaired, cause=cause)
         self.saved_unreported()
-
-
-def _nothing_more(rank: int) -> Mapping[str, float]:
-    """What ``figures_of`` is while nobody looks."""
-    del rank
-    return {}
-
-
-def _no_host(rank: int) -> str:
-    """What ``host_of`` is with one machine."""
-    del rank
-    return ""
-
-
-def _nobody_asks(path: str) -> None:
-    """What ``on_saved`` is until somebody does."""
-    del path
 
 
 # The faults of launches whose ranks a coordinator has taken over, from the journal. Never

@@ -42,8 +42,16 @@ class Start:
     """Owned by the supervisor's loop; over when the first step is. Later starts are repairs."""
 
     def __init__(
-        self, facts: RunFacts, *, node: Node, world: World, recorder: Recorder, debug: bool
+        self,
+        facts: RunFacts,
+        *,
+        node: Node,
+        world: World,
+        recorder: Recorder,
+        debug: bool,
+        waits_for: Callable[[], str],
     ) -> None:
+        """``waits_for`` says in words what the run cannot begin without; empty: nothing."""
         self._facts = facts
         self._node = node
         self._world = world
@@ -58,7 +66,7 @@ class Start:
         self._zygote: _Follow | None = None
         self._rank: _Follow | None = None
         self._shown: set[str] = set()
-        self.waits_for: Callable[[], str] = lambda: ""  # what it cannot begin without, in words
+        self._waits_for = waits_for
 
     def imported(self, seconds: float) -> None:
         """The zygote has torch and the task."""
@@ -123,7 +131,7 @@ class Start:
         if self._formed_s is not None:
             is_made = self._committed_ns() or self._facts.generation > 1
             return "" if is_made else FIRST_STEP
-        if waits_for := self.waits_for():
+        if waits_for := self._waits_for():
             return waits_for
         if any(handle.state is RankState.FORMING for handle in ranks):
             return FORMING

@@ -83,7 +83,6 @@ class Drills:
         memory: MemoryManager,
         runtime: Runtime,
     ) -> None:
-        """After ``saving`` was made: both wait before the state changes."""
         is_wanted = runtime.is_watched and not changes_loss(
             settings.run.inject, world_size=runtime.rank_info.world_size
         )
@@ -100,8 +99,7 @@ class Drills:
         self._saver: BackgroundSaver | None = None  # of the state that is being written
         self._step = 0  # of that
         self._formed = (0, 0)  # generation, and the step that it began with
-        self._before_change = state.before_change
-        state.before_change = self._release_state
+        state.readers.append(self._release_state)
 
     @contextlib.contextmanager
     def beside(self, stepper: Stepper, group: Group) -> Iterator[None]:
@@ -212,7 +210,6 @@ class Drills:
 
     def _release_state(self) -> None:
         """Called before anything changes what a copy may still be reading."""
-        self._before_change()
         if self._saver is None or not self._saver.reads_state:
             return
         began_ns, slot = time.monotonic_ns(), self._runtime.slot

@@ -79,7 +79,7 @@ class LoopClient:
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on whether DDP looks for unused parameters."""
         state = self._parts.state
-        changed = self._changed or (recalled(self._parts) if is_first else None)
+        changed = self._changed or (recalled(state, self._runtime) if is_first else None)
         state.tuning = exchange_tuning(group, state.tuning, changed=changed)
         self._changed = None
         self._compare_data(group)
@@ -110,13 +110,13 @@ class LoopClient:
         free_memory()
         if fault.kind is FaultKind.OUT_OF_MEMORY:
             return replace(fault, may_retry=False)
-        self._changed = change_tuning(self._parts, fault, samples=1)
+        self._changed = change_tuning(self._parts.state, self._runtime, fault, samples=1)
         return fault if self._changed is not None else replace(fault, may_retry=False)
 
     def conclude(self, group: Group, reason: StopReason) -> None:
         """Make the report. Raises FaultError where the replicas ended with different weights."""
         report = report_of(self._parts, reason)
-        agree_on_weights(group, self._parts, report.weights_sha256)
+        agree_on_weights(group, self._parts.state, self._runtime, report.weights_sha256)
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
         self._runtime.report(finished_message(report, self._runtime.rank_info.rank))
         self.reason, self.report = reason, report
