@@ -128,6 +128,7 @@ MUTATIONS = (
         "duplicate = duplicate_if_connected(descriptor)",
         "duplicate = None",
         after="def _adopt_since(",
+        also="test_only_connections_made_inside_the_block_are_shut_down",
     ),
     _break("laid-out-by-model", "if not self.find_unused_parameters:", "if False:"),
     _break(
@@ -289,7 +290,12 @@ MUTATIONS = (
         '__import__("torch").rand(1)\n        if self._state.committed_step == step + 1:  # else',
         after="with stepper.noted() as notes:",
     ),
-    _break("put-back-whole", "self._lost.append(name)", "pass"),
+    _break(
+        "put-back-whole",
+        "self._lost.append(name)",
+        "pass",
+        also="test_what_changes_late_is_followed_or_reported",
+    ),
     _break(
         "put-back-whole",
         "if not (is_fresh and self._give_back(name, kept, giving)):",
@@ -335,9 +341,7 @@ MUTATIONS = (
     # data
     _break("given-once", "batches = self._take_again(step)", "batches = self._take_new(step)"),
     _break("same-stand-in", "draw = 0", "draw = len(self._bad)"),
-    _break(
-        "same-items", "if _are_others(self._mark.first", "if False and _are_others(self._mark.first"
-    ),
+    _break("same-items", "self._warn_of_others(READ_AGAIN)", "pass"),
     _break("stable-order", "_ROUNDS_OF_FEW if size < _FEW else _ROUNDS", "_ROUNDS"),
     _break("preloaded-draws-nothing", 'bool(getattr(dataset, "deterministic", False))', "True"),
     _break(
