@@ -194,6 +194,7 @@ MUTATIONS = (
         "reaped-first",
         "if handle.state is RankState.DEAD",
         "if handle.state in (RankState.DEAD, RankState.KILLING)",
+        also="test_a_killed_rank_that_never_ends_is_given_up_where_allowed",
     ),
     _break(
         "agree-then-abort",
@@ -398,7 +399,12 @@ MUTATIONS = (
     _break("publish-last", "os.fsync(directory)", "pass"),
     _break("own-host-judges", "if writer.is_foreign:", "if False:", after="def left_over("),
     _break("own-token", "if found.st_mode & _OF_OTHERS:", "if False:"),
-    _break("own-token", "if found.st_uid != os.geteuid():", "if False:"),
+    _break(
+        "own-token",
+        "if found.st_uid != os.geteuid():",
+        "if False:",
+        also="test_a_token_of_another_user_is_refused",
+    ),
     _break("only-the-holder", "lambda: holder_of(folder) == pid", "lambda: True"),
     _break("lock-of-now", "self.acquire()", "pass"),
     _break("proved-before-sent", "if not self.is_proved:", "if False:"),
