@@ -101,19 +101,36 @@ def run_block(block, folder, *, short=SHORT):
     return printed
 
 
+def run_in_a_row(blocks, folder):
+    """Run these Python blocks in one interpreter, which imports torch once, each with names of its own."""
+    lines = [
+        f"exec(compile({block.text!r}, {block.place!r}, 'exec'), {{'__name__': '__main__'}})\n"
+        for block in blocks
+    ]
+    if lines:
+        run_block(Block(blocks[0].place, "", "python", "".join(lines)), folder)
+    blocks.clear()
+
+
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)  # some fifteen launches
 def test_every_documented_command_works_one_after_the_other_in_one_folder(tmp_path):
     """Nobody who types what is written is refused for what was written before it."""
     folder = checkout(tmp_path)
-    ran = []
+    ran, in_a_row = [], []
     for block in all_blocks():
         if block.mark.startswith(_SAVED):
+            run_in_a_row(in_a_row, folder)
             (folder / block.mark.removeprefix(_SAVED)).write_text(block.text, encoding="utf-8")
         elif block.is_code and not block.mark.startswith((_NOT_RUN, _RUN_BY)):
             assert not block.mark, f"{block.place}: what does {block.mark!r} mean?"
-            run_block(block, folder)
+            if block.language != "python":
+                run_in_a_row(in_a_row, folder)
+                run_block(block, folder)
+            else:
+                in_a_row.append(block)
             ran.append(block)
+    run_in_a_row(in_a_row, folder)
     languages = [block.language for block in ran]
     assert languages.count("python") >= 2
     assert len(languages) - languages.count("python") >= 3

@@ -429,6 +429,7 @@ def test_only_connections_made_inside_the_block_are_shut_down():
             left, right = socket.socketpair()
         switch.trip()
         with before, before_peer, inside, inside_peer, listening, left, right:
+            inside.settimeout(10)
             assert inside.recv(1) == b""
             before.sendall(b"x")
             assert before_peer.recv(1) == b"x"

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from ddp_runner.data.host_generators import generator_states
 from ddp_runner.data.preload.memory import (
+    Filling,
     OtherSamplesError,
     PreloadedDataset,
     SampleMemory,
@@ -427,6 +428,14 @@ def test_a_reader_that_is_killed_is_followed_by_another(memory, tmp_path):
     shared, plain = PreloadedDataset(memory), Counted()
     for index in range(100):
         assert_equal(shared[index], plain[index])
+
+
+def test_first_samples_that_are_not_counted_yet_are_none(memory):
+    """Whoever looks while they are written, or after their reader was killed at that, finds an empty file."""
+    os.pwrite(memory._descriptor, b"half of a sample", memory._data_begin)
+    assert memory.filling() == Filling()
+    read_into(memory, Counted())
+    assert memory.is_whole
 
 
 def test_a_fork_reads_as_its_parent_does(memory):

@@ -15,7 +15,6 @@ from ddp_runner.training.task import Datasets
 READ_NAME = "read"  # a line for each sample that was read: process, kind and index
 HOLD_NAME = "hold_reading"  # nobody reads HELD_SAMPLE while it is there
 HELD_SAMPLE = 20
-PACE_S = 0.02
 
 
 class Noted(torch.utils.data.Dataset):
@@ -59,10 +58,11 @@ class Huge(Noted):
 
 
 class PreloadedTask:
-    """``kind``: of its training data."""
+    """``kind``: of its training data; ``pace_s``: how long a step takes at least."""
 
-    def __init__(self, *, kind="noted"):
+    def __init__(self, *, kind="noted", pace_s=0.02):
         self.kind = kind
+        self._pace_s = pace_s
 
     def build_datasets(self):
         train = {
@@ -76,5 +76,5 @@ class PreloadedTask:
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
 
     def loss(self, model, batch):
-        time.sleep(PACE_S * model.training)
+        time.sleep(self._pace_s * model.training)
         return nn.functional.mse_loss(model(batch["x"]), batch["y"])

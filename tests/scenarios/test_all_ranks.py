@@ -44,9 +44,13 @@ class Moment(NamedTuple):
 # What a copy comes to in this order, and which of them is the last before it counts.
 IN_HAND = ("before room", "room", "half copied", "copied", "seal", "described", "half a header")
 FEW = (
+    Moment("startup"),
+    Moment("forming"),
     Moment("backward", 1),  # before there is any copy
     Moment("half copied", COPY_EVERY),  # of the first one
     Moment("half a header", COPY_EVERY + 1, also=("ddp:spare",)),
+    Moment("described", COPY_EVERY + 2),
+    Moment("optimizer", 13),
     Moment("commit", 14, rank=1),
     Moment("reading"),  # what is taken is still there
     Moment("sync_file", SAVE_EVERY),  # the first file
@@ -178,6 +182,7 @@ def test_a_supervisor_killed_amid_a_copy_leaves_the_disk_as_it_was(made_once, tm
     ask(tmp_path, 0, Moment("half copied", SAVE_EVERY + 1))
     with Run(tmp_path, *SETTINGS, *steps, world=WORLD, task=moments.TASK) as run:
         poll(lambda: moments.reached(tmp_path, 0), what=f"a copy: {run.console}")
+        run.wait_for_checkpoint(SAVE_EVERY)  # which the saver writes beside the steps since
         run.signal(signal.SIGKILL)
         run.assert_gone()
         run.assert_machine_clean()
@@ -189,6 +194,7 @@ def test_a_supervisor_killed_amid_a_copy_leaves_the_disk_as_it_was(made_once, tm
     assert run.digest == made_once(*plain, world=WORLD).digest
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_fifty_times_all_ranks_are_killed_in_one_run(made_once, tmp_path):
     """Each phase on either rank, each part of a copy, each write of a file, and who could help with them."""

@@ -15,7 +15,7 @@ import torch
 
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.training.components.tensor_hash import tensor_hash
-from tests.scenarios.conftest import filled_once
+from tests.scenarios.conftest import PATIENT, filled_once
 from tests.scenarios.harness import ROOT, Run
 
 RUN = (sys.executable, "-m", "ddp_runner", "run")
@@ -28,11 +28,14 @@ EXIT = "import os; os._exit(7)"
 
 
 def run_loop(folder, *words, world=2, options=(), loop=CLASSIFIER, **how):
-    """``run`` in ``folder``, with its logs and checkpoints below; see Run for what ``command`` is."""
+    """``run`` in ``folder``, with its logs and checkpoints below; see Run for what ``command`` is.
+
+    Without a word about it, a rank that a busy machine does not run for some seconds is no hang.
+    """
     return Run(
         folder,
         *("-l", Path(folder) / "logs", "-c", Path(folder) / "checkpoints"),
-        *("save_every_steps=9", "recovery.hang_min_s=3", *options, loop, *words),
+        *("save_every_steps=9", *PATIENT, *options, loop, *words),
         world=world,
         task=None,
         verb="run",
@@ -65,11 +68,11 @@ def plant(folder, **places):
 def fault_free(tmp_path_factory, worker_id):
     """What the program saves when nothing happens to it, by its words and the world.
 
-    That of the program without words starts as a person's does, all others as forks.
+    That of the program without words on two ranks starts as a person's does, all others as forks.
     """
 
     def of(*words, world=2, **how):
-        command = None if words else RUN
+        command = None if words or world != 2 else RUN
 
         def make(folder):
             with run_loop(folder, *words, world=world, command=command, **how) as run:
@@ -103,7 +106,7 @@ def test_ranks_are_lost_at_every_moment_of_a_step(tmp_path, fault_free, words):
         r0_s18_every=KILL,
         r1_s21_backward=STOP,
     )
-    with run_loop(tmp_path, *words) as run:
+    with run_loop(tmp_path, *words, options=("recovery.hang_min_s=3",)) as run:
         assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=8)
 
 
@@ -124,7 +127,6 @@ def test_survivors_keep_their_process_and_their_locals(tmp_path, fault_free):
         ("--accumulate", "2"),
         ("--fp16",),
         ("--swallow",),
-        ("--compile",),
         ("--behind",),
         ("--behind", "--find-unused"),
         ("--mixup",),
@@ -133,7 +135,6 @@ def test_survivors_keep_their_process_and_their_locals(tmp_path, fault_free):
         "accumulated",
         "scaled",
         "swallowing",
-        "compiled",
         "behind the block",
         "behind, find unused",
         "mixed before the block",
@@ -386,14 +387,15 @@ def test_what_breaks_in_a_dataloader_is_repaired(tmp_path, fault_free):
         assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=3)
 
 
-def test_survivors_compile_nothing_again(tmp_path):
+def test_a_compiled_loop_is_repaired_and_survivors_compile_nothing_again(tmp_path, fault_free):
     """Where a rank is replaced, and where a step is begun again: a process compiles each graph once."""
     plant(tmp_path, r1_s7_backward=KILL, r1_s13_forward=RAISE, r1_s16_update=KILL)
+    plant(tmp_path, r0_s20_update=KILL)
     with run_loop(tmp_path, "--compile") as run:
-        assert run.wait() == 0, run.console
-        ranks = {one["pid"]: one["rank"] for one in run.events("rank_formed")}
+        assert_as_if_nothing_happened(run, tmp_path, fault_free("--compile"), repaired=4)
+        first = next(one["pid"] for one in run.events("rank_formed") if one["rank"] == 0)
     compiled = re.findall(r"compiled by (\d+) at (\d+)", run.console)
-    of_rank_0 = [int(step) for pid, step in compiled if ranks[int(pid)] == 0]
+    of_rank_0 = [int(step) for pid, step in compiled if int(pid) == first]
     assert of_rank_0, run.console
     assert len(of_rank_0) == len(set(of_rank_0)), "one graph with gradients, one without"
     assert max(of_rank_0) <= 6, of_rank_0
@@ -442,7 +444,7 @@ def test_a_loop_and_a_task_train_the_same_weights(tmp_path):
     words += ("find_unused_parameters=true",)
     weights = []
     for name, harm in (("calm", ()), ("task", ("--inject", "kill:rank=1,step=9"))):
-        with Run(tmp_path / name, *words, *harm, task=f"{file}:Faces") as run:
+        with Run(tmp_path / name, *words, *PATIENT, *harm, task=f"{file}:Faces") as run:
             assert run.wait() == 0, run.console
             assert len(run.summary()["faults"]) == len(harm) // 2
         weights.append(trained(tmp_path / name))

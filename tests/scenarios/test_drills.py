@@ -157,11 +157,13 @@ def test_a_run_with_a_replacement_ends_once_a_drill_has_passed(fault_free, tmp_p
     assert " is waited for, 30 s at most: a rank was replaced" in run.console
 
 
-def test_a_run_that_ends_during_a_drill_does_not_wait_for_it(tmp_path):
-    """Nor does anything of it stay behind."""
+def test_a_drill_leaves_the_processors_to_the_run_and_is_not_waited_for(tmp_path):
+    """As far as the system lets it; where the run ends before it, nothing of it stays behind."""
     paced = ("drill_at=2", "task.pace_s=0.05")
     with Run(tmp_path, *SETTINGS, *paced, task=task("Lingers")) as run:
-        drill_of(run)
+        pid = drill_of(run)
+        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii").strip() == "1000"
         assert run.wait() == 0, run.console
     assert run.summary()["exact_proof"]["drilled"] == []
 
@@ -204,13 +206,3 @@ def test_fewer_ranks_drill_what_is_theirs(tmp_path):
     assert run.summary()["exact_proof"]["drilled"] == [2, 24], run.console
     [event] = run.events("drill")[1:]
     assert event["rank"] == 2  # the second of those that are left
-
-
-def test_a_drill_leaves_the_processors_to_the_run(tmp_path):
-    """As far as the system lets it."""
-    paced = ("drill_at=2", "task.pace_s=0.05")
-    with Run(tmp_path, *SETTINGS, *paced, task=task("Lingers")) as run:
-        pid = drill_of(run)
-        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
-        assert Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii").strip() == "1000"
-        assert run.wait() == 0

@@ -88,6 +88,7 @@ def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(fault_free, tmp_path
     assert_every_sample_once(run, 2, samples=192)
 
 
+@pytest.mark.slow  # that an exception restarts all: test_what_was_learnt_of_memory; the way back: above
 def test_torchrun_restarts_ranks_after_an_exception_and_no_bit_differs(fault_free, tmp_path):
     """The rank that raised ends with an exit code that is no success, and so do its peers."""
     with Run(tmp_path, *SETTINGS, *SLOWLY, command=TORCHRUN) as run:
@@ -149,7 +150,7 @@ def test_a_single_pod_trains_supervised(tmp_path):
     """Its RANK and WORLD_SIZE are the pod's: ranks are started here, and a line says so."""
     pod = {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}
     settings = (*SETTINGS, "--max-steps", 4, "num_workers=0")
-    with Run(tmp_path, *settings, environment=pod) as run:
+    with Run(tmp_path, *settings, variables=pod) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["world_size"] == 2
     assert "RANK=0 and WORLD_SIZE=1 of the environment are not used" in run.console
@@ -171,16 +172,11 @@ def test_a_launch_beside_another_is_refused(tmp_path):
         run.assert_gone()
 
 
-def test_ranks_end_with_their_torchrun(tmp_path):
-    """They would go on without it, and save beside those of the next one."""
-    with alone(tmp_path, TORCHELASTIC_RUN_ID="a launch") as run:
-        run.wait_for_step(3)
-        run.signal(signal.SIGKILL)
-        run.assert_gone()
+def test_a_rank_of_torchrun_saves_when_it_is_asked_to_and_ends_with_it(tmp_path):
+    """SIGUSR2, as srun's scancel sends it: it would end a process that does not take it.
 
-
-def test_a_rank_without_a_supervisor_saves_when_it_is_asked_to(tmp_path):
-    """SIGUSR2, as srun's scancel sends it: it would end a process that does not take it."""
+    Without its torchrun it would go on, and save beside the ranks of the next one.
+    """
     no_saves = ("save_every_steps=0", "save_interval=0")
     with alone(tmp_path, *no_saves, TORCHELASTIC_RUN_ID="a launch") as run:
         run.wait_for_step(3)
@@ -195,12 +191,12 @@ def test_a_rank_without_a_supervisor_saves_when_it_is_asked_to(tmp_path):
 
 
 def by_hand(folder, rank, port, *, wait_s=60):
-    """A rank as srun, or a person, starts it: by its environment alone."""
+    """A rank as srun, or a person, starts it, by its environment alone; a fork that has imported torch."""
     named = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     named["DDP_RUNNER_PLAIN_RANK"] = 1
-    environment = {name: str(value) for name, value in named.items()}
+    variables = {name: str(value) for name, value in named.items()}
     patience = ("num_workers=0", f"ddp.collective_timeout_s={wait_s}")
-    return Run(folder, *SETTINGS, *SLOWLY, *patience, world=3, environment=environment)
+    return Run(folder, *SETTINGS, *SLOWLY, *patience, world=3, variables=variables)
 
 
 def free_port():

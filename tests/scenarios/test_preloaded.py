@@ -30,9 +30,10 @@ def readings(folder):
 def test_nobody_reads_again_whoever_dies_while_it_is_read_or_later(tmp_path, made_once):
     """The one who reads, rank 0 and the last rank in training, and a stop and resume."""
     plain = made_once(*SETTINGS, task=TASK)
+    slowly = "task.pace_s=0.15"  # each signal must come well before the end
     hold = tmp_path / HOLD_NAME
     hold.touch()
-    with Run(tmp_path, *SETTINGS, "preload_data_to_ram=true", task=TASK) as run:
+    with Run(tmp_path, *SETTINGS, slowly, "preload_data_to_ram=true", task=TASK) as run:
         reader = poll(
             lambda: [pid for pid, _, index in readings(tmp_path) if index == HELD_SAMPLE],
             what="the sample that is held",
@@ -58,7 +59,8 @@ def test_nobody_reads_again_whoever_dies_while_it_is_read_or_later(tmp_path, mad
     assert set(by_others.values()) == {1}
     assert len(by_others) <= 192 + 24
     assert len({pid for pid, _, _ in after}) == 2
-    with Run(tmp_path, *SETTINGS, "data.preload=true", "recovery.drill_at=2", task=TASK) as again:
+    drilled = ("data.preload=true", "recovery.drill_at=2")
+    with Run(tmp_path, *SETTINGS, slowly, *drilled, task=TASK) as again:
         assert again.wait() == 0, again.console
     assert again.summary()["exact_proof"]["drilled"], again.console
     by_launch = readings(tmp_path)[len(after) :]

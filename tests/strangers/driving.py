@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.scenarios.harness import Run
+from tests.scenarios.harness import NO_DRILLS, Run
 from tests.strangers.table import EXACT, REFUSED, REPORTED, Stranger
 
 STEPS = 24  # of six an epoch
@@ -60,9 +60,18 @@ class Outcome:
     has_stepped: bool  # at least once, in its last launch
 
 
-def run(stranger: Stranger, folder: Path, *, how: str = "fault_free", workers: int = 0) -> Outcome:
+def run(
+    stranger: Stranger,
+    folder: Path,
+    *,
+    how: str = "fault_free",
+    workers: int = 0,
+    drills: bool = True,
+) -> Outcome:
     """Train to the end: through what ``how`` injects, and stopped and started again where it says so."""
     calm = () if INJECTED[how] else CALM
+    if not drills:
+        calm = (*calm, NO_DRILLS)
     settings = (*SETTINGS, f"num_workers={workers}", *calm, *stranger.settings)
     paced = PACED if stranger.is_drilled else ()
     injected = [word for spec in (*paced, *INJECTED[how]) for word in ("--inject", spec)]

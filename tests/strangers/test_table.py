@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.strangers.driving import WORLD, run, verdict
-from tests.strangers.table import REFUSED, TABLE
+from tests.strangers.table import EXACT, REFUSED, TABLE
 
 pytestmark = pytest.mark.whole_run
 
@@ -27,7 +27,13 @@ def cases():
 def test_a_task_ends_with_the_fault_free_weights_or_says_why_not(tmp_path, stranger, number):
     """Killed in forward, in the reduction and inside a commit, all killed, stopped and started again."""
     workers = stranger.workers
-    calm = run(stranger, tmp_path / "calm", workers=workers[number % len(workers)])
+    # A task that may end in one way only shows by its digest what a drill without faults would show.
+    calm = run(
+        stranger,
+        tmp_path / "calm",
+        workers=workers[number % len(workers)],
+        drills=stranger.allowed != (EXACT,),
+    )
     assert verdict(stranger, calm, calm=calm) in stranger.allowed, calm.console
     if calm.exit_code == 2:
         return

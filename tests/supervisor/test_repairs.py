@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.core.lifecycle import RankState
+from ddp_runner.supervisor.processes.node import STACKS_SIGNAL
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import EXIT_S, STEP_S
 
@@ -128,6 +129,23 @@ def test_a_stopped_rank_that_wakes_up_is_fenced_out(simulate):
     assert zombie.dead
     assert zombie.seen == [1]
     assert plans(run) == [(1, "rank_hung", (1,))]
+
+
+def test_only_a_rank_that_hangs_is_made_to_write_its_stacks(simulate, monkeypatch):
+    """The handler walks the frames of threads that go on: in a healthy rank that may end the process."""
+    run = simulate()
+    run.to_step(15)
+    sent, send = [], run.signal
+
+    def signal(pid, number):
+        sent.append((pid, number))
+        send(pid, number)
+
+    monkeypatch.setattr(run, "signal", signal)
+    hung = run.rank(1).pid
+    run.freeze(1)
+    assert_done(run)
+    assert {pid for pid, number in sent if number == STACKS_SIGNAL} == {hung}
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -111,7 +111,7 @@ def test_a_copy_that_is_damaged_is_refused(tmp_path, damaged):
     """Nor is one taken that is older than a file. What is not gone back to is nothing to go back to later."""
     began, is_from_memory, at_begin, log = run_ranks(_files_are_newer, 1, tmp_path, damaged)[0]
     assert (began, is_from_memory) == (0 if damaged else STEPS, False)
-    assert at_begin == [] if damaged else [None]
+    assert at_begin == ([] if damaged else [None])
     assert ("is of no use: its bytes are not those that were written" in log) == bool(damaged)
 
 

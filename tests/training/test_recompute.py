@@ -234,3 +234,18 @@ def test_without_a_list_of_blocks_their_classes_are_named():
     )
     asked = ("DownBlock", "UpBlock")
     assert len(checkpoint_activations(model, asked)) == 5, "the words can be written as they stand"
+
+
+def test_a_second_forward_leaves_the_buffers_where_they_were():
+    """Who holds a buffer, as DDP does, goes on with what the first forward wrote into it."""
+    seed_all(5)
+    model = Net()
+    checkpoint_activations(model, ["layers.*"])
+    norms = [layer.norm for layer in model.layers]
+    before = [(norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in norms]
+    model(torch.randn(4, WIDTH)).sum().backward()
+    for norm, held in zip(norms, before, strict=True):
+        assert norm.running_mean is held[0]
+        assert norm.running_var is held[1]
+        assert norm.num_batches_tracked is held[2]
+        assert int(held[2]) == 1

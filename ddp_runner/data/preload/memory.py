@@ -64,7 +64,8 @@ class SampleMemory:
     def filling(self) -> Filling:
         """How far it is filled. Raises OtherSamplesError where it is another dataset's."""
         found = os.pread(self._descriptor, _HEADER_BYTES, 0)
-        if len(found) < _HEADER_BYTES:
+        # Nothing stands there yet where the first samples are being written, or their reader was killed at that.
+        if len(found) < _HEADER_BYTES or not any(found):
             return Filling()
         magic, done, unread, first_unread = _HEADER.unpack_from(found)
         (samples,) = struct.unpack_from("<q", found, _HEADER.size)

@@ -1,0 +1,38 @@
+"""``tests/run --near FILE`` finds the tests of a file without being told where they stand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.near import ROOT, near
+
+
+def found(file):
+    return [str(path.relative_to(ROOT / "tests")) for path in near(ROOT / "ddp_runner" / file)]
+
+
+@pytest.mark.parametrize(
+    ("file", "test"),
+    [
+        ("collective/transfer.py", "collective/test_transfer.py"),
+        ("core/recovery.py", "core/test_recovery.py"),
+        ("supervisor/loop.py", "supervisor/test_repairs.py"),
+    ],
+)
+def test_what_imports_a_file_or_has_its_name_is_near(file, test):
+    assert test in found(file)
+
+
+def test_its_own_tests_come_first():
+    assert found("core/faults.py")[0].startswith("core/")
+    assert found("collective/transfer.py")[0] == "collective/test_transfer.py"
+
+
+def test_what_is_no_file_of_the_package_is_one_line():
+    command = [sys.executable, "-m", "tests.near", "tests/near.py"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "--near tests/near.py: must be a file of ddp_runner/\n"
