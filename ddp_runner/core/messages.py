@@ -1,30 +1,20 @@
-"""Messages between supervisor, zygote and ranks, and their wire form. Never touches a socket.
-
-Wire form: one JSON object a packet, ``{"v": 1, "type": "Form", ...fields}``. Unknown fields of a
-newer sender are dropped; an unknown type or version is an error, never a guess.
-"""
+"""Messages between supervisor, zygote and ranks, each a packet (``core/wire.py``). Never touches a socket."""
 
 from __future__ import annotations
 
-import enum
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+from ddp_runner.core import wire
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import Fault, FaultKind, Origin
-from ddp_runner.core.fork_specs import ForkKind, NothingMore, Spec, spec_of
+from ddp_runner.core.faults import Fault
+from ddp_runner.core.fork_specs import ForkKind, NothingMore, Spec
 from ddp_runner.core.helper_roles import SPEC_OF
 from ddp_runner.core.run_stages import OtherStage
+from ddp_runner.core.wire import WireError
 
-WIRE_VERSION = 1
 NO_PROCESS = 0  # in a Forked, of one that the run can do without
 PACKET_BYTES_MAX = 128 * 1024  # a local socket's default buffer holds one
-
-
-class WireError(ValueError):
-    """A packet on a control channel is not a message that this version understands."""
 
 
 BRIEF_CHARACTERS_MAX = 300
@@ -508,16 +498,14 @@ Message = (
     | WriteCopy
     | CopyWritten
 )
-_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
-_FIELDS = {name: tuple(one.name for one in fields(kind)) for name, kind in _TYPES.items()}
+KINDS: dict[str, type[Message]] = wire.by_name(Message)
 
 
 def encode(message: Message) -> bytes:
     """One packet, a fault's texts cut to what is kept of them. Raises :class:`WireError` if too long."""
     if isinstance(message, (Faulted, RepairedInPlace, FaultTolerated)):
         message = replace(message, fault=message.fault.bounded())
-    body: dict[str, object] = {"v": WIRE_VERSION, "type": type(message).__name__, **asdict(message)}
-    packet = json.dumps(body, default=_encode_value).encode()
+    packet = wire.encode(message)
     if len(packet) > PACKET_BYTES_MAX:
         raise WireError(f"a {type(message).__name__} of {len(packet)} bytes is too long to send")
     return packet
@@ -525,42 +513,14 @@ def encode(message: Message) -> bytes:
 
 def decode(packet: bytes) -> Message:
     """The message in ``packet``. Raises :class:`WireError` if it is none."""
+    message: Message = wire.decode(packet, KINDS)
+    return _with_spec(message) if isinstance(message, Fork) else message
+
+
+def _with_spec(fork: Fork) -> Fork:
+    """The kind of process says what class its spec has, which so far is what JSON gave."""
+    record = cast("dict[str, Any]", fork.spec)
     try:
-        body = json.loads(packet)
-        version, name = body.pop("v"), body.pop("type")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WireError(f"not a message: {packet[:80]!r}") from error
-    if version != WIRE_VERSION:
-        raise WireError(f"message version {version!r}, this side speaks {WIRE_VERSION}")
-    kind = _TYPES.get(name)
-    if kind is None:
-        raise WireError(f"unknown message type {name!r}")
-    try:
-        known = {key: _decode_field(key, body[key]) for key in _FIELDS[name] if key in body}
-        if kind is Fork:
-            what = ForkKind(body["kind"])
-            known |= {"kind": what, "spec": spec_of(SPEC_OF[what], body.get("spec", {}))}
-        make: Callable[..., Message] = kind
-        return make(**known)
-    except (TypeError, ValueError, KeyError) as error:
-        raise WireError(f"bad {name}: {error}") from error
-
-
-def _encode_value(value: object) -> object:
-    if isinstance(value, enum.Enum):
-        return value.value
-    raise TypeError(f"{type(value).__name__} has no wire form")
-
-
-def _decode_field(name: str, value: object) -> object:
-    if name == "fault" and isinstance(value, dict):
-        known = {
-            "kind": FaultKind(value["kind"]),
-            "origin": Origin(value.get("origin", Origin.OWN)),
-        }
-        return Fault(**{**value, **known})
-    if name == "reason":
-        return StopReason(value)
-    if name in ("pids", "notes", "block", "proved") and isinstance(value, list):
-        return tuple(value)
-    return value
+        return replace(fork, spec=wire.built(SPEC_OF[fork.kind], record))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise WireError(f"bad Fork: {error}") from error

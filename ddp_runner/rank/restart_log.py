@@ -21,10 +21,10 @@ from ddp_runner.core.messages import (
     RestartProgress,
     Saved,
     TuningChanged,
-    WireError,
     decode,
     encode,
 )
+from ddp_runner.core.wire import WireError
 from ddp_runner.observe.files import LineFile
 from ddp_runner.system.run_files import read_lines
 

@@ -6,7 +6,8 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ddp_runner.core.messages import PACKET_BYTES_MAX, Message, WireError, decode, encode
+from ddp_runner.core.messages import PACKET_BYTES_MAX, Message, decode, encode
+from ddp_runner.core.wire import WireError
 
 DESCRIPTORS_MAX = 8
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_runner.cli.node_checks import ask
+from ddp_runner.core import wire
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
@@ -27,8 +28,6 @@ from ddp_runner.core.node_messages import (
     Question,
     RankGone,
     RunEnds,
-    decode_from_node,
-    encode_for_node,
 )
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.recovery import GiveUp
@@ -122,11 +121,11 @@ class Coordinator:
     def heard(self):
         """What the machine has heard since the last time."""
         contents = self.theirs.receive()
-        return [decode_from_node(content, allowed=FROM_COORDINATOR) for content in contents]
+        return [wire.decode(content, FROM_COORDINATOR) for content in contents]
 
     def hears(self, message):
         """The machine says something; what follows."""
-        self.theirs.send(encode_for_node(message))
+        self.theirs.send(wire.encode(message))
         return list(self.links.read(self.other.link))
 
     def ready(self, wait_s):
@@ -314,13 +313,13 @@ def test_a_machine_that_knows_the_token_outlasts_silent_strangers(coordinator):
         for _ in range(2 * STRANGERS_MAX):
             stack.enter_context(socket.create_connection(where))
             assert not list(links.read(None))
-        known.send(encode_for_node(Question()))
+        known.send(wire.encode(Question()))
         heard = []
         while not heard:
             for key, _ in coordinator.ready(0.01):
                 assert not list(key.data[0].read(key.data[1]))
             heard = known.receive()
-        assert isinstance(decode_from_node(heard[0], allowed=FROM_COORDINATOR), Answer)
+        assert isinstance(wire.decode(heard[0], FROM_COORDINATOR), Answer)
 
 
 def _is_open(connection):

@@ -27,7 +27,6 @@ from ddp_runner.core.messages import (
     Message,
     Ready,
     RepairedInPlace,
-    WireError,
     decode,
     encode,
 )
@@ -51,6 +50,7 @@ from ddp_runner.core.node_messages import (
     shortened_stack,
 )
 from ddp_runner.core.secrets import hidden_texts, without_secrets
+from ddp_runner.core.wire import WireError
 from ddp_runner.observe.console import LogTail
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter

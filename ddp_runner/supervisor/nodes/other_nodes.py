@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from ddp_runner.core import wire
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import (
     Faulted,
     FaultTolerated,
     Message,
     RepairedInPlace,
-    WireError,
     decode,
 )
 from ddp_runner.core.node_messages import (
@@ -39,9 +39,8 @@ from ddp_runner.core.node_messages import (
     StopWanted,
     Watched,
     Welcome,
-    decode_from_node,
-    encode_for_node,
 )
+from ddp_runner.core.wire import WireError
 from ddp_runner.observe.view import NodeView
 from ddp_runner.supervisor.nodes.admission import (
     LossCount,
@@ -179,7 +178,7 @@ class OtherNodes:
             if link in self._strangers or self._of(link) is not None:
                 link.flush()
                 for content in link.receive():
-                    message = decode_from_node(content, allowed=FROM_FOLLOWER)
+                    message = wire.decode(content, FROM_FOLLOWER)
                     node = self._of(link)
                     if node is not None:
                         yield from self._heard(node, message)
@@ -352,7 +351,7 @@ class OtherNodes:
     def _meet(self, link: NodeLink, message: NodeMessage) -> Iterator[NodeEvent]:
         """Take in who has said who it is, or refuse."""
         if isinstance(message, Question):
-            link.send(encode_for_node(self._answer()))
+            link.send(wire.encode(self._answer()))
             self._drop(link)
             return
         if not isinstance(message, Hello):
@@ -365,7 +364,7 @@ class OtherNodes:
         if node is None and message.node_rank is not None and not message.was_there:
             refused = refused or number_is_taken(message)
         if refused is not None:
-            link.send(encode_for_node(refused))
+            link.send(wire.encode(refused))
             self._drop(link)
             return
         del self._strangers[link]
