@@ -7,18 +7,17 @@ import json
 import pytest
 
 from ddp_runner.config import from_flat
-from ddp_runner.core.exits import RunStatus, StopReason
-from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import (
+from ddp_runner.core.events import (
+    CheckpointSaved,
     Faulted,
     FaultTolerated,
-    Metrics,
     Proved,
     RepairedInPlace,
-    RestartProgress,
-    Saved,
     TuningChanged,
 )
+from ddp_runner.core.exits import RunStatus, StopReason
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.messages import Metrics, RestartProgress
 from ddp_runner.rank import external_launcher as outside
 from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.training.runtime import RankInfo
@@ -27,7 +26,7 @@ from ddp_runner.training.train_report import TrainReport
 HALVED = TuningChanged(
     rank=1, step=7, action="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}
 )
-SAVED = Saved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1, sha256="0")
+SAVED = CheckpointSaved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1, sha256="0")
 BEGUN = RestartProgress(rank=1, generation=1, run_id="r", clock="", began_ns=1, at_ns=1)
 FAULT_FREE = TuningChanged(rank=0, step=9, action="relaxed", inexact_reason="", fault_free=True)
 

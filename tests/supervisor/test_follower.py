@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import RepairedInPlace
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.lifecycle import RankEvent
-from ddp_runner.core.messages import RepairedInPlace
 from ddp_runner.core.node_messages import STACKS_BYTES_MAX, FenceRank, FromRank
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.supervisor.nodes.follower import Follower

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.core import messages
+from ddp_runner.core import events, messages
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.observe.journal import Journal
@@ -72,13 +72,13 @@ def reported(run):
     disk = run.fault(rank, FaultKind.STORAGE_FAILED, "no space left")
     lost = run.fault(other, FaultKind.COLLECTIVE_FAILED, "peer closed")
     reports = [
-        (rank, messages.Proved(rank=0, step=0, what="repeated")),
-        (rank, messages.TuningChanged(rank=0, step=5, action="smaller buckets", inexact_reason="",
+        (rank, events.Proved(rank=0, step=0, what="repeated")),
+        (rank, events.TuningChanged(rank=0, step=5, action="smaller buckets", inexact_reason="",
                                       fault_free=True, tuning={"micro_batches": 2})),
-        (other, messages.TuningChanged(rank=1, step=5, action="", inexact_reason="kernels by timing")),
-        (rank, messages.FaultTolerated(rank=0, fault=disk, action="training goes on")),
-        (other, messages.FaultTolerated(rank=1, fault=lost, action="it is there again")),
-        (other, messages.RepairedInPlace(rank=1, fault=fault, action="another sample", seconds=0.123456,
+        (other, events.TuningChanged(rank=1, step=5, action="", inexact_reason="kernels by timing")),
+        (rank, events.FaultTolerated(rank=0, fault=disk, action="training goes on")),
+        (other, events.FaultTolerated(rank=1, fault=lost, action="it is there again")),
+        (other, events.RepairedInPlace(rank=1, fault=fault, action="another sample", seconds=0.123456,
                                          steps_lost=2, inexact_reason="a sample was replaced")),
         (other, messages.Built(rank=1, stage=2, seconds=0.25)),
         (other, messages.Metrics(rank=1, step=5, values={"loss": 1.5, "step_s": 0.1})),
@@ -92,7 +92,7 @@ def reported(run):
 def injected(run):
     """A rank says what is injected into it, and dies of that."""
     run.to_step(8)
-    announced = messages.Injected(rank=1, number=0, kind="kill", step=8, phase="forward")
+    announced = events.Injected(rank=1, number=0, kind="kill", step=8, phase="forward")
     run.send(run.rank(1), announced)
     run.pass_time(0.1)
     run.kill(1)
@@ -103,7 +103,7 @@ def drilled(run):
     for step, answer in (
         (10, {}),
         (30, {"differs": "layer.weight"}),
-        (50, {"problem": "it could not read its part"}),
+        (50, {"text": "it could not read its part"}),
         (70, None),
         (90, {"cut": True}),
     ):
@@ -119,7 +119,8 @@ def drilled(run):
             run.kill(2)
             continue
         process = run.rank(DRILL)
-        run.send(process, messages.Drilled(rank=1, step=step, **answer))
+        kind = events.DrillSkipped if "text" in answer else events.Drill
+        run.send(process, kind(rank=1, step=step, **answer))
         run._end(process, exit_code=0)
 
 
@@ -128,7 +129,7 @@ def stopped(run):
     run.to_step(7)
     run.supervisor.ask_save()
     run.to_step(15)
-    asked = messages.StopAsked(rank=1, reason=StopReason.PREEMPTED)
+    asked = events.StopSignalAtRank(rank=1, reason=StopReason.PREEMPTED)
     run.send(run.rank(1), asked)
 
 
@@ -153,10 +154,8 @@ def on_machines(run):
     """Reports and losses on another machine: of a rank, and of all of it."""
     run.to_step(10)
     fault = run.fault(run.rank(3), FaultKind.NON_FINITE, "loss is nan")
-    run.send(run.rank(3), messages.FaultTolerated(rank=3, fault=fault, action="skipped"))
-    run.send(
-        run.rank(2), messages.RepairedInPlace(rank=2, fault=fault, action="again", seconds=0.5)
-    )
+    run.send(run.rank(3), events.FaultTolerated(rank=3, fault=fault, action="skipped"))
+    run.send(run.rank(2), events.RepairedInPlace(rank=2, fault=fault, action="again", seconds=0.5))
     run.pass_time(0.5)
     run.fail(3)
     run.to_step(30)

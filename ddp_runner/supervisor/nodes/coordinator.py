@@ -9,10 +9,10 @@ from typing import Any
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import RankFormed
 from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunState
-from ddp_runner.core.messages import Formed
 from ddp_runner.core.node_messages import (
     Beat,
     EndWanted,
@@ -122,7 +122,7 @@ class CoordinatorSupervisor(Supervisor):
             )
         )
 
-    def _on_formed(self, formed: Formed) -> None:
+    def _on_formed(self, formed: RankFormed) -> None:
         self._formed_in = max(self._formed_in, formed.generation)
         super()._on_formed(formed)
         if self.machine.state is RunState.RUNNING:

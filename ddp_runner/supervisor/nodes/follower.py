@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import RankFormed, RepairedInPlace
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import MembershipEvent, RankEvent, RankState
@@ -22,11 +23,9 @@ from ddp_runner.core.messages import (
     AbortHeard,
     Finished,
     Form,
-    Formed,
     LoaderWorkers,
     Message,
     Ready,
-    RepairedInPlace,
     decode,
     encode,
 )
@@ -307,7 +306,7 @@ class Follower:
                 handle.machine.advance(RankEvent.GOT_READY)
             case AbortHeard(generation=self._generation):
                 handle.machine.advance(RankEvent.ABORT_HEARD)
-            case Formed():
+            case RankFormed():
                 handle.has_formed = True
                 handle.machine.advance(RankEvent.GOT_FORMED)
             case Finished():

@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import cast
 
 from ddp_runner.core import wire
+from ddp_runner.core.events import OfFault
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import (
-    Faulted,
-    FaultTolerated,
-    Message,
-    RepairedInPlace,
-    decode,
-)
+from ddp_runner.core.messages import Message, decode
 from ddp_runner.core.node_messages import (
     FROM_FOLLOWER,
     Answer,
@@ -468,7 +463,7 @@ class OtherNodes:
 
 def _by_our_clock(message: Message, behind_ns: int) -> Message:
     """``message`` with the time of its fault as the clock of this machine had it."""
-    if isinstance(message, (Faulted, RepairedInPlace, FaultTolerated)) and message.fault.at_ns:
+    if isinstance(message, OfFault) and message.fault.at_ns:
         fault = replace(message.fault, at_ns=message.fault.at_ns + behind_ns)
         return replace(message, fault=fault)
     return message
