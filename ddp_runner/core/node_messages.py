@@ -229,19 +229,19 @@ class RankGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToRank:
-    """Coordinator -> follower: pass this on to a rank."""
+    """Coordinator -> follower: pass this on to a rank. ``packet``: a message of ``core/messages.py``, as it is."""
 
     rank: int
-    packet: str
+    packet: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromRank:
-    """Follower -> coordinator: a rank of its has sent this."""
+    """Follower -> coordinator: a rank of its has sent this ``packet``, passed on as it is."""
 
     rank: int
     process: int
-    packet: str
+    packet: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,7 +266,7 @@ class _Loop:
             elif key.data[0] is self._others:
                 self._hear_node(key.data[1])
             elif (received := self._node.receive(*key.data)) is not None:
-                self._supervisor.on_message(*received)
+                self._supervisor.on_packet(*received)
         for ended in self._node.reap():
             self._take_ended(ended)
         self._after_save.look()

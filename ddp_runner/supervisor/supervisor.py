@@ -45,6 +45,7 @@ from ddp_runner.core.messages import (
     Ready,
     Stop,
     WriteCopy,
+    decode,
 )
 from ddp_runner.core.run_stages import OtherStage
 from ddp_runner.core.stopping import StopSignal, StopSignals
@@ -152,6 +153,10 @@ class Supervisor:
         """How the run has ended; None while it has not."""
         return self.run_end.ending
 
+    def on_packet(self, packet: bytes, rank: int | None) -> None:
+        """As :meth:`on_message`, of a process of this machine."""
+        self.on_message(decode(packet), rank)
+
     def on_message(self, message: Message, rank: int | None) -> None:
         """A message came in; ``rank`` is who sent it, None for a process that is no rank."""
         if self.ending is not None:
@@ -244,8 +249,8 @@ class Supervisor:
     def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""
         self.start.show_output()
-        for message, rank in self.node.last_messages(ended.pid):
-            self.on_message(message, rank)
+        for packet, rank in self.node.last_packets(ended.pid):
+            self.on_packet(packet, rank)
         departure = self.node.departed(ended)
         if isinstance(departure, RankEnded):
             self._on_rank_ended(self.world.ranks[departure.rank], ended, departure.wrote)

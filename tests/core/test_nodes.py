@@ -12,10 +12,12 @@ from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
     Beat,
+    FromRank,
     Hello,
     Look,
     Parked,
     RankLook,
+    Said,
     shortened_stack,
 )
 from ddp_runner.core.node_options import NodeOptions, node_options
@@ -191,6 +193,18 @@ def test_messages_between_nodes_come_back_as_they_were():
             wire.decode(content, FROM_COORDINATOR)
     with pytest.raises(WireError, match="not a message for this side"):
         wire.decode(wire.encode(beat), FROM_FOLLOWER)
+
+
+@pytest.mark.parametrize("packet", [b"", b'{"v": 1}', b"\n\xff\n"])
+def test_a_packet_of_a_rank_travels_in_a_frame_as_it_is(packet):
+    """Whatever its bytes are: behind the frame's own fields."""
+    said = FromRank(rank=3, process=2, packet=packet)
+    frame = wire.encode(said)
+    assert frame.endswith(b"\n" + packet)
+    assert wire.name_of(frame) == "FromRank"
+    assert wire.decode(frame, FROM_FOLLOWER) == said
+    with pytest.raises(WireError, match="behind it"):
+        wire.decode(wire.encode(Said(text="a", level="INFO")) + b"\n.", FROM_FOLLOWER)
 
 
 CUT_OFF = ReturnFacts(

@@ -74,6 +74,37 @@ def test_a_restart_reads_the_log_that_an_older_version_named(tmp_path):
     assert list(read_restart_log(log)) == [HALVED]
 
 
+def test_a_restart_reads_what_the_version_before_this_one_wrote(tmp_path):
+    """Messages that are events now: under their old names, with the fields of then."""
+    fault = (
+        '{"kind": "non_finite", "rank": 0, "step": 3, "cause": "nan", "phase": "", "detail": "", "at_ns": 5,'
+        ' "may_retry": true, "is_disagreement": false, "origin": "own", "host": ""}'
+    )
+    lines = (
+        (
+            '"Saved", "rank": 0, "step": 10, "path": "p", "blocked_s": 0.0, "size_bytes": 1, "sha256": "0",'
+            ' "is_rescued": false'
+        ),
+        f'"Faulted", "generation": 1, "fault": {fault}',
+        f'"FaultTolerated", "rank": 0, "fault": {fault}, "action": "goes on"',
+        (
+            f'"RepairedInPlace", "rank": 0, "fault": {fault}, "action": "again", "seconds": 0.5,'
+            ' "steps_lost": 1, "inexact_reason": "", "kernel_kills": 0'
+        ),
+        '"Proved", "rank": 0, "step": 4, "what": "repeated"',
+    )
+    path = restart_log_path(tmp_path, 0)
+    path.write_text("".join(f'{{"v": 1, "type": {line}}}\n' for line in lines), encoding="utf-8")
+    nan = Fault(kind=FaultKind.NON_FINITE, rank=0, step=3, cause="nan", at_ns=5)
+    assert list(read_restart_log(path)) == [
+        SAVED,
+        Faulted(generation=1, fault=nan),
+        FaultTolerated(rank=0, fault=nan, action="goes on"),
+        RepairedInPlace(rank=0, fault=nan, action="again", seconds=0.5, steps_lost=1),
+        Proved(rank=0, step=4, what="repeated"),
+    ]
+
+
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
     """Rank 0 of two after a restart; rank 1 has its file."""

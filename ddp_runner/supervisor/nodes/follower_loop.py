@@ -391,7 +391,7 @@ class _FollowerLoop:
             elif key.data[0] is self._link:
                 self._hear()
             elif (received := self._node.receive(*key.data)) is not None:
-                self._follower.on_message(*received)
+                self._follower.on_packet(*received)
         follower = self._follower  # by now: it may have another number
         self._reap(follower)
         follower.advance()
@@ -449,7 +449,7 @@ class _FollowerLoop:
                 and self._follower is not None
                 and (received := self._node.receive(*key.data)) is not None
             ):
-                self._follower.on_message(*received)
+                self._follower.on_packet(*received)
         if self._node is not None and self._follower is not None:
             self._reap(self._follower)
             self._follower.look_at_parked(self._clock.monotonic())

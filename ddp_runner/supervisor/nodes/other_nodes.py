@@ -294,7 +294,7 @@ class OtherNodes:
                 node.order(self._beat(message.number))
             case FromRank(rank=rank, process=process, packet=packet):
                 if node.is_of_now(rank, process):
-                    said = decode(packet.encode())
+                    said = decode(packet)
                     yield RankSaid(message=_by_our_clock(said, node.behind_ns), rank=rank)
             case RankGone(rank=rank, process=process):
                 if node.is_of_now(rank, process):

@@ -232,7 +232,7 @@ class RemoteNode:
 
     def send(self, rank: int, message: Message) -> None:
         """Pass a message on to a rank."""
-        self._order_of(rank, ToRank(rank=rank, packet=encode(message).decode()))
+        self._order_of(rank, ToRank(rank=rank, packet=encode(message)))
 
     def kill_rank(self, rank: int) -> bool:
         """Have it ended there; its end follows, or that of the node."""
