@@ -229,10 +229,11 @@ class LastSave(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnds(Event):
-    """The last event of a launch."""
+    """The last event of a launch; other machines get it, and end. ``line``: why, for people there."""
 
     status: str
     exit_code: int
+    line: str = field(default="", metadata=_UNWRITTEN)
 
 
 # Generations.

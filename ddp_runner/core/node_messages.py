@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.events import RunEnds
 from ddp_runner.core.wire import by_name
 
 LOOK_EVERY_S = 0.5  # the longest time from one Look to the next
@@ -309,14 +310,6 @@ class SaveWanted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndWanted:
     """Follower -> coordinator: somebody there wants the run to end as it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnds:
-    """Coordinator -> follower: the run has ended, with this exit code, and why."""
-
-    exit_code: int
-    line: str
 
 
 FromFollower = (

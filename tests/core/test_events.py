@@ -76,6 +76,12 @@ def test_what_a_rank_formed_took_is_rounded_in_the_journal_alone():
     assert list(formed.written().values()) == [1, 7, 2, 9, 0, 0.1235, 0.3333, 2.0]
 
 
+def test_why_a_run_ends_is_for_people_of_other_machines():
+    """The journal has how it ended."""
+    ends = events.RunEnds(status="failed", exit_code=1, line="rank 0 raised")
+    assert ends.written() == {"status": "failed", "exit_code": 1}
+
+
 def test_each_report_is_a_message_and_an_event_with_one_name():
     """What is no report never comes from a rank."""
     assert {"Faulted", "Injected", "SpareReady"} <= set(events.REPORTS)

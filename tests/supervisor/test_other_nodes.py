@@ -14,6 +14,7 @@ import pytest
 from ddp_runner.cli.node_checks import ask
 from ddp_runner.core import wire
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import RunEnds
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import DevicePlan
@@ -27,7 +28,6 @@ from ddp_runner.core.node_messages import (
     Hello,
     Question,
     RankGone,
-    RunEnds,
 )
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.recovery import GiveUp
@@ -140,7 +140,7 @@ class Coordinator:
 
     def close(self):
         self.theirs.close()
-        self.links.end(exit_code=0, line="")
+        self.links.end(RunEnds(status="completed", exit_code=0))
         self.home.close()
         self.simulation.close()
 
@@ -162,7 +162,7 @@ TO_TRAINING = (
 
 def test_a_machine_that_reads_nothing_is_lost_at_once(coordinator):
     """What is ordered of it would be missing, so that nobody may count on it."""
-    order = RunEnds(exit_code=0, line="x" * 200_000)
+    order = RunEnds(status="completed", exit_code=0, line="x" * 200_000)
     for _ in range(2 * QUEUE_BYTES_MAX // len(order.line)):
         coordinator.other.order(order)
     (gone,) = coordinator.links.look(coordinator.clock.monotonic())

@@ -16,6 +16,7 @@ from ddp_runner.config.identity import digest, with_shared
 from ddp_runner.core import wire
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.events import RunEnds
 from ddp_runner.core.exits import ExitCode, StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.node_messages import (
@@ -25,7 +26,6 @@ from ddp_runner.core.node_messages import (
     Hello,
     NodeMessage,
     Refused,
-    RunEnds,
     Said,
     SaveWanted,
     StopWanted,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from ddp_runner.core import wire
-from ddp_runner.core.events import OfFault
+from ddp_runner.core.events import OfFault, RunEnds
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Message, decode
 from ddp_runner.core.node_messages import (
@@ -28,7 +28,6 @@ from ddp_runner.core.node_messages import (
     Question,
     RankGone,
     RankStarted,
-    RunEnds,
     Said,
     SaveWanted,
     StopWanted,
@@ -246,7 +245,7 @@ class OtherNodes:
             self.spares.remove(node)
         return NodeGone(node=node, why=why)
 
-    def announce_end(self, *, exit_code: int, line: str, but_parked: bool = False) -> None:
+    def announce_end(self, ends: RunEnds, *, but_parked: bool = False) -> None:
         """Say how the run has ended; once. ``but_parked``: not to those who wait with a memory of it."""
         # INVARIANT memory-outlasts-a-start: a coordinator that fails before it has formed a world ends no
         # ranks that others have kept. Broken if: they hear that the run has ended.
@@ -255,12 +254,12 @@ class OtherNodes:
             self._is_announced = True
             for node in (*self.nodes, *self.spares):
                 if not (but_parked and node.keeps_parked):
-                    node.order(RunEnds(exit_code=exit_code, line=line))
+                    node.order(ends)
 
-    def end(self, *, exit_code: int, line: str) -> None:
+    def end(self, ends: RunEnds) -> None:
         """Say how the run has ended, as far as that goes at once, and hang up."""
         links = [one.link for one in (*self.nodes, *self.spares) if one.link is not None]
-        self.announce_end(exit_code=exit_code, line=line)
+        self.announce_end(ends)
         self._await_hanging_up(links)
         for node in (*self.nodes, *self.spares):
             if node.link is not None:
