@@ -16,8 +16,8 @@ from ddp_runner.core.messages import (
     Fork,
     Forked,
     Metrics,
-    WireError,
 )
+from ddp_runner.core.wire import WireError
 from ddp_runner.system.control_channel import DESCRIPTORS_MAX, Channel, ChannelClosedError
 from tests.processes import run_ranks
 

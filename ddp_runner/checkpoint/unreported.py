@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.catalog import Catalog, read_manifest
 from ddp_runner.checkpoint.manifest import Manifest, step_of
-from ddp_runner.core.messages import Saved
+from ddp_runner.core.events import CheckpointSaved
 
 REPORTED_KEPT_MIN = 64  # before those are forgotten that are no longer on disk
 
@@ -39,7 +39,7 @@ class Published:
         """What there is now is of earlier launches, also where its manifest was just made."""
         self._seen = self._catalog.published()
 
-    def is_news(self, saved: Saved) -> bool:
+    def is_news(self, saved: CheckpointSaved) -> bool:
         """Note that a rank reports its save; False where it was found before."""
         key = (saved.step, saved.sha256)
         self._reported.add(key)

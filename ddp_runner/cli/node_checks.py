@@ -15,14 +15,13 @@ from pathlib import Path
 
 from ddp_runner.cli.checks import Check, Verdict
 from ddp_runner.cli.nodes import TOKEN_VARIABLE, given_token, versions_here
-from ddp_runner.core.messages import WireError
+from ddp_runner.core import wire
 from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
     Answer,
     Question,
-    decode_from_node,
-    encode_for_node,
 )
+from ddp_runner.core.wire import WireError
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.interfaces import address_towards, interface_of
 from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
@@ -179,14 +178,14 @@ def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
     link = NodeLink(connection, token=token, listens=False)
     give_up_s = time.monotonic() + limit_s
     try:
-        link.send(encode_for_node(Question()))
+        link.send(wire.encode(Question()))
         while (left_s := give_up_s - time.monotonic()) > 0:
             ready = select.poll()  # which takes descriptors above 1,023 too
             ready.register(link, select.POLLIN | select.POLLOUT * link.wants_to_write)
             ready.poll(left_s * 1000)
             link.flush()
             for content in link.receive():
-                answer = decode_from_node(content, allowed=FROM_COORDINATOR)
+                answer = wire.decode(content, FROM_COORDINATOR)
                 if isinstance(answer, Answer):
                     return answer
     except UnprovedError as error:

@@ -1,7 +1,8 @@
 """What happens in a run, as values: one class for each event of events.jsonl. Pure.
 
 The event's name in the journal is the class's in snake case, and its fields are the journal's, but for those marked
-``unwritten``: these are for the other sinks of the recorder (accounting, console, facts).
+``unwritten``: these are for the other sinks of the recorder (accounting, console, facts), and for the way to it. A
+:class:`Report` is a message as well: whoever sees it happen sends it, and the supervisor adds what only it knows.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ddp_runner.core import faults, messages
+from ddp_runner.core import faults
 from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core.exits import StopReason
 from ddp_runner.core.recovery import Incident
 from ddp_runner.core.secrets import without_secrets
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _UNWRITTEN = {"unwritten": True}
 _IF_SET = {"if set": True}  # left out of the journal where it is empty
+_ROUNDED = {"digits": 4}  # so many in the journal
 # Fields with words of others: what an exception, a process that has died or a disk has said.
 _WORDS = frozenset(
     {"action", "detail", "failed", "finding", "inexact_reason"}
@@ -32,20 +38,22 @@ class Event:
     name: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
-        """Name the event after its class."""
-        cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        """Name the event after its class, which may have named it itself."""
+        if "name" not in vars(cls):
+            cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
     def written(self) -> dict[str, Any]:
         """The fields as the journal has them."""
-        values = {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if "unwritten" not in one.metadata
-            and not ("if set" in one.metadata and not getattr(self, one.name))
-        }
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        values: dict[str, Any] = {}
+        for one in fields(self):
+            value, how = getattr(self, one.name), one.metadata
+            if "unwritten" in how or ("if set" in how and not value):
+                continue
+            value = round(value, how["digits"]) if "digits" in how else value
+            values[one.name] = list(value) if isinstance(value, tuple) else value
+        return values
 
-    def without(self, secrets: Sequence[str]) -> Event:
+    def without(self, secrets: Sequence[str]) -> Self:
         """The same event, where the words of others may hold secrets."""
         changed: dict[str, Any] = {}
         for one in fields(self) if secrets else ():
@@ -54,7 +62,49 @@ class Event:
                 changed[one.name] = value.without(secrets)
             elif one.name in _WORDS and isinstance(value, str):
                 changed[one.name] = without_secrets(value, secrets)
-        return replace(self, **changed)
+        return replace(self, **changed) if changed else self
+
+    def in_generation(self, generation: int) -> Self:
+        """The same event, as one of this generation of the run, if it says of which it is."""
+        del generation
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Event):
+    """An event that a rank, or a process beside the ranks, has seen happen and sends to the supervisor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfFault(Report):
+    """An event of one fault. ``generation``: of the run; whoever records it knows that."""
+
+    fault: faults.Fault = field(metadata=_UNWRITTEN)
+    generation: int = field(default=0, metadata=_UNWRITTEN)
+
+    @property
+    def detail(self) -> str:
+        """Of the fault. The traceback of a lost peer explains nothing."""
+        return "" if self.fault.kind in VICTIM_KINDS else self.fault.detail
+
+    def in_generation(self, generation: int) -> Self:
+        """The same event, as one of this generation."""
+        return replace(self, generation=generation)
+
+    def fault_written(self) -> dict[str, Any]:
+        """The fault as the journal has it. ``host``: of its rank, where there are several machines."""
+        fault = self.fault
+        return {
+            "kind": fault.kind.value,
+            "rank": fault.rank,
+            "step": fault.step,
+            "phase": fault.phase,
+            "text": fault.cause,
+            "origin": fault.origin.value,
+            "generation": self.generation,
+            "detail": self.detail,
+            **({"host": fault.host} if fault.host else {}),
+        }
 
 
 # The run.
@@ -119,10 +169,11 @@ class StopAsked(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopSignalAtRank(Event):
+class StopSignalAtRank(Report):
     """A rank got a stop signal, which was meant for the run."""
 
     rank: int
+    reason: StopReason = field(metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +182,12 @@ class SaveAsked(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSaved(Event):
+class CheckpointSaved(Report):
     """A checkpoint is on disk.
 
     ``blocked_s`` and ``productive_ns`` (the rank's productive time when it had reported the save) are None where no
-    rank has lived to report it.
+    rank has lived to report it. ``rank``: that has made it. ``is_rescued``: elsewhere than with the others, whose
+    disk refuses it.
     """
 
     step: int
@@ -143,6 +195,9 @@ class CheckpointSaved(Event):
     blocked_s: float | None
     size_bytes: int
     productive_ns: int | None = field(default=None, metadata=_UNWRITTEN)
+    rank: int = field(default=-1, metadata=_UNWRITTEN)
+    sha256: str = field(default="", metadata=_UNWRITTEN)  # of the file
+    is_rescued: bool = field(default=False, metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +229,11 @@ class LastSave(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnds(Event):
-    """The last event of a launch."""
+    """The last event of a launch; other machines get it, and end. ``line``: why, for people there."""
 
     status: str
     exit_code: int
+    line: str = field(default="", metadata=_UNWRITTEN)
 
 
 # Generations.
@@ -191,31 +247,17 @@ class Forming(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFormed(Event):
-    """A rank is in the generation; what it took."""
+class RankFormed(Report):
+    """A rank is in the generation, and trains; what that took. ``pid``: as the supervisor knows it."""
 
     rank: int
-    pid: int | None
+    pid: int | None = None
     generation: int
     committed_step: int
     source: int
-    group_s: float
-    transfer_s: float
-    rebuild_s: float
-
-    @classmethod
-    def of(cls, formed: messages.Formed, *, pid: int | None) -> RankFormed:
-        """As the rank reported it."""
-        return cls(
-            rank=formed.rank,
-            pid=pid,
-            generation=formed.generation,
-            committed_step=formed.committed_step,
-            source=formed.source,
-            group_s=round(formed.group_s, 4),
-            transfer_s=round(formed.transfer_s, 4),
-            rebuild_s=round(formed.rebuild_s, 4),
-        )
+    group_s: float = field(metadata=_ROUNDED)
+    transfer_s: float = field(metadata=_ROUNDED)
+    rebuild_s: float = field(metadata=_ROUNDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,65 +272,45 @@ class WorldFormed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OfFault(Event):
-    """The traceback of a lost peer explains nothing, and is left out of ``detail``.
+class Faulted(OfFault):
+    """A fault was noticed, by its rank or by the supervisor. Its cause is the event of the first of its incident."""
 
-    ``host``: of its rank, where there are several machines.
+    name: ClassVar[str] = "fault"
+
+    def written(self) -> dict[str, Any]:
+        """The fault."""
+        return self.fault_written()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultTolerated(OfFault):
+    """A fault costs what it costs: there is nothing to repair, so it is not counted as one.
+
+    ``rank``: that reports it. ``action``: how the run goes on in spite of it.
     """
 
-    kind: str
-    rank: int
-    step: int
-    phase: str
-    text: str
-    origin: str
-    generation: int
-    detail: str
-    host: str = field(default="", metadata=_IF_SET)
+    rank: int = field(metadata=_UNWRITTEN)
+    action: str
+
+    def written(self) -> dict[str, Any]:
+        """The fault, and what was done."""
+        return {**self.fault_written(), "action": self.action}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault(_OfFault):
-    """A fault was noticed. Its cause is the event of the first one of its incident.
+class RepairedInPlace(OfFault):
+    """A rank, or all of them together, repaired a fault within the generation. Its cause is the event of the fault.
 
-    ``is_repaired``: by its rank, before it was reported.
+    ``rank``: that reports it. ``inexact_reason``: as of :class:`TuningChanged`. ``kernel_kills``: so many of the
+    rank's loader workers the kernel has killed for memory.
     """
 
-    is_repaired: bool = field(default=False, metadata=_UNWRITTEN)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultTolerated(_OfFault):
-    """A fault costs what it costs: there is nothing to repair, so it is not counted as one."""
-
+    rank: int = field(metadata=_UNWRITTEN)
     action: str
-
-
-def of_fault(fault: faults.Fault, *, generation: int) -> dict[str, Any]:
-    """The fields that events of a fault have in common."""
-    return {
-        "kind": fault.kind.value,
-        "rank": fault.rank,
-        "step": fault.step,
-        "phase": fault.phase,
-        "text": fault.cause,
-        "origin": fault.origin.value,
-        "generation": generation,
-        "detail": "" if fault.kind in VICTIM_KINDS else fault.detail,
-        "host": fault.host,
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairedInPlace(Event):
-    """A rank, or all of them together, repaired a fault within the generation."""
-
-    action: str
-    seconds: float
-    steps_lost: int
-    fault: faults.Fault = field(metadata=_UNWRITTEN)
-    generation: int = field(metadata=_UNWRITTEN)
+    seconds: float = field(metadata=_ROUNDED)
+    steps_lost: int = 0
     inexact_reason: str = field(default="", metadata=_UNWRITTEN)
+    kernel_kills: int = field(default=0, metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +382,7 @@ class FaultOfGivenUpRank(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut(Event):
-    """All ranks have heard that they are to leave; communicators are aborted now."""
+    """All ranks of ``generation`` have heard of its abort: those that get this abort its communicators now."""
 
     generation: int
 
@@ -386,34 +408,45 @@ class SharesProposed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Injected(Event):
+class Injected(Report):
     """A fault of ``--inject`` happens now. ``number``: of the option; None where a random plan did it."""
 
     kind: str
     rank: int
     number: int | None = None
-    step: int
-    phase: str
+    step: int = 0
+    phase: str = ""
 
 
 # What ranks change and prove.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningChanged(Event):
-    """A rank changed how it computes; see the message of that name."""
+class TuningChanged(Report):
+    """A rank changed how it computes, so that the run can go on.
+
+    ``action`` goes into the line that reports the fault; empty where no fault follows.
+    ``inexact_reason`` is empty where the weights stay what they would have been, bit for bit.
+    ``fault_free``: no repair follows; else this was done about the fault that is reported next, and
+    ``tuning`` is what this rank computes with from now on. ``plain_retry``: nothing was left to change.
+    """
 
     rank: int
     step: int
     action: str
     inexact_reason: str
     fault_free: bool = field(default=False, metadata=_UNWRITTEN)
+    tuning: dict[str, object] = field(default_factory=dict, metadata=_UNWRITTEN)
     plain_retry: bool = field(default=False, metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proved(Event):
-    """A step was computed twice with the same bits; ``what`` was done with it: "repeated", "drilled"."""
+class Proved(Report):
+    """The step that begins with ``step`` committed ones was computed twice, with the same bits.
+
+    ``what``: ``repeated`` where this rank has done so itself, ``drilled`` where a process like a
+    replacement of this rank has.
+    """
 
     rank: int
     step: int
@@ -421,23 +454,24 @@ class Proved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drill(Event):
-    """A process like a replacement has computed a rank's share. ``differs``: in what; empty if in nothing.
+class Drill(Report):
+    """A process like a replacement has computed a rank's share. ``differs``: in what first; empty if in nothing.
 
-    ``finding`` says that for people; it is the ``inexact_reason`` if it is the first of its kind.
+    The supervisor adds the rest: ``finding`` says that for people; it is the ``inexact_reason`` if it is the first
+    of its kind.
     """
 
     rank: int
     step: int
-    seconds: float
-    differs: str
+    seconds: float = 0.0
+    differs: str = ""
     finding: str = field(default="", metadata=_UNWRITTEN)
     inexact_reason: str = field(default="", metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrillSkipped(Event):
-    """A drill came to nothing. ``is_said``: whether that is worth a line."""
+class DrillSkipped(Report):
+    """A drill came to nothing; ``text``: why. ``is_said``: whether that is worth a line."""
 
     rank: int
     step: int
@@ -458,8 +492,8 @@ class NotProved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZygoteReady(Event):
-    """It has imported torch and the user's task, and forks on request."""
+class ZygoteReady(Report):
+    """It has imported torch and the user's task, and forks on request. ``warning``: why forks may not start clean."""
 
     torch: str
     import_s: float
@@ -490,11 +524,14 @@ class StandbyEnded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpareReady(Event):
-    """A spare waits. ``kind`` is a :class:`SpareKind`'s value; ``built_bytes``: of what it has built in ``build_s``."""
+class SpareReady(Report):
+    """A spare waits. ``built_bytes``: of what it has built in ``build_s``.
 
-    pid: int | None
-    kind: str
+    The supervisor adds ``pid`` and ``kind``, a :class:`SpareKind`'s value.
+    """
+
+    pid: int | None = None
+    kind: str = ""
     built_bytes: int = 0
     build_s: float = 0.0
 
@@ -524,3 +561,11 @@ class SpareEnded(Event):
     exit_code: int | None
     signal: int | None
     said: str
+
+
+# What a message may be: each report of this module.
+REPORTS: dict[str, type[Report]] = {
+    kind.__name__: kind
+    for kind in list(vars().values())
+    if isinstance(kind, type) and issubclass(kind, Report) and kind not in (Report, OfFault)
+}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from ddp_runner.core.spare import SpareKind
 
@@ -145,27 +143,3 @@ class NothingMore:
 
 
 Spec = RankSpec | ScriptSpec | SpareSpec | DrillSpec | SaverSpec | ImportsSpec | NothingMore
-
-
-def spec_of(kind: type[Spec], record: Mapping[str, Any]) -> Spec:
-    """The spec of what came as JSON. Raises KeyError, TypeError and ValueError if it is none."""
-    spec: Spec = _built(kind, record)
-    return spec
-
-
-def _built(kind: type[Any], record: Mapping[str, Any]) -> Any:
-    names = {one.name for one in fields(kind)}
-    return kind(**{name: _value(name, value) for name, value in record.items() if name in names})
-
-
-def _value(name: str, value: Any) -> Any:
-    """JSON has no tuples, no numbers as keys, and no classes."""
-    if name == "injections_left":
-        return {int(number): int(times) for number, times in value.items()}
-    if name == "kind":
-        return SpareKind(value)
-    if name == "call":
-        return _built(ScriptCall, value)
-    if name == "program":
-        return None if value is None else _built(Program, value)
-    return tuple(value) if isinstance(value, list) else value

@@ -1,30 +1,24 @@
-"""Messages between supervisor, zygote and ranks, and their wire form. Never touches a socket.
+"""Messages between supervisor, zygote and ranks, each a packet (``core/wire.py``). Never touches a socket.
 
-Wire form: one JSON object a packet, ``{"v": 1, "type": "Form", ...fields}``. Unknown fields of a
-newer sender are dropped; an unknown type or version is an error, never a guess.
+What a rank reports of itself is the event that the journal has: the reports of ``core/events.py`` are messages, too.
+What is no event stands here: orders, answers to them, and what only the supervisor's own books need.
 """
 
 from __future__ import annotations
 
-import enum
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+from ddp_runner.core import wire
+from ddp_runner.core.events import REPORTS, Cut, OfFault, Report
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import Fault, FaultKind, Origin
-from ddp_runner.core.fork_specs import ForkKind, NothingMore, Spec, spec_of
+from ddp_runner.core.fork_specs import ForkKind, NothingMore, Spec
 from ddp_runner.core.helper_roles import SPEC_OF
 from ddp_runner.core.run_stages import OtherStage
+from ddp_runner.core.wire import WireError
 
-WIRE_VERSION = 1
 NO_PROCESS = 0  # in a Forked, of one that the run can do without
 PACKET_BYTES_MAX = 128 * 1024  # a local socket's default buffer holds one
-
-
-class WireError(ValueError):
-    """A packet on a control channel is not a message that this version understands."""
 
 
 BRIEF_CHARACTERS_MAX = 300
@@ -71,13 +65,6 @@ class AbortHeard:
     """Rank -> supervisor, answering ``Abort`` where collectives end in silence: it commits nothing more."""
 
     rank: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Supervisor -> rank: every rank of ``generation`` has heard of its abort; abort its communicators."""
-
     generation: int
 
 
@@ -148,17 +135,6 @@ class Inject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Injected:
-    """Rank -> supervisor: injection ``number`` of the command line is about to happen."""
-
-    rank: int
-    number: int
-    kind: str
-    step: int = 0
-    phase: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """Rank -> supervisor: it has come so far in its start; ``stage`` is a :class:`Stage`'s number."""
 
@@ -198,46 +174,12 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Formed:
-    """Rank -> supervisor: the generation trains. Seconds by phase of the re-forming."""
-
-    rank: int
-    generation: int
-    committed_step: int
-    source: int
-    group_s: float
-    transfer_s: float
-    rebuild_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faulted:
-    """Rank -> supervisor: this rank's part of something that went wrong."""
-
-    generation: int
-    fault: Fault
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
     """Rank -> supervisor: one logged step."""
 
     rank: int
     step: int
     values: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """Rank -> supervisor: a checkpoint was published."""
-
-    rank: int
-    step: int
-    path: str
-    blocked_s: float
-    size_bytes: int
-    sha256: str  # of the file
-    is_rescued: bool = False  # elsewhere than with the others, whose disk refuses it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,72 +238,6 @@ class LoaderWorkers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopAsked:
-    """Rank -> supervisor: this rank itself got a signal that asks the run to stop."""
-
-    rank: int
-    reason: StopReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuningChanged:
-    """Rank -> supervisor: what this rank changed so that the run can go on.
-
-    ``action`` goes into the line that reports the fault; empty where no fault follows.
-    ``inexact_reason`` is empty where the weights stay what they would have been, bit for bit.
-    ``fault_free``: no repair follows; else this was done about the fault that is reported next, and
-    ``tuning`` is what this rank computes with from now on. ``plain_retry``: nothing was left to change.
-    """
-
-    rank: int
-    step: int
-    action: str
-    inexact_reason: str
-    fault_free: bool = False
-    tuning: dict[str, object] = field(default_factory=dict)
-    plain_retry: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairedInPlace:
-    """Rank -> supervisor: a fault that was repaired within the generation, and how long it took.
-
-    ``inexact_reason``: as of :class:`TuningChanged`. ``kernel_kills``: so many of this rank's loader
-    workers the kernel has killed for memory.
-    """
-
-    rank: int
-    fault: Fault
-    action: str
-    seconds: float
-    steps_lost: int = 0
-    inexact_reason: str = ""
-    kernel_kills: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultTolerated:
-    """Rank -> supervisor: a fault that needs no repair, and how the run goes on in spite of it."""
-
-    rank: int
-    fault: Fault
-    action: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proved:
-    """Rank -> supervisor: the step that begins with ``step`` committed ones was computed twice, with the same bits.
-
-    ``what``: ``repeated`` where this rank has done so itself, ``drilled`` where a process like a
-    replacement of this rank has.
-    """
-
-    rank: int
-    step: int
-    what: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPart:
     """Rank -> supervisor: its part of what a drill of ``step`` needs (``core/drill.py``) is in its folder.
 
@@ -371,19 +247,6 @@ class DrillPart:
     rank: int
     step: int
     part: str
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drilled:
-    """Drill -> supervisor: what came of it. ``differs``: where its share parts first from the rank's.
-
-    ``problem``: why it does not know.
-    """
-
-    rank: int
-    step: int
-    differs: str = ""
     problem: str = ""
 
 
@@ -440,33 +303,13 @@ class Forked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZygoteReady:
-    """Zygote -> supervisor: torch is imported; forks are cheap from now on.
-
-    ``warning``: why forks may not start clean, or empty.
-    """
-
-    torch_version: str
-    import_s: float
-    warning: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReady:
     """Store host -> supervisor: the TCPStore listens."""
 
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpareReady:
-    """Spare -> supervisor: it waits, and holds so much of what it built."""
-
-    built_bytes: int = 0
-    build_s: float = 0.0
-
-
-Message = (
+_NoReport = (
     Form
     | Abort
     | AbortHeard
@@ -480,44 +323,32 @@ Message = (
     | ReopenLog
     | SaveAlone
     | Inject
-    | Injected
     | Built
     | Ready
-    | Formed
-    | Faulted
     | Metrics
-    | Saved
     | NotSaved
     | LoaderWorkers
-    | StopAsked
-    | TuningChanged
-    | RepairedInPlace
-    | FaultTolerated
-    | Proved
     | DrillPart
-    | Drilled
     | Finished
     | RestartProgress
     | OtherStage
     | Fork
     | Forked
-    | ZygoteReady
     | StoreReady
-    | SpareReady
     | SaverReady
     | WriteCopy
     | CopyWritten
 )
-_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
-_FIELDS = {name: tuple(one.name for one in fields(kind)) for name, kind in _TYPES.items()}
+# An event that is reported needs no row here.
+Message = _NoReport | Report
+KINDS: dict[str, type[Message]] = wire.by_name(_NoReport) | REPORTS
 
 
 def encode(message: Message) -> bytes:
     """One packet, a fault's texts cut to what is kept of them. Raises :class:`WireError` if too long."""
-    if isinstance(message, (Faulted, RepairedInPlace, FaultTolerated)):
+    if isinstance(message, OfFault):
         message = replace(message, fault=message.fault.bounded())
-    body: dict[str, object] = {"v": WIRE_VERSION, "type": type(message).__name__, **asdict(message)}
-    packet = json.dumps(body, default=_encode_value).encode()
+    packet = wire.encode(message)
     if len(packet) > PACKET_BYTES_MAX:
         raise WireError(f"a {type(message).__name__} of {len(packet)} bytes is too long to send")
     return packet
@@ -525,42 +356,14 @@ def encode(message: Message) -> bytes:
 
 def decode(packet: bytes) -> Message:
     """The message in ``packet``. Raises :class:`WireError` if it is none."""
+    message: Message = wire.decode(packet, KINDS)
+    return _with_spec(message) if isinstance(message, Fork) else message
+
+
+def _with_spec(fork: Fork) -> Fork:
+    """The kind of process says what class its spec has, which so far is what JSON gave."""
+    record = cast("dict[str, Any]", fork.spec)
     try:
-        body = json.loads(packet)
-        version, name = body.pop("v"), body.pop("type")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WireError(f"not a message: {packet[:80]!r}") from error
-    if version != WIRE_VERSION:
-        raise WireError(f"message version {version!r}, this side speaks {WIRE_VERSION}")
-    kind = _TYPES.get(name)
-    if kind is None:
-        raise WireError(f"unknown message type {name!r}")
-    try:
-        known = {key: _decode_field(key, body[key]) for key in _FIELDS[name] if key in body}
-        if kind is Fork:
-            what = ForkKind(body["kind"])
-            known |= {"kind": what, "spec": spec_of(SPEC_OF[what], body.get("spec", {}))}
-        make: Callable[..., Message] = kind
-        return make(**known)
-    except (TypeError, ValueError, KeyError) as error:
-        raise WireError(f"bad {name}: {error}") from error
-
-
-def _encode_value(value: object) -> object:
-    if isinstance(value, enum.Enum):
-        return value.value
-    raise TypeError(f"{type(value).__name__} has no wire form")
-
-
-def _decode_field(name: str, value: object) -> object:
-    if name == "fault" and isinstance(value, dict):
-        known = {
-            "kind": FaultKind(value["kind"]),
-            "origin": Origin(value.get("origin", Origin.OWN)),
-        }
-        return Fault(**{**value, **known})
-    if name == "reason":
-        return StopReason(value)
-    if name in ("pids", "notes", "block", "proved") and isinstance(value, list):
-        return tuple(value)
-    return value
+        return replace(fork, spec=wire.built(SPEC_OF[fork.kind], record))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise WireError(f"bad Fork: {error}") from error

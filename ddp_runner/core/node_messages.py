@@ -1,19 +1,17 @@
-"""Messages between the supervisors of two nodes, and their wire form. Never touches a socket.
+"""Messages between the supervisors of two nodes, each a frame (``core/wire.py``). Never touches a socket.
 
-Wire form: one JSON object a frame, ``{"type": "Hello", ...fields}``. What a rank and its supervisor
-say to each other travels inside as it is (``core/messages.py``). An unknown type is an error, never
-a guess; both ends are of one version, which ``Hello`` makes sure of.
+A side takes those that the other one sends. Both ends are of one version, which ``Hello`` makes sure of.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import Any
 
 from ddp_runner.core.election import EMPTY_STEP
-from ddp_runner.core.messages import WireError
+from ddp_runner.core.events import RunEnds
+from ddp_runner.core.wire import by_name
 
 LOOK_EVERY_S = 0.5  # the longest time from one Look to the next
 
@@ -232,19 +230,19 @@ class RankGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToRank:
-    """Coordinator -> follower: pass this on to a rank."""
+    """Coordinator -> follower: pass this on to a rank. ``packet``: a message of ``core/messages.py``, as it is."""
 
     rank: int
-    packet: str
+    packet: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromRank:
-    """Follower -> coordinator: a rank of its has sent this."""
+    """Follower -> coordinator: a rank of its has sent this ``packet``, passed on as it is."""
 
     rank: int
     process: int
-    packet: str
+    packet: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,70 +312,37 @@ class EndWanted:
     """Follower -> coordinator: somebody there wants the run to end as it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnds:
-    """Coordinator -> follower: the run has ended, with this exit code, and why."""
-
-    exit_code: int
-    line: str
-
-
-NodeMessage = (
+FromFollower = (
     Hello
     | Question
-    | Answer
-    | Welcome
     | Folders
-    | Refused
     | Look
     | Watched
-    | Beat
-    | StartRank
     | RankStarted
     | RankGone
-    | ToRank
     | FromRank
+    | Said
+    | StopWanted
+    | SaveWanted
+    | EndWanted
+)
+FromCoordinator = (
+    Welcome
+    | Answer
+    | Refused
+    | Beat
+    | StartRank
+    | ToRank
     | EndRank
     | FenceRank
     | SignalRank
     | AskRank
     | ForgetAsked
-    | Said
-    | StopWanted
-    | SaveWanted
-    | EndWanted
     | RunEnds
 )
-FROM_FOLLOWER = (
-    Hello,
-    Question,
-    Folders,
-    Look,
-    Watched,
-    RankStarted,
-    RankGone,
-    FromRank,
-    Said,
-    StopWanted,
-    SaveWanted,
-    EndWanted,
-)
-FROM_COORDINATOR = (
-    Welcome,
-    Answer,
-    Refused,
-    Beat,
-    StartRank,
-    ToRank,
-    EndRank,
-    FenceRank,
-    SignalRank,
-    AskRank,
-    ForgetAsked,
-    RunEnds,
-)
-_TYPES: dict[str, type[NodeMessage]] = {kind.__name__: kind for kind in get_args(NodeMessage)}
-_FIELDS = {kind: tuple(one.name for one in fields(kind)) for kind in _TYPES.values()}
+NodeMessage = FromFollower | FromCoordinator
+FROM_FOLLOWER: dict[str, type[FromFollower]] = by_name(FromFollower)
+FROM_COORDINATOR: dict[str, type[FromCoordinator]] = by_name(FromCoordinator)
 
 
 def shortened_stack(stack: str, *, ranks: int) -> str:
@@ -386,31 +351,3 @@ def shortened_stack(stack: str, *, ranks: int) -> str:
     while (size := len(json.dumps(stack))) > most:
         stack = stack[: len(stack) * most // size]
     return stack
-
-
-def encode_for_node(message: NodeMessage) -> bytes:
-    """The content of one frame."""
-    kind = type(message)
-    values = {name: getattr(message, name) for name in _FIELDS[kind]}
-    # Only what is inside is taken apart, and copied, field by field.
-    return json.dumps({"type": kind.__name__, **values}, default=asdict).encode()
-
-
-def decode_from_node(content: bytes, *, allowed: tuple[type[NodeMessage], ...]) -> NodeMessage:
-    """The message in a frame. Raises WireError if it is none that this side takes."""
-    try:
-        body = json.loads(content)
-        kind = _TYPES.get(body.pop("type"))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WireError(f"not a message of a node: {content[:80]!r}") from error
-    if kind is None or kind not in allowed:
-        raise WireError(f"not a message for this side: {content[:80]!r}")
-    try:
-        if kind is Look:
-            body["ranks"] = {rank: RankLook(**one) for rank, one in body["ranks"].items()}
-        if kind is Hello and body.get("parked"):
-            body["parked"] = Parked(**body["parked"])
-        make: Callable[..., NodeMessage] = kind
-        return make(**body)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WireError(f"not a message of a node: {content[:80]!r}") from error

@@ -104,25 +104,26 @@ class MinorFaults:
 
     def tolerate(self, event: events.FaultTolerated, now_s: float) -> None:
         """The run goes on in spite of a fault. One trouble of a disk may cost several saves."""
-        fails = event.kind == FaultKind.STORAGE_FAILED.value
+        fault = event.fault
+        fails = fault.kind is FaultKind.STORAGE_FAILED
         if fails and self._failing_saves is not None:
             times = self._failing_saves.times + 1
             self._failing_saves = replace(self._failing_saves, times=times)
             return
         record = FaultRecord(
-            kind=event.kind,
-            rank=event.rank,
-            step=event.step,
-            cause=event.text,
+            kind=fault.kind.value,
+            rank=fault.rank,
+            step=fault.step,
+            cause=fault.cause,
             detected_s=round(now_s - self._began_s, 3),
             recovered_s=None,
             steps_lost=0,
             generation=event.generation,
             detail=event.detail,
-            phase=event.phase,
+            phase=fault.phase,
             action=event.action,
-            injected=self._injections.noticed(FaultKind(event.kind), event.rank),
-            host=event.host,
+            injected=self._injections.noticed(fault.kind, fault.rank),
+            host=fault.host,
         )
         if fails:
             self._failing_saves = record

@@ -15,8 +15,9 @@ import traceback
 from pathlib import Path
 
 from ddp_runner import config
+from ddp_runner.core.events import Drill, DrillSkipped
 from ddp_runner.core.fork_specs import DrillSpec
-from ddp_runner.core.messages import Drilled, Fork
+from ddp_runner.core.messages import Fork
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.process import prepare_interpreter
@@ -64,7 +65,11 @@ def main(request: Fork, descriptors: list[int]) -> int:
         traceback.print_exc()
         text = without_secrets(str(error), hidden)
         problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
-    message = Drilled(rank=rank_info.rank, step=spec.step, differs=differs, problem=problem)
+    message = (
+        DrillSkipped(rank=rank_info.rank, step=spec.step, text=problem)
+        if problem
+        else Drill(rank=rank_info.rank, step=spec.step, differs=differs)
+    )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it
             stream.flush()

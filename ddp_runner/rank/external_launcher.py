@@ -26,6 +26,7 @@ from ddp_runner.config.relations import check_relations
 from ddp_runner.config.unread import unread_warning
 from ddp_runner.core.board import Cell
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.events import CheckpointSaved, Faulted, RankFormed, TuningChanged
 from ddp_runner.core.exits import (
     EXIT_CODE_OF_STATUS,
     STATUS_OF_REASON,
@@ -35,17 +36,7 @@ from ddp_runner.core.exits import (
 )
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import (
-    Faulted,
-    Formed,
-    Message,
-    Metrics,
-    Ready,
-    RestartProgress,
-    Saved,
-    TuningChanged,
-    brief,
-)
+from ddp_runner.core.messages import Message, Metrics, Ready, RestartProgress, brief
 from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.stopping import time_limit
@@ -151,7 +142,7 @@ class OutsideRuntime(LocalRuntime):
 
     def _look_after_folders(self, message: Message) -> None:
         """Have those that somebody removed made again; rank 0 holds their locks."""
-        if self.directories is not None and isinstance(message, (Metrics, Saved)):
+        if self.directories is not None and isinstance(message, (Metrics, CheckpointSaved)):
             for change in self.directories.look():
                 self.logger.warning(change.text)
                 if change.is_new and change.option == "--checkpoint-dir":
@@ -160,12 +151,12 @@ class OutsideRuntime(LocalRuntime):
     def _keep_time(self, message: Message) -> None:
         """Write down where the time went, at what a later restart may go on from, and now and then."""
         match message:
-            case Formed(committed_step=step):
+            case RankFormed(committed_step=step):
                 self._formed_ns = time.monotonic_ns()
                 self._restart_log.keep(self.restart_progress(step=step))
             case _ if self.rank_info.rank:
                 pass  # the run's time is that of its rank 0
-            case Saved(step=step):
+            case CheckpointSaved(step=step):
                 self._restart_log.keep(self.restart_progress(step=step))
             case Faulted():
                 self._restart_log.keep(self.restart_progress())

@@ -17,10 +17,11 @@ import torch
 from ddp_runner import config
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import Board, Cell, Slot
+from ddp_runner.core.events import Faulted
 from ddp_runner.core.faults import ReportedFaultError
 from ddp_runner.core.fork_specs import RankSpec, Surroundings
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
-from ddp_runner.core.messages import Faulted, Fork
+from ddp_runner.core.messages import Fork
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.files import lossy_text

@@ -11,20 +11,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ddp_runner.core.messages import (
+from ddp_runner.core.events import (
+    CheckpointSaved,
     Faulted,
     FaultTolerated,
-    Finished,
-    Message,
     Proved,
     RepairedInPlace,
-    RestartProgress,
-    Saved,
     TuningChanged,
-    WireError,
-    decode,
-    encode,
 )
+from ddp_runner.core.messages import Finished, Message, RestartProgress, decode, encode
+from ddp_runner.core.wire import WireError
 from ddp_runner.observe.files import LineFile
 from ddp_runner.system.run_files import read_lines
 
@@ -36,11 +32,15 @@ KEPT = (
     RestartProgress,
     RepairedInPlace,
     Proved,
-    Saved,
+    CheckpointSaved,
 )
 
 # What the log of an older version says instead.
-_OLDER_WORDS = ((b'"type": "Adjusted"', b'"type": "TuningChanged"'), (b'"remedy": ', b'"action": '))
+_OLDER_WORDS = (
+    (b'"type": "Adjusted"', b'"type": "TuningChanged"'),
+    (b'"remedy": ', b'"action": '),
+    (b'"type": "Saved"', b'"type": "CheckpointSaved"'),
+)
 
 
 class RestartLog:
@@ -60,7 +60,7 @@ class RestartLog:
         earlier = list(read_restart_log(path)) if is_restart else []
         tunings = [one for one in earlier if isinstance(one, TuningChanged) and one.tuning]
         self.learnt = tunings[-1] if tunings else None
-        self.has_saved = any(isinstance(one, Saved) for one in earlier)
+        self.has_saved = any(isinstance(one, CheckpointSaved) for one in earlier)
         self.run_id = next(
             (x.run_id for x in earlier[::-1] if isinstance(x, RestartProgress) and x.run_id), ""
         )

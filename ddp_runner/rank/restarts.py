@@ -16,19 +16,8 @@ from ddp_runner.core.board import SlotReading
 from ddp_runner.core.classify import attribute
 from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import (
-    Faulted,
-    FaultTolerated,
-    Finished,
-    Message,
-    Proved,
-    RepairedInPlace,
-    RestartProgress,
-    Saved,
-    TuningChanged,
-)
+from ddp_runner.core.messages import Finished, Message, RestartProgress
 from ddp_runner.core.recovery import Incident, ReplaceRanks
-from ddp_runner.core.reports import Reported, events_of
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.findings import RunFindings
 
@@ -187,30 +176,24 @@ def _events_within(
             match message:
                 case RestartProgress():
                     latest = message
-                case Saved():
+                case events.CheckpointSaved():
                     productive_ns = before_ns + latest.spent_ns.get("productive", 0)
-                    saved = events.CheckpointSaved(
-                        step=message.step,
-                        path=message.path,
-                        blocked_s=message.blocked_s,
-                        size_bytes=message.size_bytes,
-                        productive_ns=None if rank else productive_ns,  # the run's is rank 0's
-                    )
+                    # The run's is rank 0's.
+                    saved = replace(message, productive_ns=None if rank else productive_ns)
                     found.append((restart.at_s(latest.at_ns), saved))
-                case TuningChanged() | Proved() | FaultTolerated() | RepairedInPlace():
+                case events.Report():
                     at_s = _when(message, restart, latest)
-                    made = events_of(message, generation=restart.generation)
-                    found += [(at_s, event) for event in made]
+                    found.append((at_s, message.in_generation(restart.generation)))
                 case _:
                     pass
     return sorted(found, key=lambda timed: timed[0])
 
 
-def _when(message: Reported, restart: Restart, latest: RestartProgress) -> float:
+def _when(message: events.Report, restart: Restart, latest: RestartProgress) -> float:
     match message:
-        case RepairedInPlace(fault=fault, seconds=seconds):
+        case events.RepairedInPlace(fault=fault, seconds=seconds):
             return restart.at_s(fault.at_ns) + seconds
-        case FaultTolerated(fault=fault):
+        case events.FaultTolerated(fault=fault):
             return restart.at_s(fault.at_ns)
         case _:
             return restart.at_s(latest.at_ns)
@@ -257,8 +240,8 @@ def _faults(restart: Restart, reported: Mapping[int, _ByRestart]) -> list[Fault]
     silent: list[int] = []
     for rank, by_restart in reported.items():
         own = by_restart.get(restart.generation, ())
-        faults += [one.fault for one in own if isinstance(one, Faulted)]
-        if own and not any(isinstance(one, (Faulted, Finished)) for one in own):
+        faults += [one.fault for one in own if isinstance(one, events.Faulted)]
+        if own and not any(isinstance(one, (events.Faulted, Finished)) for one in own):
             silent.append(rank)
     if silent:
         newest = restart.progress[-1]

@@ -19,6 +19,7 @@ from ddp_runner.collective.loss import Loss
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core.events import Cut, Faulted, Injected, StopSignalAtRank
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import (
     PARKED_BY_RANK,
@@ -34,11 +35,8 @@ from ddp_runner.core.messages import (
     Checkpoint,
     CollectivesBegun,
     CopyWritten,
-    Cut,
-    Faulted,
     Form,
     Inject,
-    Injected,
     LoaderWorkers,
     Message,
     Ready,
@@ -46,7 +44,6 @@ from ddp_runner.core.messages import (
     SaveAlone,
     Stacks,
     Stop,
-    StopAsked,
     WriteCopy,
     brief,
 )
@@ -263,7 +260,7 @@ class SupervisedRuntime:
     def _on_signal(self, number: signal.Signals) -> None:
         """SIGTERM or SIGUSR1 to this rank alone asks the whole run to stop."""
         del number
-        self.report(StopAsked(rank=self.rank_info.rank, reason=StopReason.PREEMPTED))
+        self.report(StopSignalAtRank(rank=self.rank_info.rank, reason=StopReason.PREEMPTED))
 
     def _listen(self) -> None:
         """Thread: act on what the supervisor says. Its end is this rank's end."""

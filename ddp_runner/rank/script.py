@@ -35,15 +35,14 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_runner.core.board import Board, Cell, Slot
+from ddp_runner.core.events import Faulted, RankFormed
 from ddp_runner.core.faults import CAUSE_CHARACTERS_MAX
 from ddp_runner.core.fork_specs import ScriptSpec
 from ddp_runner.core.messages import (
     CollectivesBegun,
     CountCollectives,
-    Faulted,
     Fork,
     Form,
-    Formed,
     Leaving,
     Message,
     Ready,
@@ -209,7 +208,7 @@ class _Link:
         self._generation = form.generation
         self._output.attach()
         self._send(
-            Formed(
+            RankFormed(
                 rank=self._rank,
                 generation=form.generation,
                 committed_step=0,

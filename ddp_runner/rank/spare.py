@@ -25,8 +25,9 @@ from ddp_runner.collective.group import Membership, joined
 from ddp_runner.collective.replica import Replica
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
+from ddp_runner.core.events import SpareReady
 from ddp_runner.core.fork_specs import SpareSpec
-from ddp_runner.core.messages import Fork, SpareReady
+from ddp_runner.core.messages import Fork
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.spare import SpareKind
 from ddp_runner.data.loader import MicroBatch

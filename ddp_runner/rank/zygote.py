@@ -22,14 +22,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_runner import start
+from ddp_runner.core.events import ZygoteReady
 from ddp_runner.core.fork_specs import ForkKind, ImportsSpec
 from ddp_runner.core.helper_roles import FORKED, ROLE_OF, STORE
-from ddp_runner.core.messages import (
-    NO_PROCESS,
-    Fork,
-    Forked,
-    ZygoteReady,
-)
+from ddp_runner.core.messages import NO_PROCESS, Fork, Forked
 from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 from ddp_runner.system import parent_death
@@ -311,9 +307,7 @@ def main(arguments: list[str]) -> int:
     torch_version = str(sys.modules["torch"].__version__)
     if left := what_forks_inherit():
         left_out = [*left_out, f"after the imports {left}: ranks that are forked may not work"]
-    channel.send(
-        ZygoteReady(torch_version=torch_version, import_s=import_s, warning="\n".join(left_out))
-    )
+    channel.send(ZygoteReady(torch=torch_version, import_s=import_s, warning="\n".join(left_out)))
     try:
         serve(channel, supervisor_pid)
     except ProgramBegins as begins:

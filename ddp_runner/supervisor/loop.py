@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.core import events
 from ddp_runner.core.board import Cell
-from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.core.exits import RunStatus, StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.secrets import without_secrets
@@ -159,18 +158,18 @@ def _coordinate(
         clock=SYSTEM_CLOCK,
     )
     loop = _Loop(supervisor, signals=signals, selector=selector, clock=SYSTEM_CLOCK, others=links)
-    exit_code, line = int(ExitCode.FAILED), "the coordinator has failed"
+    ending = Ending.of(RunStatus.FAILED, "the coordinator has failed")
     try:
-        exit_code = loop.run()
-        line = "" if supervisor.ending is None else supervisor.ending.reason
+        loop.run()
+        ending = supervisor.ending or ending
     finally:
-        links.end(exit_code=exit_code, line=line)
+        links.end(ending.event)
         for probe in probes:
             probe.remove()
         end_descendants(timeout_s=10.0)
         node.close()
         directories.release()
-    return exit_code
+    return ending.event.exit_code
 
 
 class _Loop:
@@ -266,7 +265,7 @@ class _Loop:
             elif key.data[0] is self._others:
                 self._hear_node(key.data[1])
             elif (received := self._node.receive(*key.data)) is not None:
-                self._supervisor.on_message(*received)
+                self._supervisor.on_packet(*received)
         for ended in self._node.reap():
             self._take_ended(ended)
         self._after_save.look()
@@ -382,11 +381,8 @@ class _Loop:
         assert ending is not None
         if self._others is not None:
             failed = ending.status in (RunStatus.FAILED, RunStatus.GAVE_UP)
-            self._others.announce_end(
-                exit_code=int(ending.exit_code),
-                line=ending.reason,
-                but_parked=failed and not supervisor.facts.ever_formed,
-            )
+            is_before_all = failed and not supervisor.facts.ever_formed
+            self._others.announce_end(ending.event, but_parked=is_before_all)
         self._watch.end()
         stays = set(self._trackers.pids)
         if self._after_save.is_owed:
@@ -410,9 +406,7 @@ class _Loop:
         outputs.show_rest()
         self._say_ending()
         summary = supervisor.summary(ending)
-        supervisor.recorder.record(
-            events.RunEnds(status=ending.status.value, exit_code=int(ending.exit_code))
-        )
+        supervisor.recorder.record(ending.event)
         self._trackers.end(int(ending.exit_code))
         end_descendants(timeout_s=10.0)
         self._watch.close()

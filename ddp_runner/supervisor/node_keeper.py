@@ -9,16 +9,7 @@ from ddp_runner.core import events
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.helper_roles import DRILL, SAVER, SPARE, STANDBY, STORE
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import (
-    CopyWritten,
-    Drilled,
-    Forked,
-    Message,
-    SaverReady,
-    SpareReady,
-    StoreReady,
-    ZygoteReady,
-)
+from ddp_runner.core.messages import CopyWritten, Forked, Message, SaverReady, StoreReady
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import store_died
 from ddp_runner.supervisor.processes.helper_process import HelperEnded, ZygoteEnded
@@ -115,28 +106,22 @@ class NodeKeeper:
     def on_message(self, message: Message) -> Ended | None:
         """One of them has something to say. Returns the end of a fork that was reaped before it had a name."""
         match message:
-            case ZygoteReady():
+            case events.ZygoteReady():
                 self._node.zygote_is_ready()
                 self._start.imported(message.import_s)
-                self._recorder.record(
-                    events.ZygoteReady(
-                        torch=message.torch_version,
-                        import_s=message.import_s,
-                        warning=message.warning,
-                    )
-                )
+                self._recorder.record(message)
             case Forked():
                 return self._on_forked(message)
             case StoreReady():
                 self._node.helper_is_ready(STORE, message)
-            case SpareReady():
+            case events.SpareReady():
                 self._node.helper_is_ready(SPARE, message)
                 self.spares.is_ready(message)
             case SaverReady():
                 self._node.helper_is_ready(SAVER, message)
             case CopyWritten():
                 self.savers.written(message, self._clock.monotonic())
-            case Drilled():
+            case events.Drill() | events.DrillSkipped():
                 self.drills.drilled(message, self._clock.monotonic())
             case _:
                 raise TypeError(f"unexpected {type(message).__name__}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import uuid
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,7 @@ from ddp_runner.core.lifecycle import (
     RankState,
     RunEvent,
 )
-from ddp_runner.core.messages import (
-    CollectivesBegun,
-    Faulted,
-    Finished,
-    Formed,
-    Leaving,
-    Message,
-    Ready,
-)
+from ddp_runner.core.messages import CollectivesBegun, Finished, Leaving, Message, Ready
 from ddp_runner.core.script import (
     GRACE_AFTER_FAULT_S,
     STOPPED_MAX_S,
@@ -96,13 +89,13 @@ class ScriptSupervisor(Supervisor):
             case Ready():
                 handle.ready = message
                 handle.machine.advance(RankEvent.GOT_READY)
-            case Formed():
+            case events.RankFormed():
                 handle.machine.advance(RankEvent.GOT_FORMED)
                 handle.has_formed = True
                 self._on_formed(message)
             case CollectivesBegun():
                 self._hangs.note(message)
-            case Faulted(fault=fault):
+            case events.Faulted(fault=fault):
                 self._codes.setdefault(handle.rank, 1)
                 self._report(fault)
             case Leaving():
@@ -113,9 +106,8 @@ class ScriptSupervisor(Supervisor):
             case _:
                 raise TypeError(f"a script's rank does not send {type(message).__name__}")
 
-    def _on_formed(self, formed: Formed) -> None:
-        pid = self.world.ranks[formed.rank].pid
-        self.recorder.record(events.RankFormed.of(formed, pid=pid))
+    def _on_formed(self, formed: events.RankFormed) -> None:
+        self.recorder.record(replace(formed, pid=self.world.ranks[formed.rank].pid))
         if any(handle.state is not RankState.TRAINING for handle in self.world.ranks):
             return
         self.facts.ever_formed = True
@@ -208,9 +200,7 @@ class ScriptSupervisor(Supervisor):
         if self.run_end.is_known:
             return
         fault = self.recorder.shown(fault)
-        self.recorder.record(
-            events.Fault(**events.of_fault(fault, generation=self.facts.generation))
-        )
+        self.recorder.record(events.Faulted(fault=fault))
         self._faults.append(fault)
 
     def _end_after_fault(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
@@ -36,23 +37,15 @@ from ddp_runner.core.messages import (
     Checkpoint,
     CollectivesBegun,
     DrillPart,
-    Faulted,
-    FaultTolerated,
     Finished,
-    Formed,
-    Injected,
     LoaderWorkers,
     Message,
     Metrics,
     NotSaved,
-    Proved,
     Ready,
-    RepairedInPlace,
-    Saved,
     Stop,
-    StopAsked,
-    TuningChanged,
     WriteCopy,
+    decode,
 )
 from ddp_runner.core.run_stages import OtherStage
 from ddp_runner.core.stopping import StopSignal, StopSignals
@@ -166,6 +159,10 @@ class Supervisor:
         """How the run has ended; None while it has not."""
         return self.run_end.ending
 
+    def on_packet(self, packet: bytes, rank: int | None) -> None:
+        """As :meth:`on_message`, of a process of this machine."""
+        self.on_message(decode(packet), rank)
+
     def on_message(self, message: Message, rank: int | None) -> None:
         """A message came in; ``rank`` is who sent it, None for a process that is no rank."""
         if self.ending is not None:
@@ -181,10 +178,10 @@ class Supervisor:
         self, message: Message, handle: RankHandle
     ) -> None:
         match message:
-            case Faulted() | Formed() | OtherStage() if self.run_end.is_open:
+            case events.Faulted() | events.RankFormed() | OtherStage() if self.run_end.is_open:
                 pass  # nobody is repaired any more, and a rank that leaves says that it is ready
-            case StopAsked():
-                self.recorder.record(events.StopSignalAtRank(rank=message.rank))
+            case events.StopSignalAtRank():
+                self.recorder.record(message)
                 self._begin_stop(message.reason)
             case Built():
                 self.start.built(message)
@@ -201,22 +198,23 @@ class Supervisor:
             case AbortHeard(generation=generation):
                 if generation == self.facts.generation:
                     handle.machine.advance(RankEvent.ABORT_HEARD)
-            case Formed():
+            case events.RankFormed():
                 handle.machine.advance(RankEvent.GOT_FORMED)
                 handle.has_formed = True
                 self._save_request.accept_from(message.committed_step)
                 self._on_formed(message)
-            case Faulted() if handle.membership not in IN_WORLD:
+            case events.Faulted() if handle.membership not in IN_WORLD:
                 self.recorder.record(
                     events.FaultOfGivenUpRank(rank=handle.rank, text=message.fault.cause)
                 )
-            case Faulted():
+            case events.Faulted():
                 self._report(message.fault)
             case Metrics():
                 handle.metrics = {**handle.metrics, **message.values, "step": message.step}
                 self.recorder.metrics(message.step, message.rank, message.values)
-            case Saved():
-                self.recorder.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
+            case events.CheckpointSaved():
+                productive_ns = handle.slot.get(Cell.PRODUCTIVE_NS)
+                self.recorder.saved(replace(message, productive_ns=productive_ns))
                 self._save_request.saved(message.step)
                 self.run_end.last_save.saved(message)
             case WriteCopy():
@@ -225,23 +223,21 @@ class Supervisor:
                 self.keeper.savers.ordered(message, now_s, is_fenced=is_fenced)
             case NotSaved():
                 self.run_end.last_save.not_saved(message)
-            case TuningChanged():
+            case events.TuningChanged():
                 self.recorder.reported(message)
                 self._repair.note_action(message)
-            case RepairedInPlace():
+            case events.RepairedInPlace():
                 for _ in range(message.kernel_kills):
                     # A loader worker's, not a rank's.
                     self.world.was_killed_for_memory(handle, self._clock.monotonic())
                 self.recorder.reported(message)
                 if message.steps_lost:
                     self._save_request.accept_from(message.fault.step - message.steps_lost)
-            case FaultTolerated() | Proved():
-                self.recorder.reported(message)
             case DrillPart():
                 self.keeper.drills.part(message)
             case CollectivesBegun():
                 self._repair.note_collectives(message)
-            case Injected():
+            case events.Injected():
                 self._fault_injector.happened(message)
             case LoaderWorkers():
                 handle.loader_pids = message.pids
@@ -251,14 +247,16 @@ class Supervisor:
             case Finished():
                 handle.finished = message
                 handle.machine.advance(RankEvent.GOT_FINISHED)
+            case events.Report():  # nothing follows from it
+                self.recorder.reported(message)
             case _:
                 raise TypeError(f"a rank does not send {type(message).__name__}")
 
     def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""
         self.start.show_output()
-        for message, rank in self.node.last_messages(ended.pid):
-            self.on_message(message, rank)
+        for packet, rank in self.node.last_packets(ended.pid):
+            self.on_packet(packet, rank)
         departure = self.node.departed(ended)
         if isinstance(departure, RankEnded):
             self._on_rank_ended(self.world.ranks[departure.rank], ended, departure.wrote)
@@ -461,11 +459,10 @@ class Supervisor:
         self.recorder.begun(self.plan, ready)
         return True
 
-    def _on_formed(self, formed: Formed) -> None:
+    def _on_formed(self, formed: events.RankFormed) -> None:
         if formed.generation != self.facts.generation:
             return
-        pid = self.world.ranks[formed.rank].pid
-        self.recorder.record(events.RankFormed.of(formed, pid=pid))
+        self.recorder.record(replace(formed, pid=self.world.ranks[formed.rank].pid))
         if not self.world.counts.are_all_present(RankState.TRAINING):
             return
         self.facts.ever_formed = True

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import Cut
 from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankEvent, RankState
-from ddp_runner.core.messages import Abort, CountCollectives, Cut, Form, Message, Stacks, Stop
+from ddp_runner.core.messages import Abort, CountCollectives, Form, Message, Stacks, Stop
 from ddp_runner.supervisor.head_count import HeadCount
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy

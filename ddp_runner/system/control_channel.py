@@ -6,7 +6,8 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ddp_runner.core.messages import PACKET_BYTES_MAX, Message, WireError, decode, encode
+from ddp_runner.core.messages import PACKET_BYTES_MAX, Message, decode, encode
+from ddp_runner.core.wire import WireError
 
 DESCRIPTORS_MAX = 8
 
@@ -45,11 +46,15 @@ class Channel:
 
     def send(self, message: Message, *, descriptors: Sequence[int] = ()) -> None:
         """Send one message. Raises :class:`ChannelClosedError` when nobody can receive it."""
+        self.send_packet(encode(message), descriptors=descriptors)
+
+    def send_packet(self, packet: bytes, *, descriptors: Sequence[int] = ()) -> None:
+        """As :meth:`send`, of a message that is encoded."""
         try:
             if descriptors:
-                socket.send_fds(self._socket, [encode(message)], list(descriptors))
+                socket.send_fds(self._socket, [packet], list(descriptors))
             else:
-                self._socket.send(encode(message))
+                self._socket.send(packet)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosedError(str(error)) from error
 
@@ -58,6 +63,16 @@ class Channel:
 
         Raises :class:`ChannelClosedError` at end-of-file, WireError for a packet that is no message.
         """
+        packet, descriptors = self.receive_packet()
+        try:
+            return decode(packet), descriptors
+        except WireError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+
+    def receive_packet(self) -> tuple[bytes, list[int]]:
+        """As :meth:`receive`, unread. Raises :class:`ChannelClosedError` at end-of-file."""
         try:
             packet, descriptors = self._next_packet()
         except ConnectionResetError:
@@ -69,12 +84,7 @@ class Channel:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise ChannelClosedError("the other end is closed")
-        try:
-            return decode(packet), descriptors
-        except WireError:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise
+        return packet, descriptors
 
     def _next_packet(self) -> tuple[bytes, list[int]]:
         packet, descriptors, _, _ = socket.recv_fds(self._socket, PACKET_BYTES_MAX, DESCRIPTORS_MAX)

@@ -12,8 +12,8 @@ from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
+from ddp_runner.core.events import TuningChanged
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.nodes import who_completes
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.audit import GenerationMembers, audit_path, complete_audits

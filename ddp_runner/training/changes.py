@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS
-from ddp_runner.core.messages import TuningChanged
+from ddp_runner.core.events import TuningChanged
 from ddp_runner.core.settings import OptimSettings, Settings
 from ddp_runner.training.components.layer_plan import in_steps
 from ddp_runner.training.components.lr_schedule import (

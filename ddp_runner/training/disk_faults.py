@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
+from ddp_runner.core.events import FaultTolerated
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import FaultTolerated
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState

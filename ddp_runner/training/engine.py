@@ -20,9 +20,9 @@ from ddp_runner.collective.group import Group, joined
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.events import Faulted, RankFormed
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import REPAIRED_BY_RANK, Fault, FaultKind, ReportedFaultError
-from ddp_runner.core.messages import Faulted, Formed
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.memory.reclaim import empty_device_cache
@@ -230,7 +230,7 @@ class Engine:
         report_lost(parts)
         slot.stamp(Phase.FORMING, time.monotonic_ns())
         self._runtime.report(
-            Formed(
+            RankFormed(
                 rank=self._rank,
                 generation=number,
                 committed_step=state.committed_step,

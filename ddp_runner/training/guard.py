@@ -21,10 +21,10 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import Comparison, compare_replicas, first_difference
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.events import FaultTolerated, RepairedInPlace, TuningChanged
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.injection import flips_bits
 from ddp_runner.core.loss_spikes import broken_gradients
-from ddp_runner.core.messages import FaultTolerated, RepairedInPlace, TuningChanged
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch

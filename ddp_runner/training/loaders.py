@@ -15,12 +15,13 @@ from ddp_runner.collective.group import Group
 from ddp_runner.core.batch_sizes import micro_batch
 from ddp_runner.core.board import Cell
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.events import RepairedInPlace, TuningChanged
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.hang_detection import longest_phase_s
 from ddp_runner.core.injection import OPTION as INJECT_OPTION
 from ddp_runner.core.injection import bad_sample_places
 from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
-from ddp_runner.core.messages import LoaderWorkers, RepairedInPlace, TuningChanged
+from ddp_runner.core.messages import LoaderWorkers
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.injected_samples import with_bad_samples

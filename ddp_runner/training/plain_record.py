@@ -11,20 +11,8 @@ from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import attribute
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, RunStatus
 from ddp_runner.core.faults import Fault
-from ddp_runner.core.messages import (
-    Faulted,
-    FaultTolerated,
-    Finished,
-    Formed,
-    Message,
-    Metrics,
-    Proved,
-    RepairedInPlace,
-    Saved,
-    TuningChanged,
-)
+from ddp_runner.core.messages import Finished, Message, Metrics
 from ddp_runner.core.recovery import GiveUp, Incident
-from ddp_runner.core.reports import events_of
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.journal import MetricsFile
@@ -67,22 +55,12 @@ class PlainRecord:
         match message:
             case Metrics(step=step, rank=rank, values=values):
                 self._metrics.write(step, rank, values)
-            case Formed(generation=generation, committed_step=step):
+            case events.RankFormed(generation=generation, committed_step=step):
                 self._record(events.WorldFormed(generation=generation, step=step))
-            case Saved():
-                self._record(
-                    events.CheckpointSaved(
-                        step=message.step,
-                        path=message.path,
-                        blocked_s=message.blocked_s,
-                        size_bytes=message.size_bytes,
-                    )
-                )
-            case TuningChanged() | Proved() | FaultTolerated() | RepairedInPlace():
-                for event in events_of(message, generation=1):
-                    self._record(event)
-            case Faulted(fault=fault):
+            case events.Faulted(fault=fault):
                 self._fault = fault
+            case events.Report():
+                self._record(message.in_generation(1))
             case Finished():
                 self._write(STATUS_OF_REASON[message.reason], finished=message)
             case _:

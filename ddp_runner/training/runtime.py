@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -30,18 +30,15 @@ from ddp_runner.collective.loss import Loss
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell, Slot
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.events import Faulted, Report, TuningChanged
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError
 from ddp_runner.core.messages import (
     CopyWritten,
-    Faulted,
-    FaultTolerated,
     Finished,
     Message,
     Metrics,
     Ready,
-    RepairedInPlace,
-    TuningChanged,
     WriteCopy,
     brief,
 )
@@ -160,9 +157,7 @@ class Runtime(Protocol):
 
 def without_secrets_in(message: Message, secrets: tuple[str, ...]) -> Message:
     """``message``, where the texts of a user's exception may hold secrets."""
-    if secrets and isinstance(message, (Faulted, RepairedInPlace, FaultTolerated)):
-        return replace(message, fault=message.fault.without(secrets))
-    return message
+    return message.without(secrets) if isinstance(message, Report) else message
 
 
 class LocalRuntime:

@@ -23,7 +23,7 @@ from ddp_runner.checkpoint.left_out import start_sha256
 from ddp_runner.checkpoint.manifest import AMID_SKIPPED, CheckpointFacts
 from ddp_runner.checkpoint.snapshot import storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
-from ddp_runner.core import messages
+from ddp_runner.core import events, messages
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
@@ -491,7 +491,7 @@ class Saving:
         for note in saved.notes:
             self._runtime.logger.info(note, step=step)
         self._runtime.report(
-            messages.Saved(
+            events.CheckpointSaved(
                 rank=self._runtime.rank_info.rank,
                 step=step,
                 path=str(saved.path),

@@ -15,9 +15,10 @@ from ddp_runner.collective.replica import Replica
 from ddp_runner.collective.sync_batchnorm import Peers
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import TuningChanged
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import Metrics, TuningChanged
+from ddp_runner.core.messages import Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import is_first_generation, uses_best
 from ddp_runner.core.step_schedule import DueActions

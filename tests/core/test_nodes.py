@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_runner.core import wire
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.messages import WireError
 from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
     Beat,
+    FromRank,
     Hello,
     Look,
     Parked,
     RankLook,
-    decode_from_node,
-    encode_for_node,
+    Said,
     shortened_stack,
 )
 from ddp_runner.core.node_options import NodeOptions, node_options
@@ -28,6 +28,7 @@ from ddp_runner.core.nodes import (
     keeps_memory,
     what_about_missing,
 )
+from ddp_runner.core.wire import WireError
 from ddp_runner.system.node_link import FRAME_BYTES_MAX
 
 TWO = {"--nnodes": "2", "--rdzv-endpoint": "node0"}
@@ -184,14 +185,26 @@ def test_messages_between_nodes_come_back_as_they_were():
     look = Look(
         number=3, now_ns=5, can_fork=True, has_spare=True, round_trip_s=0.01, ranks={"2": rank}
     )
-    assert decode_from_node(encode_for_node(look), allowed=FROM_FOLLOWER) == look
+    assert wire.decode(wire.encode(look), FROM_FOLLOWER) == look
     beat = Beat(number=3, generation=2, committed_step=9, is_fault_free=True)
-    assert decode_from_node(encode_for_node(beat), allowed=FROM_COORDINATOR) == beat
+    assert wire.decode(wire.encode(beat), FROM_COORDINATOR) == beat
     for content in (b"", b"[]", b"{}", b'{"type": "Fork"}', b'{"type": "Beat"}', b"\xff"):
         with pytest.raises(WireError):
-            decode_from_node(content, allowed=FROM_COORDINATOR)
+            wire.decode(content, FROM_COORDINATOR)
     with pytest.raises(WireError, match="not a message for this side"):
-        decode_from_node(encode_for_node(beat), allowed=FROM_FOLLOWER)
+        wire.decode(wire.encode(beat), FROM_FOLLOWER)
+
+
+@pytest.mark.parametrize("packet", [b"", b'{"v": 1}', b"\n\xff\n"])
+def test_a_packet_of_a_rank_travels_in_a_frame_as_it_is(packet):
+    """Whatever its bytes are: behind the frame's own fields."""
+    said = FromRank(rank=3, process=2, packet=packet)
+    frame = wire.encode(said)
+    assert frame.endswith(b"\n" + packet)
+    assert wire.name_of(frame) == "FromRank"
+    assert wire.decode(frame, FROM_FOLLOWER) == said
+    with pytest.raises(WireError, match="behind it"):
+        wire.decode(wire.encode(Said(text="a", level="INFO")) + b"\n.", FROM_FOLLOWER)
 
 
 CUT_OFF = ReturnFacts(
@@ -250,7 +263,7 @@ def test_the_stacks_of_many_ranks_fit_into_a_frame(ranks, letter):
     whole = Look(
         number=1, now_ns=2**62, can_fork=True, has_spare=True, round_trip_s=0.01, ranks=ranks_looks
     )
-    assert len(encode_for_node(whole)) < FRAME_BYTES_MAX
+    assert len(wire.encode(whole)) < FRAME_BYTES_MAX
     assert set(stack) == {letter}
     assert len(stack) == 8_000 or ranks == 64 or (ranks, letter) == (2, "\U0001f600")
 
@@ -267,4 +280,4 @@ def test_what_is_parked_travels_in_a_hello():
         versions={},
         parked=Parked(node=1, term="a", generation=3),
     )
-    assert decode_from_node(encode_for_node(hello), allowed=FROM_FOLLOWER) == hello
+    assert wire.decode(wire.encode(hello), FROM_FOLLOWER) == hello

@@ -381,7 +381,7 @@ def test_of_thousands_of_repaired_faults_the_first_and_the_last_are_listed(count
     for step in range(count):
         fault = Fault(kind=FaultKind.LOADER_WORKER_DIED, rank=0, step=step, cause="it died")
         account.take(
-            events.RepairedInPlace(action="", seconds=0.1, steps_lost=0, fault=fault, generation=1),
+            events.RepairedInPlace(rank=0, action="", seconds=0.1, fault=fault, generation=1),
             now_s=1.0,
         )
     made = summary(account)

@@ -46,10 +46,9 @@ def plan(account, *faults, at_s, action="respawned"):
 
 
 def tolerate(account, kind, *, at_s, rank=0, step=9):
-    fields = events.of_fault(
-        Fault(kind=kind, rank=rank, step=step, cause="a cause", phase="checkpoint"), generation=1
-    )
-    account.take(events.FaultTolerated(**fields, action="goes on"), now_s=100.0 + at_s)
+    fault = Fault(kind=kind, rank=rank, step=step, cause="a cause", phase="checkpoint")
+    event = events.FaultTolerated(rank=rank, fault=fault, generation=1, action="goes on")
+    account.take(event, now_s=100.0 + at_s)
 
 
 def save(account, *, at_s):
@@ -102,7 +101,7 @@ def test_a_fault_that_blames_nobody_has_the_injection_of_any_rank(account):
     """Two replicas differ, and neither can be believed; this one was repaired within the generation."""
     inject(account, "diverge", 1, at_s=1.0)
     rolled_back = events.RepairedInPlace(
-        action="rolled back to step 5", seconds=0.5, steps_lost=2, generation=1,
+        rank=0, action="rolled back to step 5", seconds=0.5, steps_lost=2, generation=1,
         fault=fault(FaultKind.REPLICA_DIVERGED, -1),
     )  # fmt: skip
     account.take(rolled_back, now_s=103.0)

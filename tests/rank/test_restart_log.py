@@ -7,18 +7,17 @@ import json
 import pytest
 
 from ddp_runner.config import from_flat
-from ddp_runner.core.exits import RunStatus, StopReason
-from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import (
+from ddp_runner.core.events import (
+    CheckpointSaved,
     Faulted,
     FaultTolerated,
-    Metrics,
     Proved,
     RepairedInPlace,
-    RestartProgress,
-    Saved,
     TuningChanged,
 )
+from ddp_runner.core.exits import RunStatus, StopReason
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.messages import Metrics, RestartProgress
 from ddp_runner.rank import external_launcher as outside
 from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.training.runtime import RankInfo
@@ -27,7 +26,7 @@ from ddp_runner.training.train_report import TrainReport
 HALVED = TuningChanged(
     rank=1, step=7, action="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}
 )
-SAVED = Saved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1, sha256="0")
+SAVED = CheckpointSaved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1, sha256="0")
 BEGUN = RestartProgress(rank=1, generation=1, run_id="r", clock="", began_ns=1, at_ns=1)
 FAULT_FREE = TuningChanged(rank=0, step=9, action="relaxed", inexact_reason="", fault_free=True)
 
@@ -73,6 +72,37 @@ def test_a_restart_reads_the_log_that_an_older_version_named(tmp_path):
     log.unlink()
     assert restart_log(tmp_path, is_restart=True).learnt == HALVED
     assert list(read_restart_log(log)) == [HALVED]
+
+
+def test_a_restart_reads_what_the_version_before_this_one_wrote(tmp_path):
+    """Messages that are events now: under their old names, with the fields of then."""
+    fault = (
+        '{"kind": "non_finite", "rank": 0, "step": 3, "cause": "nan", "phase": "", "detail": "", "at_ns": 5,'
+        ' "may_retry": true, "is_disagreement": false, "origin": "own", "host": ""}'
+    )
+    lines = (
+        (
+            '"Saved", "rank": 0, "step": 10, "path": "p", "blocked_s": 0.0, "size_bytes": 1, "sha256": "0",'
+            ' "is_rescued": false'
+        ),
+        f'"Faulted", "generation": 1, "fault": {fault}',
+        f'"FaultTolerated", "rank": 0, "fault": {fault}, "action": "goes on"',
+        (
+            f'"RepairedInPlace", "rank": 0, "fault": {fault}, "action": "again", "seconds": 0.5,'
+            ' "steps_lost": 1, "inexact_reason": "", "kernel_kills": 0'
+        ),
+        '"Proved", "rank": 0, "step": 4, "what": "repeated"',
+    )
+    path = restart_log_path(tmp_path, 0)
+    path.write_text("".join(f'{{"v": 1, "type": {line}}}\n' for line in lines), encoding="utf-8")
+    nan = Fault(kind=FaultKind.NON_FINITE, rank=0, step=3, cause="nan", at_ns=5)
+    assert list(read_restart_log(path)) == [
+        SAVED,
+        Faulted(generation=1, fault=nan),
+        FaultTolerated(rank=0, fault=nan, action="goes on"),
+        RepairedInPlace(rank=0, fault=nan, action="again", seconds=0.5, steps_lost=1),
+        Proved(rank=0, step=4, what="repeated"),
+    ]
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.core.board import SLOT_BYTES, Board
+from ddp_runner.core.events import CheckpointSaved, Faulted, RepairedInPlace
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import Faulted, Finished, RepairedInPlace, RestartProgress, Saved
+from ddp_runner.core.messages import Finished, RestartProgress
 from ddp_runner.rank.restarts import replay
 
 S = 1_000_000_000
@@ -29,7 +30,9 @@ def faulted(generation, rank, kind=FaultKind.COLLECTIVE_FAILED, *, at_s=140, ste
 
 
 def saved(step):
-    return Saved(rank=0, step=step, path=f"{step}.pt", blocked_s=0.0, size_bytes=1, sha256="0")
+    return CheckpointSaved(
+        rank=0, step=step, path=f"{step}.pt", blocked_s=0.0, size_bytes=1, sha256="0"
+    )
 
 
 def repaired(at_s, rank=0):

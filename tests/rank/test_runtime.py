@@ -12,6 +12,7 @@ import pytest
 
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
+from ddp_runner.core.events import Faulted, StopSignalAtRank
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import (
@@ -19,13 +20,11 @@ from ddp_runner.core.messages import (
     Checkpoint,
     CollectivesBegun,
     CopyWritten,
-    Faulted,
     Forked,
     Form,
     Ready,
     Stacks,
     Stop,
-    StopAsked,
     WriteCopy,
 )
 from ddp_runner.observe.logger import DDPLogger
@@ -336,7 +335,7 @@ def test_a_signal_to_one_rank_asks_the_whole_run_to_stop(tmp_path, number):
     """The rank goes on: the supervisor decides, for all of them."""
     with ranks(_signal_the_rank, 1, tmp_path / "rank_0.log", int(number)) as (rank,):
         asked, heard_nothing_else = rank.result()
-    assert asked == StopAsked(rank=0, reason=StopReason.PREEMPTED)
+    assert asked == StopSignalAtRank(rank=0, reason=StopReason.PREEMPTED)
     assert heard_nothing_else
 
 

@@ -10,8 +10,9 @@ import threading
 import psutil
 import pytest
 
+from ddp_runner.core.events import SpareReady
 from ddp_runner.core.helper_roles import SPARE
-from ddp_runner.core.messages import Ready, SpareReady
+from ddp_runner.core.messages import Ready
 from ddp_runner.core.spare import SpareKind
 from tests.processes import run_ranks
 

@@ -10,18 +10,11 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from ddp_runner.core.events import RankFormed, ZygoteReady
 from ddp_runner.core.fork_specs import ForkKind, NothingMore, SpareSpec
 from ddp_runner.core.helper_roles import ROLE_OF, STORE
 from ddp_runner.core.lifecycle import RankEvent
-from ddp_runner.core.messages import (
-    NO_PROCESS,
-    Finished,
-    Fork,
-    Forked,
-    Formed,
-    Ready,
-    ZygoteReady,
-)
+from ddp_runner.core.messages import NO_PROCESS, Finished, Fork, Forked, Ready
 from ddp_runner.core.spare import SpareKind
 from ddp_runner.rank import zygote
 from ddp_runner.rank.zygote import fork_to_supervisor
@@ -204,7 +197,7 @@ def _run_two_ranks(me, folder):
     return {
         "ours": [parent == os.getpid() for parent in parents],
         "said_before": said_before,
-        "formed": played.count(Formed),
+        "formed": played.count(RankFormed),
         "codes": codes,
     }
 

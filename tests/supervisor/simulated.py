@@ -17,6 +17,14 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import (
+    CheckpointSaved,
+    Cut,
+    Faulted,
+    RankFormed,
+    SpareReady,
+    ZygoteReady,
+)
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.fork_specs import ForkKind
@@ -26,23 +34,17 @@ from ddp_runner.core.messages import (
     Abort,
     AbortHeard,
     Checkpoint,
-    Cut,
-    Faulted,
     Finished,
     Fork,
     Forked,
     Form,
-    Formed,
     NotSaved,
     OtherStage,
     Ready,
     SaveAlone,
-    Saved,
     SaverReady,
-    SpareReady,
     Stop,
     StoreReady,
-    ZygoteReady,
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import StagePlace
@@ -515,7 +517,7 @@ class Simulation:
     def start_zygote(self, channel, machine):
         self.zygotes += 1
         machine.started = zygote = self._new(-2, channel, machine)
-        message = ZygoteReady(torch_version="0", import_s=IMPORT_S)
+        message = ZygoteReady(torch="0", import_s=IMPORT_S)
         self.later(self.import_s, lambda: self.send(zygote, message))
         return zygote.pid
 
@@ -661,7 +663,7 @@ class Simulation:
             process.committed, process.trains = newest, True
             self.slot(process).set(Cell.COMMITTED_STEP, newest)
             self.stamp(process, Phase.FORWARD)
-            formed = Formed(
+            formed = RankFormed(
                 rank=process.rank,
                 generation=form.generation,
                 committed_step=newest,
@@ -716,7 +718,7 @@ class Simulation:
 
     def _save(self, process):
         self.checkpoint = process.committed
-        saved = Saved(
+        saved = CheckpointSaved(
             rank=process.rank,
             step=process.committed,
             path="p",

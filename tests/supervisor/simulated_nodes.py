@@ -454,7 +454,7 @@ class NodesSimulation(Simulation):
     def exit_codes(self, *, within_s=200.0):
         """What the other supervisors end with, once the run has ended."""
         if self.ending is not None:
-            self.links.announce_end(exit_code=int(self.ending.exit_code), line=self.ending.reason)
+            self.links.announce_end(self.ending.event)
             self.is_coordinator_gone = True
         deadline_s = self.clock.now_s + within_s
         while any(machine.is_running for machine in self.followers):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.core.events import CheckpointSaved, RepairedInPlace
 from ddp_runner.core.exits import ExitCode, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.messages import RepairedInPlace, Saved
 from ddp_runner.core.stopping import PRESS_GAP_S, StopSignal
 from tests.supervisor.judging import assert_done
 from tests.supervisor.simulated import SAVE_EVERY
@@ -53,7 +53,7 @@ def test_a_checkpoint_from_before_the_roll_back_answers_the_request(simulate):
         0,
     )
     run.supervisor.on_message(
-        Saved(rank=0, step=5, path="5.pt", blocked_s=0.0, size_bytes=1, sha256="5"), 0
+        CheckpointSaved(rank=0, step=5, path="5.pt", blocked_s=0.0, size_bytes=1, sha256="5"), 0
     )
     run.kill(0)
     run.to_step(29)

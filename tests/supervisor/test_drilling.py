@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.core import helper_roles as roles
+from ddp_runner.core.events import Drill
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
-from ddp_runner.core.messages import Drilled, DrillPart
+from ddp_runner.core.messages import DrillPart
 from ddp_runner.supervisor.processes.children import Ended
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import DRILL, SAVER, SPARE
@@ -31,7 +32,7 @@ def drilling(simulate, **changes):
 def answer(run, step=10, rank=1, **found):
     """The drill reports, and ends."""
     process = run.rank(DRILL)
-    run.send(process, Drilled(rank=rank, step=step, **found))
+    run.send(process, Drill(rank=rank, step=step, **found))
     run._end(process, exit_code=0)
 
 
@@ -369,7 +370,7 @@ def test_what_a_drill_said_before_it_was_reaped_is_heard(simulate):
     """Though nobody had read it: it may end in the turn in which it reports."""
     run = drilling(simulate)
     process = run.rank(DRILL)
-    run.send(process, Drilled(rank=1, step=10))
+    run.send(process, Drill(rank=1, step=10))
     run._end(process, exit_code=0)
     ended = Ended(pid=process.pid, exit_code=0, signal_number=None, at_ns=0)
     run.supervisor.on_ended(ended)

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import RepairedInPlace
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.lifecycle import RankEvent
-from ddp_runner.core.messages import RepairedInPlace
+from ddp_runner.core.messages import Metrics, encode
 from ddp_runner.core.node_messages import STACKS_BYTES_MAX, FenceRank, FromRank
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.supervisor.nodes.follower import Follower
@@ -70,11 +71,19 @@ def test_the_kernels_kill_of_a_loader_worker_is_nobody_elses(machine):
     machine.kernel_kills_one()
     machine.kernel_kills_one()
     said = RepairedInPlace(rank=3, fault=fault, action="another loads", seconds=0.1, kernel_kills=1)
-    machine.follower.on_message(said, 3)
+    machine.follower.on_packet(encode(said), 3)
     assert [type(one) for one in machine.said] == [FromRank]
     now_s = machine.clock.monotonic()
     assert machine.node.claim_kernel_kill(now_s)  # the other one
     assert not machine.node.claim_kernel_kill(now_s)
+
+
+def test_what_only_the_coordinator_acts_on_is_passed_on_as_it_came(machine):
+    """Byte for byte, and unread: this machine need not understand it."""
+    packets = [encode(Metrics(rank=3, step=4, values={"loss": 1.5})), b'{"v": 1, "type": "Newer"}']
+    for packet in packets:
+        machine.follower.on_packet(packet, 3)
+    assert [one.packet for one in machine.said] == packets
 
 
 @pytest.mark.parametrize(("others_bytes", "expected"), [(2, 1), (1, 0), (0, 0)])

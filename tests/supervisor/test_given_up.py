@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
+from ddp_runner.core.events import RepairedInPlace, TuningChanged
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.messages import RepairedInPlace, TuningChanged
 from ddp_runner.memory.kernel_kills import KernelKills
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import SAVER, SPARE

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import Faulted, Proved, TuningChanged
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import FaultKind
-from ddp_runner.core.messages import Faulted, Proved, TuningChanged
 from ddp_runner.core.stopping import StopSignal
 from tests.supervisor.judging import assert_done, plans
 from tests.supervisor.simulated import SAVE_EVERY

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.core.events import Injected
 from ddp_runner.core.exits import ExitCode, RunStatus
-from ddp_runner.core.messages import Injected
 from tests.supervisor.judging import assert_done
 
 

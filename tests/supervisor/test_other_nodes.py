@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_runner.cli.node_checks import ask
+from ddp_runner.core import wire
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import RunEnds
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import DevicePlan
@@ -26,9 +28,6 @@ from ddp_runner.core.node_messages import (
     Hello,
     Question,
     RankGone,
-    RunEnds,
-    decode_from_node,
-    encode_for_node,
 )
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.recovery import GiveUp
@@ -122,11 +121,11 @@ class Coordinator:
     def heard(self):
         """What the machine has heard since the last time."""
         contents = self.theirs.receive()
-        return [decode_from_node(content, allowed=FROM_COORDINATOR) for content in contents]
+        return [wire.decode(content, FROM_COORDINATOR) for content in contents]
 
     def hears(self, message):
         """The machine says something; what follows."""
-        self.theirs.send(encode_for_node(message))
+        self.theirs.send(wire.encode(message))
         return list(self.links.read(self.other.link))
 
     def ready(self, wait_s):
@@ -141,7 +140,7 @@ class Coordinator:
 
     def close(self):
         self.theirs.close()
-        self.links.end(exit_code=0, line="")
+        self.links.end(RunEnds(status="completed", exit_code=0))
         self.home.close()
         self.simulation.close()
 
@@ -163,7 +162,7 @@ TO_TRAINING = (
 
 def test_a_machine_that_reads_nothing_is_lost_at_once(coordinator):
     """What is ordered of it would be missing, so that nobody may count on it."""
-    order = RunEnds(exit_code=0, line="x" * 200_000)
+    order = RunEnds(status="completed", exit_code=0, line="x" * 200_000)
     for _ in range(2 * QUEUE_BYTES_MAX // len(order.line)):
         coordinator.other.order(order)
     (gone,) = coordinator.links.look(coordinator.clock.monotonic())
@@ -314,13 +313,13 @@ def test_a_machine_that_knows_the_token_outlasts_silent_strangers(coordinator):
         for _ in range(2 * STRANGERS_MAX):
             stack.enter_context(socket.create_connection(where))
             assert not list(links.read(None))
-        known.send(encode_for_node(Question()))
+        known.send(wire.encode(Question()))
         heard = []
         while not heard:
             for key, _ in coordinator.ready(0.01):
                 assert not list(key.data[0].read(key.data[1]))
             heard = known.receive()
-        assert isinstance(decode_from_node(heard[0], allowed=FROM_COORDINATOR), Answer)
+        assert isinstance(wire.decode(heard[0], FROM_COORDINATOR), Answer)
 
 
 def _is_open(connection):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.core import events, messages
+from ddp_runner.core import events
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.supervisor.reporting.recorder import Evaluated, Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
@@ -35,7 +35,7 @@ def test_a_repair_in_place_is_a_fault_and_what_followed_from_it(recorder):
     fault = Fault(kind=FaultKind.NON_FINITE, rank=1, step=9, cause="loss is nan")
     for _ in range(2):  # the same reason twice is one reason
         recorder.reported(
-            messages.RepairedInPlace(
+            events.RepairedInPlace(
                 rank=1,
                 fault=fault,
                 action="skipped",
@@ -53,7 +53,7 @@ def test_a_repair_in_place_is_a_fault_and_what_followed_from_it(recorder):
 def test_a_fault_that_is_tolerated_is_in_no_account(recorder):
     """Control: it is in the journal only."""
     fault = Fault(kind=FaultKind.STORAGE_FAILED, rank=0, step=9, cause="no space left")
-    recorder.reported(messages.FaultTolerated(rank=0, fault=fault, action="goes on"))
+    recorder.reported(events.FaultTolerated(rank=0, fault=fault, action="goes on"))
     assert [line["event"] for line in recorder.outputs.written] == ["fault_tolerated"]
     assert (recorder.accounting.faults_total, recorder.facts.inexact_reasons) == (0, [])
 

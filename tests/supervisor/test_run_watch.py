@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_runner.core import wire
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.gpu_reading import EpochTally, GpuReading
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
-from ddp_runner.core.node_messages import FROM_FOLLOWER, Watched, decode_from_node, encode_for_node
+from ddp_runner.core.node_messages import FROM_FOLLOWER, Watched
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.settings import LogSettings, Settings
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -243,7 +244,7 @@ def test_another_machine_says_what_it_uses():
     clock, ranks, there = begun(of, reader, node=1)
     reader.read(clock.now_s - 2.0, GpuReading(index=1, use=0.7, memory_used_bytes=9))
     there._cpu_share[3] = 1.5
-    message = decode_from_node(encode_for_node(there.watched()), allowed=FROM_FOLLOWER)
+    message = wire.decode(wire.encode(there.watched()), FROM_FOLLOWER)
     assert isinstance(message, Watched)
     clock, ranks, here = begun(of, Reader())
     clock.now_s += 7000.0

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
 from ddp_runner.checkpoint.unreported import REPORTED_KEPT_MIN, Published
-from ddp_runner.core.messages import Saved
+from ddp_runner.core.events import CheckpointSaved
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def publish(folder, step, *, digest):
     path.with_name("new").write_text(manifest.to_json())
     os.utime(path.with_name("new"), ns=(after_ns, after_ns))
     path.with_name("new").replace(path)
-    return Saved(
+    return CheckpointSaved(
         rank=0, step=step, path=str(path), blocked_s=0, size_bytes=1, sha256=manifest.sha256
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from ddp_runner import DDPTrainer
-from ddp_runner.core.messages import RepairedInPlace, TuningChanged
+from ddp_runner.core.events import RepairedInPlace, TuningChanged
 from ddp_runner.data.workers.pool import WorkerPool
 from ddp_runner.training import task_steps
 from ddp_runner.training.batch_copy import to_device

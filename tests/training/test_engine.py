@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat
+from ddp_runner.core.events import Faulted
 from ddp_runner.core.faults import FaultKind
-from ddp_runner.core.messages import Faulted
 from ddp_runner.training import engine
 from ddp_runner.training.engine import Engine
 from ddp_runner.training.runtime import LocalRuntime, RankInfo

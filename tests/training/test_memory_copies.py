@@ -13,7 +13,7 @@ from ddp_runner import DDPTrainer
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.core import checkpoint_interval as pacing
 from ddp_runner.core.checkpoint_interval import CopyInterval
-from ddp_runner.core.messages import RepairedInPlace
+from ddp_runner.core.events import RepairedInPlace
 from ddp_runner.training import guard
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.durable import Keep, Trust

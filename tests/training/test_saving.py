@@ -16,9 +16,10 @@ from ddp_runner.checkpoint.snapshot import Snapshot
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import CheckpointSaved
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import NotSaved, Saved
+from ddp_runner.core.messages import NotSaved
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.durable import Keep, Trust
@@ -62,7 +63,7 @@ class RecordingRuntime(LocalRuntime):
         self._log = folder / "logs" / "rank_0.log"
 
     def report(self, message):
-        if isinstance(message, Saved):
+        if isinstance(message, CheckpointSaved):
             self.saved_steps.append(message.step)
             self.waited_s[message.step] = message.blocked_s
         elif isinstance(message, NotSaved):

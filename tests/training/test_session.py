@@ -21,17 +21,10 @@ from ddp_runner.config import from_flat
 from ddp_runner.core import checkpoint_interval as pacing
 from ddp_runner.core.board import Cell
 from ddp_runner.core.checkpoint_interval import CheckpointInterval
+from ddp_runner.core.events import CheckpointSaved, RankFormed, RepairedInPlace, TuningChanged
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import (
-    Built,
-    Finished,
-    Formed,
-    Metrics,
-    RepairedInPlace,
-    Saved,
-    TuningChanged,
-)
+from ddp_runner.core.messages import Built, Finished, Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.runtime import LocalRuntime, RankInfo
@@ -191,8 +184,8 @@ def test_evaluation_and_checkpoint_come_at_each_epoch_s_end(tmp_path):
     report, messages, _ = train(settings(tmp_path))
     evaluated = [m.step for m in messages_of(messages, Metrics) if "validation_loss" in m.values]
     assert evaluated == [6, 12]
-    assert [saved.step for saved in messages_of(messages, Saved)] == [6, 12]
-    assert isinstance(next(m for m, *_ in messages if not isinstance(m, Built)), Formed)
+    assert [saved.step for saved in messages_of(messages, CheckpointSaved)] == [6, 12]
+    assert isinstance(next(m for m, *_ in messages if not isinstance(m, Built)), RankFormed)
     assert isinstance(messages[-1][0], Finished)
     assert report.figures["validation_loss"] > 0
 
@@ -230,13 +223,13 @@ def test_checkpoints_by_steps_come_besides_those_by_epochs(tmp_path):
     """Where both are asked for, both hold; a step that both name is saved once."""
     both = {"save_every_steps": 4, "save_interval": 1}
     _, messages, _ = train(settings(tmp_path, keep_last=9, **both))
-    assert [saved.step for saved in messages_of(messages, Saved)] == [4, 6, 8, 12]
+    assert [saved.step for saved in messages_of(messages, CheckpointSaved)] == [4, 6, 8, 12]
 
 
 def test_a_checkpoint_that_was_asked_for_is_made_after_the_step(tmp_path):
     """Between the intervals, without stopping."""
     report, messages, _ = train(settings(tmp_path), save_at=[2])
-    assert [saved.step for saved in messages_of(messages, Saved)] == [3, 6, 12]
+    assert [saved.step for saved in messages_of(messages, CheckpointSaved)] == [3, 6, 12]
     assert report.steps == STEPS
 
 
@@ -245,7 +238,7 @@ def test_a_checkpoint_that_was_asked_for_ends_the_pause_after_failed_ones(tmp_pa
     """Three failures leave out the rest of the run, unless a person wants to try again."""
     config = settings(tmp_path, save_every_steps=1, keep_last=9)
     _, messages, _ = train(config, breaks_saving=(1, 3, 7), save_at=save_at)
-    assert [one.step for one in messages_of(messages, Saved)] == saved
+    assert [one.step for one in messages_of(messages, CheckpointSaved)] == saved
 
 
 def test_a_checkpoint_asked_for_before_a_roll_back_is_made(tmp_path):
@@ -258,7 +251,7 @@ def test_a_checkpoint_asked_for_before_a_roll_back_is_made(tmp_path):
     assert [m.steps_lost for m in messages_of(messages, RepairedInPlace)] == [7], (
         "it was rolled back"
     )
-    assert [saved.step for saved in messages_of(messages, Saved)] == [3, 4, STEPS]
+    assert [saved.step for saved in messages_of(messages, CheckpointSaved)] == [3, 4, STEPS]
 
 
 def _paced_steps(me, config):
@@ -295,7 +288,7 @@ def _train_by_time(me, config):
     pacing.FIRST_INTERVAL_S, pacing.STEPS_MIN = 0.0, 0
     runtime = RecordingRuntime(config)
     DDPTrainer(config=config, runtime=runtime).train()
-    return [saved.step for saved in runtime.of(Saved)]
+    return [saved.step for saved in runtime.of(CheckpointSaved)]
 
 
 @pytest.mark.parametrize(("every", "first"), [("auto", 1), (0, STEPS)])
@@ -340,7 +333,7 @@ def test_an_evaluation_leaves_no_trace_in_the_state(tmp_path, ema_decay):
     config = settings(tmp_path, task=f"{__file__}:CountingTask", keep_last=9, ema_decay=ema_decay)
     report, messages, _ = train(config)
     assert "validation_loss" in report.figures
-    for saved in messages_of(messages, Saved):
+    for saved in messages_of(messages, CheckpointSaved):
         path = tmp_path / "checkpoints" / f"step_{saved.step:08d}.pt"
         model = torch.load(path, weights_only=True)["model"]
         assert (int(model["in_place"]), int(model["assigned"])) == (saved.step, saved.step)
@@ -350,7 +343,7 @@ def test_a_run_of_several_epochs_can_evaluate_at_its_end_only(tmp_path):
     """Interval 0."""
     _, messages, _ = train(settings(tmp_path, evaluate_interval=0, save_interval=0))
     assert [m.step for m in messages_of(messages, Metrics) if "validation_loss" in m.values] == [12]
-    assert [saved.step for saved in messages_of(messages, Saved)] == [12]
+    assert [saved.step for saved in messages_of(messages, CheckpointSaved)] == [12]
 
 
 def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(tmp_path):
@@ -358,7 +351,7 @@ def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(tmp_path):
     stopped, messages, _ = train(settings(tmp_path), stop_in_evaluation=6)
     assert (stopped.reason, stopped.steps) == (StopReason.PREEMPTED, 6)
     assert not [m for m in messages_of(messages, Metrics) if "validation_loss" in m.values]
-    assert [saved.step for saved in messages_of(messages, Saved)] == [6]
+    assert [saved.step for saved in messages_of(messages, CheckpointSaved)] == [6]
     resumed, messages, _ = train(settings(tmp_path))
     evaluated = [m.step for m in messages_of(messages, Metrics) if "validation_loss" in m.values]
     assert evaluated == [6, 12]
@@ -375,7 +368,7 @@ def test_a_stop_amid_the_last_evaluation_is_made_up_for(tmp_path):
     report, messages, _ = train(settings(tmp_path, max_steps=6, load_best_at_end=True))
     assert report.reason is StopReason.COMPLETED
     (figures,) = messages_of(messages, Metrics)
-    assert [saved.step for saved in messages_of(messages, Saved)] == [6]
+    assert [saved.step for saved in messages_of(messages, CheckpointSaved)] == [6]
     manifest = CheckpointStore(tmp_path / "checkpoints", keep_last=9).load("last").manifest
     assert (manifest.step, manifest.monitored) == (6, figures.values["validation_loss"])
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_00000006.pt\n"
@@ -386,7 +379,7 @@ def test_a_complete_run_saves_nothing_again(tmp_path):
     """Control: started again, it has nothing to make up for."""
     train(settings(tmp_path, max_steps=6))
     _, messages, _ = train(settings(tmp_path, max_steps=6))
-    assert not messages_of(messages, Saved)
+    assert not messages_of(messages, CheckpointSaved)
 
 
 def _leave_a_mess(folder):
@@ -426,7 +419,7 @@ def test_a_save_that_fails_leaves_training_going_on(tmp_path):
     """A full disk in the middle of a run costs a warning, not the run."""
     report, messages, _ = train(settings(tmp_path), breaks_saving=(6,))
     assert report.steps == STEPS
-    assert [saved.step for saved in messages_of(messages, Saved)] == [12]
+    assert [saved.step for saved in messages_of(messages, CheckpointSaved)] == [12]
     assert "training goes on" in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
@@ -496,7 +489,7 @@ def test_the_board_adds_up(tmp_path, find_unused_parameters):
     assert reading.checkpoint_ns > 0
     assert 0 < reading.first_step_ns < reading.last_commit_ns
     assert reading.loss == report.loss
-    (formed,) = messages_of(messages, Formed)
+    (formed,) = messages_of(messages, RankFormed)
     assert (formed.committed_step, formed.source) == (0, 0)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.board import Cell
-from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
+from ddp_runner.core.events import RankFormed
+from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunState
-from ddp_runner.core.messages import Formed
 from ddp_runner.core.node_messages import (
     Beat,
     EndWanted,
@@ -20,7 +20,6 @@ from ddp_runner.core.node_messages import (
     Parked,
     RankGone,
     RankStarted,
-    RunEnds,
     Said,
     SaveWanted,
     StopWanted,
@@ -121,7 +120,7 @@ class CoordinatorSupervisor(Supervisor):
             )
         )
 
-    def _on_formed(self, formed: Formed) -> None:
+    def _on_formed(self, formed: RankFormed) -> None:
         self._formed_in = max(self._formed_in, formed.generation)
         super()._on_formed(formed)
         if self.machine.state is RunState.RUNNING:
@@ -344,7 +343,7 @@ class CoordinatorSupervisor(Supervisor):
                 ]
                 is_enough = 1 + len(staying) + self._spares >= self._options.least
                 if is_leaving and is_enough and self._stop is None:
-                    node.order(RunEnds(exit_code=int(ExitCode.PREEMPTED), line=LEAVES))
+                    node.order(Ending.of(RunStatus.PREEMPTED, LEAVES).event)
                     node.is_leaving = True  # its link ends next
                 else:
                     self.ask_stop(StopReason(reason))

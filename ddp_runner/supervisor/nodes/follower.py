@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core.board import Cell
+from ddp_runner.core.events import RankFormed, RepairedInPlace
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import MembershipEvent, RankEvent, RankState
@@ -22,12 +23,9 @@ from ddp_runner.core.messages import (
     AbortHeard,
     Finished,
     Form,
-    Formed,
     LoaderWorkers,
     Message,
     Ready,
-    RepairedInPlace,
-    WireError,
     decode,
     encode,
 )
@@ -51,6 +49,7 @@ from ddp_runner.core.node_messages import (
     shortened_stack,
 )
 from ddp_runner.core.secrets import hidden_texts, without_secrets
+from ddp_runner.core.wire import WireError, by_name, name_of
 from ddp_runner.observe.console import LogTail
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
@@ -72,6 +71,11 @@ LOOK_SOON_S = 0.1  # from one look to the next, while the run is not free of fau
 LEAVE_TIME_S = 30.0  # for a rank to leave its generation, once its node is cut off
 ZYGOTE_AGAIN_S = 60.0  # from a zygote that was the last allowed to another try, while ranks live
 NOBODY = -1
+# All else that ranks and their coordinator say to each other is passed on unread.
+_REPORTS_READ = by_name(
+    Ready | AbortHeard | RankFormed | Finished | LoaderWorkers | RepairedInPlace
+)
+_ORDERS_READ = by_name(Form | Abort)
 _KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve bytes each in a frame
 
 
@@ -163,7 +167,7 @@ class Follower:
             case StartRank(rank=rank, process=process, start=start):
                 self._start(self._world.ranks[rank], RankStart(**start), process, now_s)
             case ToRank(rank=rank, packet=packet):
-                self._pass_on(self._world.ranks[rank], decode(packet.encode()))
+                self._pass_on(self._world.ranks[rank], packet)
             case EndRank(rank=rank):
                 if self._world.ranks[rank].is_alive:
                     self._world.kill_rank(self._world.ranks[rank], now_s)
@@ -224,7 +228,7 @@ class Follower:
         self._moved.add(handle.rank)
         self._started(handle)
         if handle.state is RankState.READY and handle.ready is not None:
-            self._from_rank(handle.rank, handle.ready)
+            self._from_rank(handle.rank, self._as_ready(handle.rank, handle.ready))
 
     def _started(self, handle: RankHandle) -> None:
         assert handle.pid is not None
@@ -236,7 +240,8 @@ class Follower:
         )
         self._report(started)
 
-    def _pass_on(self, handle: RankHandle, message: Message) -> None:
+    def _pass_on(self, handle: RankHandle, packet: bytes) -> None:
+        message = decode(packet) if name_of(packet) in _ORDERS_READ else None
         if isinstance(message, Form):
             with contextlib.suppress(OSError):  # what a rank says then stays in memory
                 self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -252,10 +257,10 @@ class Follower:
                 handle.machine.advance(RankEvent.FORM_SENT)
             if handle.rank in self._moved:
                 self._moved.discard(handle.rank)
-                message = self._with_store(message)
+                packet = encode(self._with_store(message))
         elif isinstance(message, Abort):
             handle.machine.advance(RankEvent.ABORT_SENT)
-        self._node.send(handle.rank, message)
+        self._node.pass_on(handle.rank, packet)
 
     def _follow_logs(self) -> None:
         if self._tail is None:
@@ -289,25 +294,35 @@ class Follower:
             with contextlib.suppress(OSError):  # whoever saves there says so
                 owner.take()
 
-    def on_message(self, message: Message, rank: int | None) -> None:  # noqa: C901 - one row a message
-        """A process of this machine has something to say; ``rank`` None: one that is no rank."""
+    def on_packet(self, packet: bytes, rank: int | None) -> None:
+        """A process of this machine has something to say; ``rank`` None: one that is no rank.
+
+        What ranks say is the coordinator's to act on; it is read here only where this machine must know it, too.
+        """
         if rank is None:
             known = {handle.rank for handle in self.handles if handle.pid is not None}
-            ended = self._keeper.on_message(message)
+            ended = self._keeper.on_message(decode(packet))
             for handle in self.handles:
                 if handle.pid is not None and handle.rank not in known:
                     self._started(handle)
             if ended is not None:
                 self.on_ended(ended)
             return
-        handle = self._world.ranks[rank]
+        if name_of(packet) in _REPORTS_READ:
+            message = decode(packet)
+            self._note(self._world.ranks[rank], message)
+            if isinstance(message, Ready):
+                packet = self._as_ready(rank, message)
+        self._from_rank(rank, packet)
+
+    def _note(self, handle: RankHandle, message: Message) -> None:
         match message:
             case Ready():
                 handle.ready = message
                 handle.machine.advance(RankEvent.GOT_READY)
             case AbortHeard(generation=self._generation):
                 handle.machine.advance(RankEvent.ABORT_HEARD)
-            case Formed():
+            case RankFormed():
                 handle.has_formed = True
                 handle.machine.advance(RankEvent.GOT_FORMED)
             case Finished():
@@ -319,20 +334,19 @@ class Follower:
                     self._node.claim_kernel_kill(self._clock.monotonic())
             case _:
                 pass
-        self._from_rank(rank, message)
 
-    def _from_rank(self, rank: int, message: Message) -> None:
-        if rank in self._parked:
-            return  # to the coordinator it is none of this run's as yet
-        if rank in self._moved and isinstance(message, Ready):
-            message = replace(message, run_id=self._run_id)
-        packet = encode(message).decode()
-        self._report(FromRank(rank=rank, process=self._process[rank], packet=packet))
+    def _as_ready(self, rank: int, ready: Ready) -> bytes:
+        """What the coordinator hears: one that was parked is of the run that it has come from."""
+        return encode(replace(ready, run_id=self._run_id) if rank in self._moved else ready)
+
+    def _from_rank(self, rank: int, packet: bytes) -> None:
+        if rank not in self._parked:  # to the coordinator it is none of this run's as yet
+            self._report(FromRank(rank=rank, process=self._process[rank], packet=packet))
 
     def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""
-        for message, rank in self._node.last_messages(ended.pid):
-            self.on_message(message, rank)
+        for packet, rank in self._node.last_packets(ended.pid):
+            self.on_packet(packet, rank)
         departure = self._node.departed(ended)
         if isinstance(departure, RankEnded):
             handle = self._world.ranks[departure.rank]

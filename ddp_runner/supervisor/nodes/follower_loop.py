@@ -13,11 +13,12 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.config.identity import digest, with_shared
+from ddp_runner.core import wire
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.events import RunEnds
 from ddp_runner.core.exits import ExitCode, StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import WireError
 from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
     EndWanted,
@@ -25,15 +26,13 @@ from ddp_runner.core.node_messages import (
     Hello,
     NodeMessage,
     Refused,
-    RunEnds,
     Said,
     SaveWanted,
     StopWanted,
     Welcome,
-    decode_from_node,
-    encode_for_node,
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
+from ddp_runner.core.wire import WireError
 from ddp_runner.observe.display import Display, make_display
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower import Follower
@@ -255,7 +254,7 @@ class _FollowerLoop:
         )
         give_up_s = self._clock.monotonic() + WELCOME_TIME_S
         try:
-            link.send(encode_for_node(hello))
+            link.send(wire.encode(hello))
             while self._clock.monotonic() < give_up_s and not self._is_in_a_hurry:
                 with selectors.DefaultSelector() as both:
                     both.register(link, selectors.EVENT_READ)
@@ -263,7 +262,7 @@ class _FollowerLoop:
                     both.select(TICK_S)
                 self._take_signals()
                 for content in link.receive():
-                    answer = decode_from_node(content, allowed=FROM_COORDINATOR)
+                    answer = wire.decode(content, FROM_COORDINATOR)
                     if isinstance(answer, (Welcome, Refused)):
                         return answer
         except (LinkLostError, WireError) as error:
@@ -392,7 +391,7 @@ class _FollowerLoop:
             elif key.data[0] is self._link:
                 self._hear()
             elif (received := self._node.receive(*key.data)) is not None:
-                self._follower.on_message(*received)
+                self._follower.on_packet(*received)
         follower = self._follower  # by now: it may have another number
         self._reap(follower)
         follower.advance()
@@ -421,7 +420,7 @@ class _FollowerLoop:
         assert self._link is not None
         assert self._follower is not None
         for content in self._link.receive():
-            message = decode_from_node(content, allowed=FROM_COORDINATOR)
+            message = wire.decode(content, FROM_COORDINATOR)
             if isinstance(message, RunEnds):
                 self._ends = message
             elif isinstance(message, Welcome):
@@ -450,7 +449,7 @@ class _FollowerLoop:
                 and self._follower is not None
                 and (received := self._node.receive(*key.data)) is not None
             ):
-                self._follower.on_message(*received)
+                self._follower.on_packet(*received)
         if self._node is not None and self._follower is not None:
             self._reap(self._follower)
             self._follower.look_at_parked(self._clock.monotonic())
@@ -459,7 +458,7 @@ class _FollowerLoop:
         if self._link is None or self._lost:
             return
         try:
-            self._link.send(encode_for_node(message))
+            self._link.send(wire.encode(message))
         except LinkLostError as lost:
             self._lost = str(
                 lost

@@ -10,15 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from ddp_runner.core import wire
+from ddp_runner.core.events import OfFault, RunEnds
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import (
-    Faulted,
-    FaultTolerated,
-    Message,
-    RepairedInPlace,
-    WireError,
-    decode,
-)
+from ddp_runner.core.messages import Message, decode
 from ddp_runner.core.node_messages import (
     FROM_FOLLOWER,
     Answer,
@@ -33,15 +28,13 @@ from ddp_runner.core.node_messages import (
     Question,
     RankGone,
     RankStarted,
-    RunEnds,
     Said,
     SaveWanted,
     StopWanted,
     Watched,
     Welcome,
-    decode_from_node,
-    encode_for_node,
 )
+from ddp_runner.core.wire import WireError
 from ddp_runner.observe.view import NodeView
 from ddp_runner.supervisor.nodes.admission import (
     LossCount,
@@ -179,7 +172,7 @@ class OtherNodes:
             if link in self._strangers or self._of(link) is not None:
                 link.flush()
                 for content in link.receive():
-                    message = decode_from_node(content, allowed=FROM_FOLLOWER)
+                    message = wire.decode(content, FROM_FOLLOWER)
                     node = self._of(link)
                     if node is not None:
                         yield from self._heard(node, message)
@@ -252,7 +245,7 @@ class OtherNodes:
             self.spares.remove(node)
         return NodeGone(node=node, why=why)
 
-    def announce_end(self, *, exit_code: int, line: str, but_parked: bool = False) -> None:
+    def announce_end(self, ends: RunEnds, *, but_parked: bool = False) -> None:
         """Say how the run has ended; once. ``but_parked``: not to those who wait with a memory of it."""
         # INVARIANT memory-outlasts-a-start: a coordinator that fails before it has formed a world ends no
         # ranks that others have kept. Broken if: they hear that the run has ended.
@@ -261,12 +254,12 @@ class OtherNodes:
             self._is_announced = True
             for node in (*self.nodes, *self.spares):
                 if not (but_parked and node.keeps_parked):
-                    node.order(RunEnds(exit_code=exit_code, line=line))
+                    node.order(ends)
 
-    def end(self, *, exit_code: int, line: str) -> None:
+    def end(self, ends: RunEnds) -> None:
         """Say how the run has ended, as far as that goes at once, and hang up."""
         links = [one.link for one in (*self.nodes, *self.spares) if one.link is not None]
-        self.announce_end(exit_code=exit_code, line=line)
+        self.announce_end(ends)
         self._await_hanging_up(links)
         for node in (*self.nodes, *self.spares):
             if node.link is not None:
@@ -300,7 +293,7 @@ class OtherNodes:
                 node.order(self._beat(message.number))
             case FromRank(rank=rank, process=process, packet=packet):
                 if node.is_of_now(rank, process):
-                    said = decode(packet.encode())
+                    said = decode(packet)
                     yield RankSaid(message=_by_our_clock(said, node.behind_ns), rank=rank)
             case RankGone(rank=rank, process=process):
                 if node.is_of_now(rank, process):
@@ -352,7 +345,7 @@ class OtherNodes:
     def _meet(self, link: NodeLink, message: NodeMessage) -> Iterator[NodeEvent]:
         """Take in who has said who it is, or refuse."""
         if isinstance(message, Question):
-            link.send(encode_for_node(self._answer()))
+            link.send(wire.encode(self._answer()))
             self._drop(link)
             return
         if not isinstance(message, Hello):
@@ -365,7 +358,7 @@ class OtherNodes:
         if node is None and message.node_rank is not None and not message.was_there:
             refused = refused or number_is_taken(message)
         if refused is not None:
-            link.send(encode_for_node(refused))
+            link.send(wire.encode(refused))
             self._drop(link)
             return
         del self._strangers[link]
@@ -469,7 +462,7 @@ class OtherNodes:
 
 def _by_our_clock(message: Message, behind_ns: int) -> Message:
     """``message`` with the time of its fault as the clock of this machine had it."""
-    if isinstance(message, (Faulted, RepairedInPlace, FaultTolerated)) and message.fault.at_ns:
+    if isinstance(message, OfFault) and message.fault.at_ns:
         fault = replace(message.fault, at_ns=message.fault.at_ns + behind_ns)
         return replace(message, fault=fault)
     return message

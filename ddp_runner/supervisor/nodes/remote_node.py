@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from ddp_runner.core import wire
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.messages import Message, encode
@@ -20,7 +21,6 @@ from ddp_runner.core.node_messages import (
     SignalRank,
     StartRank,
     ToRank,
-    encode_for_node,
 )
 from ddp_runner.core.nodes import NewestCheckpoint
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
@@ -168,7 +168,7 @@ class RemoteNode:
         if self.link is None:
             return
         try:
-            self.link.send(encode_for_node(message))
+            self.link.send(wire.encode(message))
         except LinkLostError as lost:
             self.broken = self.broken or str(lost)
 
@@ -232,7 +232,7 @@ class RemoteNode:
 
     def send(self, rank: int, message: Message) -> None:
         """Pass a message on to a rank."""
-        self._order_of(rank, ToRank(rank=rank, packet=encode(message).decode()))
+        self._order_of(rank, ToRank(rank=rank, packet=encode(message)))
 
     def kill_rank(self, rank: int) -> bool:
         """Have it ended there; its end follows, or that of the node."""

@@ -20,7 +20,7 @@ from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.fork_specs import ForkKind, NothingMore, RankSpec, ScriptSpec, SpareSpec, Spec
 from ddp_runner.core.helper_roles import SPARE, STANDBY, STORE, Role
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
+from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message, encode
 from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.core.spare import SpareKind
 from ddp_runner.observe.logger import new_seal
@@ -248,8 +248,8 @@ class Node:
         for helper in [one for one in self._helpers.values() if one.pid is None]:
             self._close(helper)
 
-    def receive(self, channel: Channel, rank: int | None) -> tuple[Message, int | None] | None:
-        """Read a channel that is ready; with the rank that it is of, None for one that is no rank.
+    def receive(self, channel: Channel, rank: int | None) -> tuple[bytes, int | None] | None:
+        """The packet of a channel that is ready; with the rank that it is of, None for one that is no rank.
 
         None where there is nothing: its process was replaced in this very round, or its end is closed.
         """
@@ -258,13 +258,13 @@ class Node:
         if channel.fileno() < 0:
             return None
         try:
-            message, _ = channel.receive()
+            packet, _ = channel.receive_packet()
         except ChannelClosedError:
             self._forget_channel(channel)
             return None
-        return message, rank
+        return packet, rank
 
-    def last_messages(self, pid: int) -> Iterator[tuple[Message, int | None]]:
+    def last_packets(self, pid: int) -> Iterator[tuple[bytes, int | None]]:
         """What a process that has ended had sent and nobody has read yet; with its rank, if any."""
         found = [(one.channel, one.rank) for one in self.processes.values() if one.pid == pid]
         channel, rank = found[0] if found else (None, None)
@@ -276,10 +276,10 @@ class Node:
         while channel is not None:
             channel.set_blocking(blocking=False)
             try:
-                message, _ = channel.receive()
+                packet, _ = channel.receive_packet()
             except (ChannelClosedError, BlockingIOError):
                 return
-            yield message, rank
+            yield packet, rank
 
     def reap(self) -> Iterator[Ended]:
         """Every child that has ended since the last call, orphans that we adopted included."""
@@ -325,11 +325,15 @@ class Node:
 
     def send(self, rank: int, message: Message) -> None:
         """Send to a rank; one that has just ended will be reaped, so that is no error here."""
+        self.pass_on(rank, encode(message))
+
+    def pass_on(self, rank: int, packet: bytes) -> None:
+        """As :meth:`send`, of a message that is encoded."""
         channel = self.processes[rank].channel
         if channel is not None:
             # One that is stopped may have a full buffer; it will be found hung.
             with contextlib.suppress(ChannelClosedError, BlockingIOError):
-                channel.send(message)
+                channel.send_packet(packet)
 
     def kill_rank(self, rank: int) -> bool:
         """SIGKILL a rank; its end follows. False where its pid is not known yet: it is cut off."""

@@ -23,7 +23,7 @@ from ddp_runner.core.drill import (
 from ddp_runner.core.fork_specs import DrillSpec
 from ddp_runner.core.helper_roles import DRILL
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import Drilled, DrillPart, Forked
+from ddp_runner.core.messages import DrillPart, Forked
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Keeper, Stuck
 from ddp_runner.supervisor.processes.node import Node
@@ -120,13 +120,13 @@ class DrillKeeper:
             around, folder = self._node.surroundings(rank), str(self._folder / folder_name(step))
             self._keeper.start(now_s, DrillSpec(**around, rank=rank, step=step, folder=folder))
 
-    def drilled(self, message: Drilled, now_s: float) -> None:
+    def drilled(self, message: events.Drill | events.DrillSkipped, now_s: float) -> None:
         """The process has come to an end, which it may have done before it was to be ended."""
         if self._running != (message.step, message.rank):
             return
         rank, step, seconds = message.rank, message.step, now_s - self._keeper.began_s
-        if message.problem:
-            self._report_skipped(message.problem)
+        if isinstance(message, events.DrillSkipped):
+            self._report_skipped(message.text)
             return
         self._running = self._problem = None
         self.is_owed = False
@@ -138,16 +138,9 @@ class DrillKeeper:
             finding = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
             known = self._recorder.facts.inexact_reasons
             is_first = not any("would not compute the same" in each for each in known)
-        self._recorder.record(
-            events.Drill(
-                rank=rank,
-                step=step,
-                seconds=round(seconds, 3),
-                differs=message.differs,
-                finding=finding,
-                inexact_reason=finding if is_first else "",
-            )
-        )
+        reason = finding if is_first else ""
+        drill = replace(message, seconds=round(seconds, 3), finding=finding, inexact_reason=reason)
+        self._recorder.record(drill)
         if not message.differs:
             self._recorder.record(events.Proved(rank=rank, step=step, what=DRILLED))
 

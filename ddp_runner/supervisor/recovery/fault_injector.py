@@ -16,7 +16,7 @@ from ddp_runner.core.injection import (
 )
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.messages import Inject, Injected
+from ddp_runner.core.messages import Inject
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.world import World
 
@@ -57,20 +57,13 @@ class FaultInjector:
             if times and its_rank == rank
         }
 
-    def happened(self, message: Injected) -> None:
+    def happened(self, message: events.Injected) -> None:
         """An injection happens now: it must not happen again to the process that comes after."""
+        assert message.number is not None
         self._caused.add(message.number)
         place = (message.number, message.rank)
         self._left[place] = max(0, self._left[place] - 1)
-        self._recorder.record(
-            events.Injected(
-                kind=message.kind,
-                rank=message.rank,
-                number=message.number,
-                step=message.step,
-                phase=message.phase,
-            )
-        )
+        self._recorder.record(message)
 
     def never_caused(self, committed_step: int) -> tuple[str, ...]:
         """Return what ``--inject`` asked for at a step or phase that did not come, as it was written.

@@ -18,7 +18,7 @@ from ddp_runner.core.last_save import (
     why_not_saved,
 )
 from ddp_runner.core.lifecycle import IN_GENERATION, RankState
-from ddp_runner.core.messages import NotSaved, SaveAlone, Saved
+from ddp_runner.core.messages import NotSaved, SaveAlone
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -69,7 +69,7 @@ class LastSave:
         if cause := why_not_saved(causes):
             self._conclude(SaveOutcome(step=self._facts.committed_step, cause=cause))
 
-    def saved(self, message: Saved) -> None:
+    def saved(self, message: events.CheckpointSaved) -> None:
         """A rank has written a checkpoint: the one that was asked, or one that it had begun before."""
         asked = self._asked
         if message.is_rescued or (asked is not None and message.step >= asked.step):

@@ -23,7 +23,7 @@ from ddp_runner.core.lifecycle import (
     RunEvent,
     RunState,
 )
-from ddp_runner.core.messages import CollectivesBegun, TuningChanged
+from ddp_runner.core.messages import CollectivesBegun
 from ddp_runner.core.recovery import (
     GiveUp,
     Incident,
@@ -127,7 +127,7 @@ class Repair:
         """Add a fault to the open incident, or open one and abort the generation."""
         fault = replace(self._recorder.shown(fault), host=self._world.host_of(fault.rank))
         event_id = self._recorder.record(
-            events.Fault(**events.of_fault(fault, generation=self._facts.generation)),
+            events.Faulted(fault=fault),
             cause=self._incident.event_id if self._incident else None,
         )
         if self._incident is None:
@@ -139,7 +139,7 @@ class Repair:
         self._incident.forked_ahead.discard(fault.rank)  # or what was forked has a fault itself
         self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
 
-    def note_action(self, message: TuningChanged) -> None:
+    def note_action(self, message: events.TuningChanged) -> None:
         """What a rank changes for its own fault, which it reports next, or for its predecessor's."""
         if message.fault_free:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
@@ -10,7 +10,7 @@ from ddp_runner.core.fork_specs import SpareSpec
 from ddp_runner.core.helper_roles import SPARE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.messages import NO_PROCESS, Forked, SpareReady
+from ddp_runner.core.messages import NO_PROCESS, Forked
 from ddp_runner.core.spare import (
     LOST_BUILDING_MAX,
     SpareKind,
@@ -141,33 +141,30 @@ class SpareKeeper:
                 self._newest = None
                 self._keeper.tries.was_of_use()
 
-    def is_ready(self, message: SpareReady) -> None:
+    def is_ready(self, message: events.SpareReady) -> None:
         """It waits to be made a rank."""
         spare = self._keeper.process
         if spare is None:
             return
-        self._facts.spare = {"kind": self._kind.value, **asdict(message)}
+        self._facts.spare = {
+            "kind": self._kind.value,
+            "built_bytes": message.built_bytes,
+            "build_s": message.build_s,
+        }
         if self._kind is SpareKind.MODEL:
             self._lost_building = 0
         if spare.pid is not None:
             self._report_ready(spare.pid, message)
 
-    def _report_ready(self, pid: int, ready: SpareReady) -> None:
-        self._recorder.record(
-            events.SpareReady(
-                pid=pid,
-                kind=self._kind.value,
-                built_bytes=ready.built_bytes,
-                build_s=ready.build_s,
-            )
-        )
+    def _report_ready(self, pid: int, ready: events.SpareReady) -> None:
+        self._recorder.record(replace(ready, pid=pid, kind=self._kind.value))
 
     def was_forked(self, forked: Forked, now_s: float) -> None:
         """The zygote has answered; it may be held up until the spare is ready, and that is reported now."""
         spare = self._newest
         if forked.pid == NO_PROCESS:
             self.lost(now_s)
-        elif spare is not None and isinstance(spare.ready, SpareReady):
+        elif spare is not None and isinstance(spare.ready, events.SpareReady):
             self._report_ready(forked.pid, spare.ready)
 
     def ended(self, ended: Ended, output: str, now_s: float) -> None:

@@ -12,7 +12,6 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events, messages
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.reports import Reported, events_of
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.console import ConsoleLine
 from ddp_runner.observe.files import read_tail
@@ -81,7 +80,7 @@ class Recorder:
 
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
         """Something has happened, because of event ``cause``; returns its id."""
-        event = self._with_host(event.without(self.outputs.hidden))
+        event = self._completed(event.without(self.outputs.hidden))
         self.facts.take(event)
         self.accounting.take(event, now_s=self._clock.monotonic(), cause=cause)
         if isinstance(event, events.StageBegins):
@@ -90,15 +89,14 @@ class Recorder:
             observer(event)
         return self._event_log.take(event, cause=cause)
 
-    def _with_host(self, event: events.Event) -> events.Event:
-        """Name the machine of a fault that a rank has reported itself."""
-        match event:
-            case events.Fault(host="", rank=rank) | events.FaultTolerated(host="", rank=rank):
-                return replace(event, host=self._host_of(rank))
-            case events.RepairedInPlace(fault=fault):
-                return replace(event, fault=replace(fault, host=self._host_of(fault.rank)))
-            case _:
-                return event
+    def _completed(self, event: events.Event) -> events.Event:
+        """Add what is not known where a fault is noticed: the generation of the run, and the machine."""
+        if not isinstance(event, events.OfFault):
+            return event
+        fault = event.fault
+        if not fault.host:
+            fault = replace(fault, host=self._host_of(fault.rank))
+        return replace(event, fault=fault, generation=self.facts.generation)
 
     def shown(self, fault: Fault) -> Fault:
         """``fault`` as it may be known: what the supervisor makes of a process's words may hold secrets."""
@@ -166,22 +164,16 @@ class Recorder:
             )
         )
 
-    def reported(self, message: Reported) -> None:
-        """Record what a rank reports of itself."""
+    def reported(self, report: events.Report) -> None:
+        """Record what a rank reports of itself; of a repair the fault comes first, as its cause."""
         cause = None
-        for event in events_of(message, generation=self.facts.generation):
-            cause = self.record(event, cause=cause)
+        if isinstance(report, events.RepairedInPlace):
+            cause = self.record(events.Faulted(fault=report.fault))
+        self.record(report, cause=cause)
 
-    def saved(self, message: messages.Saved, *, productive_ns: int) -> None:
+    def saved(self, saved: events.CheckpointSaved) -> None:
         """A rank reports a checkpoint, of which it may have been recorded that nobody has."""
-        saved = events.CheckpointSaved(
-            step=message.step,
-            path=message.path,
-            blocked_s=message.blocked_s,
-            size_bytes=message.size_bytes,
-            productive_ns=productive_ns,
-        )
-        if self._published.is_news(message):
+        if self._published.is_news(saved):
             self.record(saved)
         else:
             self.accounting.take(saved, now_s=self._clock.monotonic())

@@ -50,6 +50,12 @@ class Ending:
             is_late_stop=is_late_stop,
         )
 
+    @property
+    def event(self) -> events.RunEnds:
+        """For the journal, and for other machines."""
+        status, exit_code = self.status.value, int(self.exit_code)
+        return events.RunEnds(status=status, exit_code=exit_code, line=self.reason)
+
 
 @dataclass(slots=True, kw_only=True)
 class RunFacts(RunFindings):

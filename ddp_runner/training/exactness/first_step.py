@@ -18,7 +18,7 @@ from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.messages import Proved, TuningChanged
+from ddp_runner.core.events import Proved, TuningChanged
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import byte_size, rank_list

@@ -19,7 +19,7 @@ from ddp_runner.collective.group import Group
 from ddp_runner.config.identity import task_has_changed
 from ddp_runner.core.board import Cell
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.messages import TuningChanged
+from ddp_runner.core.events import TuningChanged
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import SafeDataLoader
