@@ -1,4 +1,4 @@
-"""``tests/run --near FILE`` finds the tests of a file without being told where they stand."""
+"""``tests/run --near FILE`` finds the tests of a file wherever they stand."""
 
 from __future__ import annotations
 

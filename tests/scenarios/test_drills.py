@@ -157,7 +157,7 @@ def test_a_run_with_a_replacement_ends_once_a_drill_has_passed(fault_free, tmp_p
     assert " is waited for, 30 s at most: a rank was replaced" in run.console
 
 
-def test_a_drill_leaves_the_processors_to_the_run_and_is_not_waited_for(tmp_path):
+def test_a_drill_yields_processors_to_the_run_and_is_not_waited_for(tmp_path):
     """As far as the system lets it; where the run ends before it, nothing of it stays behind."""
     paced = ("drill_at=2", "task.pace_s=0.05")
     with Run(tmp_path, *SETTINGS, *paced, task=task("Lingers")) as run:

@@ -172,7 +172,7 @@ def test_a_launch_beside_another_is_refused(tmp_path):
         run.assert_gone()
 
 
-def test_a_rank_of_torchrun_saves_when_it_is_asked_to_and_ends_with_it(tmp_path):
+def test_a_rank_of_torchrun_saves_when_asked_and_ends_with_it(tmp_path):
     """SIGUSR2, as srun's scancel sends it: it would end a process that does not take it.
 
     Without its torchrun it would go on, and save beside the ranks of the next one.
