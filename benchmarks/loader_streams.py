@@ -29,7 +29,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ddp_runner.data.shard_files import JsonLines
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardLoader
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.stream import StreamOrder
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.attributes import CountedReads
-from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import (
     KillCounter,
     LoaderKills,
@@ -28,9 +27,10 @@ from ddp_runner.data.loader_faults import (
 from ddp_runner.data.loader_repair import DataRepair, Trouble
 from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches
 from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.data.source import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.workers import system_limits
 from ddp_runner.data.workers.count import WorkersAsked, cores_here, worker_count, worker_notes
-from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import FilesUsedUpError, PoolError
@@ -110,7 +110,7 @@ class SafeDataLoader:
         worker_init: Callable[[int], None] | None = None,
     ) -> None:
         collate = collate_fn or collate_batch
-        self._source = SampleSource(dataset, seed=seed, collate=collate, worker_init=worker_init)
+        self._source = SampleReader(dataset, seed=seed, collate=collate, worker_init=worker_init)
         self._order = order
         self._rank = rank
         self._world_size = world_size
@@ -513,7 +513,7 @@ def _notes(num_workers: WorkersAsked, *, local_world_size: int, cores: int) -> t
 
 
 def load_again(
-    source: SampleSource,
+    source: SampleReader,
     keys: tuple[BatchKey, ...],
     *,
     settings: PoolSettings,

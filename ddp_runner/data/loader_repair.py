@@ -26,15 +26,15 @@ from ddp_runner.data.loader_faults import (
     fault_of_samples,
 )
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
-from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import PoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddp_runner.data.last_batch import MicroBatch
     from ddp_runner.data.loader_faults import LoaderKills
+    from ddp_runner.data.source import MicroBatch
 
 
 _BATCH_TRIES_MAX = 3  # of a batch that raises and then loads when it is tried again
@@ -61,7 +61,7 @@ class DataRepair:
 
     def __init__(
         self,
-        source: SampleSource,
+        source: SampleReader,
         *,
         quarantine: Quarantine,
         timeout_s: float,
@@ -182,7 +182,7 @@ class DataRepair:
             return (suspect,)
         return key.indices if fails(key.indices) else ()
 
-    def _load_in_worker(self, source: SampleSource, key: BatchKey, trouble: Trouble) -> Attempt:
+    def _load_in_worker(self, source: SampleReader, key: BatchKey, trouble: Trouble) -> Attempt:
         return load_in_worker(
             source,
             key,
@@ -278,7 +278,7 @@ class Attempt:
 
 
 def load_in_worker(
-    source: SampleSource,
+    source: SampleReader,
     key: BatchKey,
     *,
     rank: int,

@@ -29,7 +29,7 @@ from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
 from ddp_runner.data.order import WholeOrder
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
 from ddp_runner.data.quarantine import file_name_of_validation
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardLoader
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.stream import StreamLoader, StreamOrder
 from ddp_runner.data.workers.count import (

@@ -10,7 +10,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.device_progress import DeviceProgress
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import SafeDataLoader
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.compiling import Compiler

@@ -22,7 +22,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import is_first_generation, uses_best
 from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch, SafeDataLoader
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import open_audit
 from ddp_runner.training.batch_copy import copy_ahead

@@ -6,7 +6,7 @@ import random
 import threading
 
 from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardLoader
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.stream import StreamOrder
 

@@ -10,9 +10,9 @@ import pytest
 
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.faults import FaultError, FaultKind
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardLoader
 from ddp_runner.data.shards import LaneMark, ShardPositions, Stand
-from ddp_runner.data.workers.shard_source import LaneEmptyError
+from ddp_runner.data.workers.shard_reader import LaneEmptyError
 from tests.data.failing import Once, hang
 from tests.data.sharded import (
     LENGTHS,

@@ -74,7 +74,7 @@ def seed_generators(base: int, *, index: int) -> None:
     seed_host(mix64((base + index * _GOLDEN) & _MASK))
 
 
-class SampleSource:
+class SampleReader:
     """Loads and collates the samples of a :class:`BatchKey`.
 
     A dataset with ``deterministic = True`` is not seeded, though a task's own collate function is. It is
@@ -101,9 +101,9 @@ class SampleSource:
         self._seeds_collate = self._deterministic and collate not in (collate_batch, list)
         self._many = getattr(dataset, "__getitems__", None) if self._deterministic else None
         self._several_only = gives_several_only(dataset)
-        self._here: SampleSource | None = None
+        self._here: SampleReader | None = None
 
-    def one_by_one(self) -> SampleSource:
+    def one_by_one(self) -> SampleReader:
         """The same, but the dataset is never asked for many samples at once: each is announced."""
         other = copy.copy(self)
         other._many = None  # noqa: SLF001 - of its own class

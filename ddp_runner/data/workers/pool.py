@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.process import BaseProcess
 
-    from ddp_runner.data.workers.fetch import BatchKey, SampleSource
+    from ddp_runner.data.workers.fetch import BatchKey, SampleReader
     from ddp_runner.data.workers.timeouts import Patience
 
 
@@ -202,7 +202,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self, source: SampleSource, keys: Iterator[BatchKey], *, settings: PoolSettings
+        self, source: SampleReader, keys: Iterator[BatchKey], *, settings: PoolSettings
     ) -> None:
         self._pending: deque[BatchKey] = deque()
         self._wait: Patience = Endless()

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import reduce_storage
 from torch.utils.data import get_worker_info
 
 from ddp_runner.data.attributes import CountedReads
-from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource, failed
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader, failed
 from ddp_runner.data.workers.memory_files import BATCH, as_bytes
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class PackedSource:
 
     def __init__(
         self,
-        source: SampleSource,
+        source: SampleReader,
         *,
         outboxes: Sequence[socket.socket],
         stamps: LoadStamps,
@@ -159,8 +159,8 @@ class PackedSource:
         self._stamps = stamps
 
     def enter_worker(self, worker: int) -> None:
-        """As :meth:`SampleSource.enter_worker`; a stream has nothing to do."""
-        if isinstance(self._source, SampleSource):
+        """As :meth:`SampleReader.enter_worker`; a stream has nothing to do."""
+        if isinstance(self._source, SampleReader):
             self._source.enter_worker(worker)
 
     def __getitem__(self, numbered: tuple[int, BatchKey]) -> PackedBatch:

@@ -24,10 +24,10 @@ from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.loader_faults import LoaderKills
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardLoader
 from ddp_runner.data.stream import StreamLoader, StreamOrder
 from ddp_runner.data.workers.count import asked_workers, cores_here, worker_count
-from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
 from ddp_runner.memory.kernel_kills import KernelKills
@@ -119,13 +119,13 @@ class SameData:
     def _begin(self) -> None:
         self._began_s = time.monotonic()
         dataset, seed = self._workload.datasets.train, self._settings.run.seed
-        source = SampleSource(dataset, seed=seed, collate=list)
+        source = SampleReader(dataset, seed=seed, collate=list)
         if self._has_workers:
             self._start_worker(source)
         else:
             self._load_here(source)
 
-    def _start_worker(self, source: SampleSource) -> None:
+    def _start_worker(self, source: SampleReader) -> None:
         # INVARIANT handles-in-workers: with loader workers no sample is loaded in the rank itself.
         # Broken if: the samples to compare are loaded here; workers would share what that has opened.
         # Guarded by: test_what_a_dataset_opens_is_opened_in_workers_only.
@@ -141,7 +141,7 @@ class SameData:
         except PoolError as error:
             self._not_seen(str(error))
 
-    def _load_here(self, source: SampleSource) -> None:
+    def _load_here(self, source: SampleReader) -> None:
         slot = self._runtime.slot
         if slot.get(Cell.SAMPLE):  # the process before this one ended as it loaded that sample
             self._not_seen("a process ended as it loaded one")

@@ -27,7 +27,7 @@ from torch.utils.data import (
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import SafeDataLoader
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.components.rng import seed_all, seed_step
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash

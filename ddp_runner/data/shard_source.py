@@ -17,7 +17,6 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.loader_recovery import LoaderHistory, plan_loader_repair, workers_to_use
 from ddp_runner.data.host_generators import generators_kept
-from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import (
     SAMPLES_REPLACED,
     KillCounter,
@@ -41,13 +40,14 @@ from ddp_runner.data.shards import (
     steps_of_epoch,
     uneven_note,
 )
+from ddp_runner.data.source import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.count import WorkersAsked, cores_here, worker_count
-from ddp_runner.data.workers.fetch import SampleFailed, SampleSource
+from ddp_runner.data.workers.fetch import SampleFailed, SampleReader
 from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
-from ddp_runner.data.workers.shard_source import ShardSource, Share, ShareKey
+from ddp_runner.data.workers.shard_reader import ShardReader, Share, ShareKey
 from ddp_runner.data.workers.timeouts import (
     BatchLateError,
     FilesUsedUpError,
@@ -132,7 +132,7 @@ class ShardLoader:
         self.workers = self._asked
         self._by_value = False
         self._pool: WorkerPool | None = None
-        self._here: ShardSource | None = None  # reads in the rank itself
+        self._here: ShardReader | None = None  # reads in the rank itself
         self._step = -1  # the next one; -1: it is to be looked up
         self._marks: list[LaneMark] = []  # before it
         self._given: _Given | None = None
@@ -470,9 +470,9 @@ class ShardLoader:
             for size, batch in zip(sizes, share.batches, strict=True)
         ]
 
-    def _source(self, collate: Callable[[list[Any]], Any]) -> ShardSource:
+    def _source(self, collate: Callable[[list[Any]], Any]) -> ShardReader:
         deal = self._deal
-        return ShardSource(
+        return ShardReader(
             self._dataset,
             lanes=[deal.lane(self._rank, number) for number in range(deal.lanes)],
             marks=tuple(self._marks),
@@ -481,7 +481,7 @@ class ShardLoader:
         )
 
     def _start_pool(self) -> None:
-        source = cast("SampleSource", self._source(self._collate or collate_batch))
+        source = cast("SampleReader", self._source(self._collate or collate_batch))
         settings = PoolSettings(
             rank=self._rank,
             workers=self.workers,

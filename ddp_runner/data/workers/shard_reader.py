@@ -168,7 +168,7 @@ def _as_no_worker() -> Iterator[None]:
         of_worker._worker_info = info  # noqa: SLF001 - as above
 
 
-class ShardSource:
+class ShardReader:
     """Loads the shares of one rank, each lane's in order.
 
     ``left_out_max``: so many items of a share that cannot be read may be left out, for the next ones.
