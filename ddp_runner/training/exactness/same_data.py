@@ -22,10 +22,9 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
-from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.loader import Loader
 from ddp_runner.data.loader_faults import LoaderKills
-from ddp_runner.data.shard_source import ShardLoader
-from ddp_runner.data.stream import StreamLoader, StreamOrder
+from ddp_runner.data.stream import StreamOrder
 from ddp_runner.data.workers.count import asked_workers, cores_here, worker_count
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
@@ -217,7 +216,7 @@ class SameData:
         if pool is not None:
             pool.end(grace_s=0.0)
 
-    def compare(self, group: Group, loader: SafeDataLoader | StreamLoader | ShardLoader) -> None:
+    def compare(self, group: Group, loader: Loader) -> None:
         """Hold what every rank of ``group`` has seen against each other; all must call it.
 
         Whoever has not looked yet is given what the others have seen, and holds its own against that
@@ -239,10 +238,10 @@ class SameData:
         self._has_reported = True
         if odd:
             self._differs(odd, is_first=is_first, reports=group.rank == 0)
-        if self._look is None and isinstance(loader, SafeDataLoader):
+        if self._look is None:
             samples = [index for index in self._samples if _named(index) in self.record]
             if samples:
-                loader.look_at(samples, self._seen_by_loader)
+                loader.look_at([_key(index) for index in samples], self._seen_by_loader)
             else:
                 self._look = DataLook(record=self._known, unlike_itself=self._unlike_itself)
 
