@@ -21,9 +21,9 @@ from ddp_runner.data.source import Cut
 from ddp_runner.data.stream import StreamOrder, StreamPosition, StreamSource
 from tests.data.sharded import Numbers, Ranks
 
-SAMPLES, BATCH = 48, 6
+SAMPLES, BATCH = 24, 4
 EPOCH = SAMPLES // BATCH
-STEPS = 2 * EPOCH + 3
+STEPS = 2 * EPOCH
 SHARDS = 12
 
 
@@ -261,7 +261,7 @@ def test_a_step_that_is_done_again_gets_what_it_had(kind, undisturbed):
                 assert world.take(step) == expected
 
 
-@pytest.mark.parametrize("at", [1, EPOCH - 1, EPOCH, EPOCH + 2])
+@pytest.mark.parametrize("at", [1, EPOCH])
 def test_a_replaced_rank_continues_where_its_peer_stands(kind, undisturbed, at):
     """Also where the step before it was given to all and committed by nobody."""
     with World(kind, 2) as world:
@@ -273,7 +273,7 @@ def test_a_replaced_rank_continues_where_its_peer_stands(kind, undisturbed, at):
         assert [world.take(step) for step in range(at, STEPS)] == undisturbed[at:]
 
 
-@pytest.mark.parametrize("at", [1, EPOCH, EPOCH + 3])
+@pytest.mark.parametrize("at", [1, EPOCH + 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_resume_continues_at_any_world_size(kind, undisturbed, at, world_size):
     """With the same steps, or, of a stream in shards, with what was not given yet."""
@@ -281,7 +281,7 @@ def test_a_resume_continues_at_any_world_size(kind, undisturbed, at, world_size)
         for step in range(at):
             world.take(step)
         record = world.saved(at)
-    steps = 4 * EPOCH
+    steps = 3 * EPOCH
     with World(kind, world_size, step=at, record=record) as world:
         given = [world.take(step) for step in range(at, steps)]
     if world_size == 2:
