@@ -1,11 +1,11 @@
-"""SafeDataLoader against a plain torch DataLoader with the same settings: samples per second.
+"""Loader against a plain torch DataLoader with the same settings: samples per second.
 
 Run by hand: ``python benchmarks/loader.py [--rounds 25] [--seconds 0.25]``. Both load the same samples in the
 same order; rounds alternate, so that a slow moment of the machine meets both. Prints medians.
 
 ``python benchmarks/loader.py --waits`` does so for data that is waited for, with more workers than cores.
 
-``python benchmarks/loader.py --storm [--rounds 3] [--seconds 10]`` compares SafeDataLoader without faults with itself while a
+``python benchmarks/loader.py --storm [--rounds 3] [--seconds 10]`` compares Loader without faults with itself while a
 worker gets SIGKILL every 2 seconds; the goal is a ratio of 0.9.
 
 ``python benchmarks/loader.py --streams`` compares streams in shards with torchdata's StatefulDataLoader (loader_streams.py).
@@ -30,8 +30,10 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.loader import Loader
+from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import SampleOrder
+from ddp_runner.data.source import Cut
 from ddp_runner.data.text.corpus import scan_standard_library
 from ddp_runner.tasks.bytes_lm import ByteWindows
 
@@ -114,14 +116,10 @@ def plain(dataset: Any, order: SampleOrder, workers: int) -> Iterator[Any]:
 
 def safe(dataset: Any, order: SampleOrder, workers: int) -> Iterator[Any]:
     """Ours."""
-    with SafeDataLoader(
-        dataset,
-        order=order,
-        rank=0,
-        world_size=1,
+    cut = Cut(order=order, rank=0, world_size=1, micro_batch_size=BATCH)
+    with Loader(
+        MapSource(dataset, cut, seed=SEED),
         total_steps=STEPS,
-        micro_batch_size=BATCH,
-        seed=SEED,
         num_workers=workers,
         prefetch_factor=PREFETCH,
     ) as loader:
@@ -165,10 +163,9 @@ def compare(
 def storm_rate(dataset: Any, *, workers: int, seconds: float, kill_every_s: float) -> float:
     """Samples per second of ``seconds``, a worker being killed each ``kill_every_s``; 0: none is."""
     order = SampleOrder(seed=SEED, dataset_size=len(dataset), global_batch_size=BATCH)
-    settings: dict[str, Any] = {"rank": 0, "world_size": 1, "total_steps": STEPS, "seed": SEED}
-    with SafeDataLoader(
-        dataset, order=order, micro_batch_size=BATCH, num_workers=workers, **settings
-    ) as loader:
+    cut = Cut(order=order, rank=0, world_size=1, micro_batch_size=BATCH)
+    source = MapSource(dataset, cut, seed=SEED)
+    with Loader(source, total_steps=STEPS, num_workers=workers) as loader:
         for step in range(2 * PREFETCH * workers):
             loader.take(step)
         began_s = time.perf_counter()

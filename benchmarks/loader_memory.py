@@ -1,6 +1,6 @@
 """What a loader worker holds of batches that it has sent, and what letting go of them costs.
 
-Run by hand: ``python benchmarks/loader_memory.py [--batch-mb 32] [--batches 120]``. SafeDataLoader and a plain
+Run by hand: ``python benchmarks/loader_memory.py [--batch-mb 32] [--batches 120]``. Loader and a plain
 torch DataLoader, one worker and the same settings each: batches per second, and the most shared memory that
 the worker had mapped, looked at after each batch.
 """
@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.loader import Loader
+from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import SampleOrder
+from ddp_runner.data.source import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,14 +73,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dataset = Large(asked.batch_mb * 2**20 // SAMPLES)
     order = SampleOrder(seed=1, dataset_size=len(dataset), global_batch_size=SAMPLES)
-    with SafeDataLoader(
-        dataset,
-        order=order,
-        rank=0,
-        world_size=1,
+    cut = Cut(order=order, rank=0, world_size=1, micro_batch_size=SAMPLES)
+    with Loader(
+        MapSource(dataset, cut, seed=1),
         total_steps=10**9,
-        micro_batch_size=SAMPLES,
-        seed=1,
         num_workers=1,
         prefetch_factor=PREFETCH,
     ) as loader:

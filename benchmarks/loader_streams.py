@@ -1,4 +1,4 @@
-"""ShardLoader against torchdata's StatefulDataLoader over the same JSONL shards: samples per second.
+"""A stream in shards against torchdata's StatefulDataLoader over the same JSONL shards: samples per second.
 
 Run by ``python benchmarks/loader.py --streams``; needs torchdata. Both make the same tensors of the same lines, in batches of the
 same size, with as many workers; both know after each batch where they stand. Each loads in a process of its own, since workers are
@@ -28,9 +28,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ddp_runner.data.loader import Loader
 from ddp_runner.data.shard_files import JsonLines
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardSource
 from ddp_runner.data.shards import ShardPositions
+from ddp_runner.data.source import Cut
 from ddp_runner.data.stream import StreamOrder
 
 BATCH = 32
@@ -116,20 +118,16 @@ def ours(
     files: list[str], made_of: Tokens, workers: int, *, deterministic: bool = True
 ) -> Iterator[Any]:
     """What a Task's stream is read by. Not ``deterministic``: generators are seeded for each item."""
-    loader = ShardLoader(
-        Made(files, made_of, deterministic=deterministic),
-        order=StreamOrder(
-            seed=1,
-            dataset_size=BATCH * 1000,
-            global_batch_size=BATCH,
-            shuffle=False,
-            is_sharded=True,
+    order = StreamOrder(
+        seed=1, dataset_size=BATCH * 1000, global_batch_size=BATCH, shuffle=False, is_sharded=True
+    )
+    loader = Loader(
+        ShardSource(
+            Made(files, made_of, deterministic=deterministic),
+            Cut(order=order, rank=0, world_size=1, micro_batch_size=BATCH),
+            positions=ShardPositions(),
         ),
-        positions=ShardPositions(),
-        rank=0,
-        world_size=1,
         total_steps=STEPS,
-        micro_batch_size=BATCH,
         num_workers=workers,
         prefetch_factor=PREFETCH,
     )

@@ -24,10 +24,12 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.loader import Loader
+from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.preload.memory import PreloadedDataset, SampleMemory
 from ddp_runner.data.preload.reading import Reading
+from ddp_runner.data.source import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,14 +102,10 @@ def microseconds(read: Callable[[int], Any], order: Sequence[int]) -> float:
 def loaded_per_s(dataset: Any) -> float:
     """Samples a second of a loader with one worker, whose batches are thrown away."""
     order = SampleOrder(seed=1, dataset_size=len(dataset), global_batch_size=BATCH)
-    with SafeDataLoader(
-        dataset,
-        order=order,
-        rank=0,
-        world_size=1,
+    cut = Cut(order=order, rank=0, world_size=1, micro_batch_size=BATCH)
+    with Loader(
+        MapSource(dataset, cut, seed=1),
         total_steps=10**9,
-        micro_batch_size=BATCH,
-        seed=1,
         num_workers=1,
     ) as loader:
         for step in range(10):

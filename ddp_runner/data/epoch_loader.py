@@ -8,10 +8,12 @@ import operator
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddp_runner.data import loader
 from ddp_runner.data.by_number import gives_by_number
+from ddp_runner.data.loader import Loader
+from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import SampleOrder, SamplerOrder, WholeOrder
 from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.data.source import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 _EPOCHS_MAX = 2**31
 
 
-class SafeDataLoader(loader.SafeDataLoader):
+class SafeDataLoader(Loader):
     """Batches of a map-style dataset, epoch after epoch, whatever happens to the worker processes.
 
     ``for batch in SafeDataLoader(dataset, batch_size=32, shuffle=True, num_workers=2):`` A batch is what
@@ -74,22 +76,22 @@ class SafeDataLoader(loader.SafeDataLoader):
             sampler, size, batch_size * world_size, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
         bad_max = max_bad_samples if on_bad_sample == "substitute" else 0
+        cut = Cut(order=order, rank=rank, world_size=world_size, micro_batch_size=batch_size)
         super().__init__(
-            dataset,
-            order=order,
-            rank=rank,
-            world_size=world_size,
+            MapSource(
+                dataset,
+                cut,
+                seed=seed,
+                collate_fn=collate_fn,
+                worker_init=worker_init_fn,
+                quarantine=Quarantine(seed=seed, dataset_size=size, bad_max=bad_max),
+            ),
             total_steps=0,
-            micro_batch_size=batch_size,
-            seed=seed,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             timeout_s=timeout_s if timeout is None else timeout or math.inf,
-            collate_fn=collate_fn,
-            worker_init=worker_init_fn,
             on_repaired=_warn,
-            quarantine=Quarantine(seed=seed, dataset_size=size, bad_max=bad_max),
         )
         # As torch's DataLoader has them.
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
@@ -100,6 +102,7 @@ class SafeDataLoader(loader.SafeDataLoader):
         self.sampler: Any = sampler
         # The samples of the next epoch are the sampler's to say, once that begins.
         self._persistent_workers = persistent_workers and sampler is None
+        self._order = order
         self._steps_per_epoch = order.steps_per_epoch
         self._iterations = 0
 

@@ -1,7 +1,7 @@
-"""SafeDataLoader: this rank's micro-batches of any step, exactly, whatever happens to its workers.
+"""Loader: this rank's micro-batches of any step of a source, exactly, whatever happens to its workers.
 
-Owns the position in the sample order, the life of the workers, and their repair: broken ones are
-replaced here, inside ``take``, from exactly the batch that is due.
+Owns the workers, their repair and what was loaded ahead: broken workers are replaced here, inside
+``take``, from exactly what is due. What a step has, and where the data stands, the source says.
 """
 
 from __future__ import annotations
@@ -11,112 +11,80 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.core.faults import FaultError
-from ddp_runner.core.phases import Phase
-from ddp_runner.data.attributes import CountedReads
-from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import (
     KillCounter,
     LoaderKills,
     LoadingRepaired,
     NoKills,
-    fault_of_failure,
-    fault_of_samples,
     fault_of_worker,
     refuse_dataset,
 )
-from ddp_runner.data.loader_repair import DataRepair, Trouble
-from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches
-from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.data.loader_repair import Trouble
+from ddp_runner.data.source import Ahead, Cut, MicroBatch, NotCopiedError, Source, copied
 from ddp_runner.data.workers import system_limits
 from ddp_runner.data.workers.count import WorkersAsked, cores_here, worker_count, worker_notes
-from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
-from ddp_runner.data.workers.memory_files import collate_batch
+from ddp_runner.data.workers.fetch import Key, Reader, SampleFailed
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
-from ddp_runner.data.workers.timeouts import FilesUsedUpError, PoolError
+from ddp_runner.data.workers.timeouts import (
+    BatchLateError,
+    FilesUsedUpError,
+    PoolError,
+    WorkerDiedError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
 
+    from ddp_runner.data.shard_agreement import Exchanging
 
-__all__ = ["MicroBatch", "SafeDataLoader"]
+__all__ = ["Loader", "MicroBatch"]
 
-SEVERAL = -1  # samples at once, of which nobody knows at which the dataset is
 _LOOK_S = 1.0  # for a sample that is only looked at
 _GRACE_S = 1.0  # for a worker inside the user's code, which may be writing a file
 
 
-class _BatchFailedError(Exception):
-    """A batch came whose samples, or the collating of them, raised."""
-
-    def __init__(self, key: BatchKey, failed: SampleFailed) -> None:
-        super().__init__(failed.error)
-        self.key = key
-        self.failed = failed
-
-
 def _ignore(_what: object) -> None:
-    """Nobody asked."""
+    """Nobody listens."""
 
 
 def _ignore_wait() -> None:
-    """Nobody asked."""
+    """Nobody listens."""
 
 
-class SafeDataLoader:
-    """Serves ``take(step)`` for a map-style dataset, loading ahead in worker processes.
+class Loader:
+    """Serves ``take(step)`` from a source, which worker processes read ahead.
 
-    Per sample, python's, numpy's and torch's CPU generator are seeded from ``(seed, epoch,
-    index)``, unless the dataset has ``deterministic = True``: augmentation does not depend on
-    workers, retries or the world size. Without workers the samples are loaded inside ``take``;
-    the caller's generators are given back as they were, and ``timeout_s`` does not apply.
+    Without workers the source is read inside ``take``; the caller's generators are given back as they were, and
+    ``timeout_s`` does not apply.
 
-    ``on_sample`` gets which sample is loaded in this process, SEVERAL for a batch at once, and None after it. ``suspect`` is
-    the one that a process before was loading so when it ended: a worker tries it first.
+    ``on_sample`` gets which sample is read in this process, SEVERAL for a batch at once, and None after it.
 
-    All ranks take the same steps, but there is no communication. Call from the rank's main
-    thread: the kernel ties the workers to the thread that forks them.
+    All ranks take the same steps, but only :meth:`agree`, :meth:`go_back` and :meth:`gather` communicate. Call
+    from the rank's main thread: the kernel ties the workers to the thread that forks them.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        source: Source[Any],
         *,
-        order: SampleOrder,
-        rank: int,
-        world_size: int,
         total_steps: int,
-        micro_batch_size: int,
-        seed: int,
         num_workers: WorkersAsked,
         local_world_size: int = 1,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
         timeout_s: float = 60.0,
-        start_step: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
         on_workers: Callable[[tuple[int, ...]], None] = _ignore,
         on_repaired: Callable[[LoadingRepaired], None] = _ignore,
         on_wait: Callable[[], None] = _ignore_wait,
-        log: Callable[[str], None] = _ignore,
-        quarantine: Quarantine | None = None,
-        kills: KillCounter | None = None,
-        phase: Phase = Phase.DATA,
         on_sample: Callable[[int | None], None] = _ignore,
-        suspect: int | None = None,
-        worker_init: Callable[[int], None] | None = None,
+        log: Callable[[str], None] = _ignore,
+        kills: KillCounter | None = None,
     ) -> None:
-        collate = collate_fn or collate_batch
-        self._source = SampleSource(dataset, seed=seed, collate=collate, worker_init=worker_init)
-        self._order = order
-        self._rank = rank
-        self._world_size = world_size
+        self._source = source
         self.total_steps = total_steps
-        self._phase = phase  # that faults are reported with
-        self._micro_batch_size = micro_batch_size
         self.prefetch_factor = prefetch_factor
         self._pin_memory = pin_memory and system_limits.can_pin()
         self._timeout_s = timeout_s
@@ -124,44 +92,33 @@ class SafeDataLoader:
         self._on_repaired = on_repaired
         self._on_wait = on_wait
         self._on_sample = on_sample
-        self._suspect = suspect
         self._log = log
         self._kills = LoaderKills(kills or NoKills())
-        if quarantine is None:
-            quarantine = Quarantine(seed=seed, dataset_size=order.dataset_size, bad_max=0)
-        self.quarantine = quarantine
-        self._repair = DataRepair(
-            self._source,
-            quarantine=self.quarantine,
-            timeout_s=timeout_s,
-            on_wait=on_wait,
-            kills=self._kills,
-        )
+        self._repair = source.repair_with(timeout_s=timeout_s, on_wait=on_wait, kills=self._kills)
+        asked = num_workers if source.suits(1) else 0
         cores = cores_here()
-        self.workers = worker_count(num_workers, local_world_size=local_world_size, cores=cores)
-        self._workers_asked = self.workers
+        self._asked = worker_count(asked, local_world_size=local_world_size, cores=cores)
+        self.workers = source.suits(self._asked)
         self._pool: WorkerPool | None = None
         self._closed = False
-        self._step = 0
         self._ahead = Ahead()
-        self._given: dict[int, tuple[BatchKey, ...]] = {}  # what the last two steps were given
-        self._looks: tuple[BatchKey, ...] = ()  # what workers load before any batch
+        self._looks: tuple[Key, ...] = ()  # what workers load before any batch
         self._on_look: Callable[[dict[int, Any]], None] = _ignore
         self.waited_s = 0.0
-        self._reads = CountedReads(dataset)
         self.counted: tuple[str, ...] = ()  # what loads count up in the dataset, once that is known
-        self.notes = _notes(num_workers, local_world_size=local_world_size, cores=cores)
-        self.seek(start_step)
+        self.notes = (
+            *_notes(asked, local_world_size=local_world_size, cores=cores),
+            *source.notes,
+        )
 
     def take(self, step: int) -> list[MicroBatch]:
         """The rank's micro-batches of ``step``, in order; [] if its share is empty.
 
         Blocks until they are loaded, ``waited_s`` in all. The caller may do with them what it
-        likes: a step that is taken again, as a repair does, is loaded again. For the last step
-        workers of its own do that, and the others stay ahead; any other but the next restarts
-        them there.
-        A worker that dies or hangs is replaced meanwhile, a bad sample as the quarantine allows;
-        ``on_repaired`` hears of it. Raises ``FaultError`` with no worker left: BAD_SAMPLE, or
+        likes: a step that is taken again, as a repair does, is loaded again. Any step but the next
+        restarts the workers there, unless the source can give it meanwhile.
+        A worker that dies or hangs is replaced meanwhile, and data that cannot be read as the source
+        allows; ``on_repaired`` hears of it. Raises ``FaultError`` where nothing helps: BAD_SAMPLE, or
         OUT_OF_MEMORY where the rank itself cannot load for want of it;
         ValueError outside the run or once closed.
         """
@@ -176,7 +133,9 @@ class SafeDataLoader:
         batches = self._ahead.take(step)
         if batches is None:
             self._kills.look_sometimes(started_s)
-            batches = self._take_again(step) or self._take_new(step)
+            batches = self._source.given_again(step, self._load_beside)
+        if batches is None:
+            batches = self._take_new(step)
         self.waited_s = time.monotonic() - started_s
         return batches
 
@@ -190,74 +149,77 @@ class SafeDataLoader:
         self._ahead.keep(step, batches)
         return copies
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether :meth:`take_ahead` may do anything."""
+        return self._source.runs_ahead
+
     def take_ahead(self, step: int, change: Callable[[Any], Any]) -> None:
         """Get ``step``, the next one, ready for ``take``, each batch as ``change`` makes it.
 
         Only where all its batches have arrived already: nothing is waited for. Raises as ``take``.
         """
-        if step != self._step or step >= self.total_steps or self._pool is None:
+        source = self._source
+        if not source.runs_ahead or step != source.step or step >= self.total_steps:
             return
-        if self._pool.arrived < self._batches_due():
+        if self._pool is None or self._pool.arrived < source.due(step):
             return
         batches = self._take_new(step)
         changed = [replace(batch, batch=change(batch.batch)) for batch in batches]
         self._ahead.keep(step, changed)
 
-    def look_at(self, indices: Iterable[int], seen: Callable[[dict[int, Any]], None]) -> None:
-        """Have the next workers hash these samples of the first epoch before they load a batch.
+    def look_at(self, keys: Sequence[Key], seen: Callable[[dict[int, Any]], None]) -> None:
+        """Have the next workers load ``keys`` of one sample each before they load a batch.
 
-        ``seen`` gets what came of each; what it raises leaves ``take``. Costs no process; without
+        ``seen`` gets what came of each, by index; what it raises leaves ``take``. Costs no process; without
         workers nothing happens.
         """
         self._end_pool(grace_s=_GRACE_S)
-        self._looks = tuple(BatchKey(epoch=0, indices=(one,), hashed=True) for one in indices)
+        self._looks = tuple(keys)
         self._on_look = seen
 
     def gives_again(self, step: int) -> bool:
         """Whether ``take`` has ``step``, a former one, at no more than a restart of the workers."""
-        return 0 <= step < self.total_steps
+        return 0 <= step < self.total_steps and self._source.gives_again(step)
 
     def seek(self, step: int) -> None:
         """Make ``step`` the next one, exactly. ValueError outside the run, whose end is allowed."""
         if not 0 <= step <= self.total_steps:
             raise ValueError(f"step={step}: 0 to {self.total_steps}, the end of the run")
-        if step != self._step:
-            self._forget_given()
-            self._end_pool(grace_s=_GRACE_S)
-        self._step = step
+        if step != self._source.step:
+            self._stop()
+            self._source.go_to(step)
 
     def assign(self, *, rank: int, world_size: int, micro_batch_size: int) -> None:
         """Load this share, cut so, from the next ``take`` on; nothing happens if it is the same."""
+        cut = self._source.cut
         asked = (rank, world_size, micro_batch_size)
-        if asked == (self._rank, self._world_size, self._micro_batch_size):
-            return
-        self._end_pool(grace_s=_GRACE_S)
-        self._forget_given()
-        self._rank, self._world_size, self._micro_batch_size = asked
+        if asked != (*cut.ranks, cut.micro_batch_size):
+            rank, world_size, micro_batch_size = asked
+            self._use(
+                replace(cut, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size)
+            )
 
     def use_order(self, version: int) -> None:
         """Take the samples in this version of the order from the next ``take`` on."""
-        if version == self._order.version:
-            return
-        self._end_pool(grace_s=_GRACE_S)
-        self._forget_given()
-        self._order = replace(self._order, version=version)
+        cut = self._source.cut
+        order = cut.order.in_version(version)
+        if order is not cut.order:
+            self._use(replace(cut, order=order))
 
     def use_shares(self, shares: tuple[int, ...]) -> None:
         """Share a step's samples out in this proportion from the next ``take`` on; none: equally.
 
         A number for each rank; :meth:`assign` says how many there are, before the next ``take``.
         """
-        if shares == self._order.shares:
-            return
-        self._end_pool(grace_s=_GRACE_S)
-        self._forget_given()
-        self._order = replace(self._order, shares=shares)
+        cut = self._source.cut
+        if shares != cut.order.shares:
+            self._use(replace(cut, order=replace(cut.order, shares=shares)))
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Of the ranks of the generation; none: equal ones."""
-        return self._order.shares
+        return self._source.cut.order.shares
 
     def shrink_prefetch(self) -> None:
         """Load half as far ahead from the next ``take`` on, to save memory; at 1 batch, no less."""
@@ -269,14 +231,41 @@ class SafeDataLoader:
     @property
     def share_samples(self) -> int:
         """How many samples of a global batch this rank loads."""
-        order = self._order
-        _, count = order.span_of(order.first_step, rank=self._rank, world_size=self._world_size)
-        return count
+        return self._source.cut.samples
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The process ids of the running workers, by worker number."""
         return self._pool.pids if self._pool is not None else ()
+
+    def agree(self, group: Exchanging, *, step: int) -> None:
+        """Before the first step of a generation, ``step``: agree with its ranks on who reads what; each calls it.
+
+        Raises BadInputError where the data does not suit them.
+        """
+        if self._source.agree(group, step=step):
+            self._stop()
+
+    def go_back(self, group: Exchanging, *, step: int) -> None:
+        """After a roll-back to ``step``, on every rank: go by the positions of that state. As :meth:`agree`."""
+        if self._source.go_back(group, step=step):
+            self._stop()
+
+    def gathers(self, step: int) -> bool:
+        """Whether all are to :meth:`gather` before ``step``; the same on all ranks."""
+        return self._source.gathers(step)
+
+    def gather(self, group: Exchanging, *, step: int) -> None:
+        """Have every rank know how far all are before ``step``; every rank calls it at the same boundary."""
+        self._source.gather(group, step=step)
+
+    def place(self) -> tuple[int, int, str] | None:
+        """Epoch, items, and a hash of the newest, where all ranks are to stand at the same place; else None."""
+        return self._source.place()
+
+    def slow_line(self, data_wait_share: float) -> str:
+        """What to say, once, of so much waiting for data; empty for nothing."""
+        return self._source.slow_line(data_wait_share)
 
     def close(self) -> None:
         """End the workers, within about a second. May be called again."""
@@ -285,8 +274,8 @@ class SafeDataLoader:
 
     def pause(self) -> None:
         """End the workers, within about a second; the next ``take`` starts others."""
-        self._forget_given()
-        self._end_pool(grace_s=_GRACE_S)
+        self._stop()
+        self._source.lose()
 
     def __enter__(self) -> Self:
         return self
@@ -299,161 +288,134 @@ class SafeDataLoader:
     ) -> None:
         self.close()
 
-    def _forget_given(self) -> None:
-        self._ahead.drop()
-        self._given = {}
+    def _use(self, cut: Cut) -> None:
+        self._stop()
+        self._source.use(cut)
 
-    def _keys(self, first_step: int) -> Iterator[BatchKey]:
-        """The micro-batches of this rank from ``first_step`` to the end of the run."""
-        last_epoch = -1
-        for step in range(first_step, self.total_steps):
-            epoch, _ = self._order.position(step)
-            if epoch != last_epoch:
-                self.quarantine.refresh()
-                last_epoch = epoch
-            mine = self._order.share_of(step, rank=self._rank, world_size=self._world_size)
-            for piece in micro_batches(mine, self._micro_batch_size):
-                indices = tuple(self.quarantine.stand_in(index) for index in piece.tolist())
-                yield BatchKey(epoch=epoch, indices=indices)
+    def _stop(self) -> None:
+        """Keep nothing that was loaded ahead."""
+        self._end_pool(grace_s=_GRACE_S)
+        self._ahead.drop()
 
     def _take_new(self, step: int) -> list[MicroBatch]:
-        if step != self._step:
-            self.seek(step)
+        self.seek(step)
         self._ahead.drop()
         try:
-            batches = self._take_with_repairs()
+            return self._take_with_repairs(step)
         except BaseException:
             # Whatever it was, a signal handler's exception included: a batch may be half read.
-            self._end_pool(grace_s=0.0)
+            self._break_off()
             raise
-        self._step = step + 1
-        epoch, _ = self._order.position(step)
-        before = {step - 1: self._given[step - 1]} if step - 1 in self._given else {}
-        keys = tuple(BatchKey(epoch=epoch, indices=batch.indices) for batch in batches)
-        self._given = {**before, step: keys}
+
+    def _break_off(self) -> None:
+        self._end_pool(grace_s=0.0)
+        self._source.lose()
+
+    def _take_with_repairs(self, step: int) -> list[MicroBatch]:
+        """The step's batches; what breaks is repaired until they are all there."""
+        source = self._source
+        self._use_workers(step)
+        suspected = source.suspected(step)
+        # Workers have their own way to find it.
+        self._repair.begin(None if self.workers else suspected)
+        while (read := self._read_or_repair(step)) is None:
+            pass
+        left_out = source.left_out(read)
+        batches = source.taken(step, read)
+        last = batches[-1].indices if batches else ()
+        for repaired in (*self._repair.delivered(last), *left_out):
+            self._on_repaired(repaired)
         return batches
 
-    def _take_again(self, step: int) -> list[MicroBatch] | None:
-        """A last step's, while the workers stay ahead; None where they are to be restarted."""
-        given = self._given.get(step)
-        if not given or self._pool is None:
-            return None
-        workers = min(self.workers, len(given))
-        return load_again(
-            self._source,
-            given,
-            settings=replace(self._pool_settings(), workers=workers, prefetch_factor=1),
-            timeout_s=self._timeout_s,
-            on_wait=self._on_wait,
-            kills=self._kills,
-        )
-
-    def _take_with_repairs(self) -> list[MicroBatch]:
-        """The step's batches; what breaks is repaired until they are all there."""
-        wanted = self._repair.workers_to_use(
-            step=self._step, workers=self.workers, asked=self._workers_asked
-        )
-        if wanted != self.workers:
-            self._end_pool(grace_s=_GRACE_S)
+    def _use_workers(self, step: int) -> None:
+        planned = self._repair.workers_to_use(step=step, workers=self.workers, asked=self._asked)
+        wanted = self._source.suits(planned)
+        if wanted == self.workers:
+            return
+        self._end_pool(grace_s=_GRACE_S)
+        if wanted > self.workers:
             self._log(f"loading with {wanted} workers again, instead of {self.workers}")
-            self.workers = wanted
-        self._examine_suspect()
-        while True:
-            try:
-                batches = self._take_once()
-            except PoolError as error:
-                trouble = self._trouble_of(error)
-            except _BatchFailedError as error:
-                trouble = self._trouble_of_batch(error.key, error.failed)
-            else:
-                for repaired in self._repair.delivered(batches):
-                    self._on_repaired(repaired)
-                return batches
-            self._end_pool(grace_s=0.0)
-            self.workers = self._repair.repair(trouble, workers=self.workers)
+        self.workers = wanted
 
-    def _examine_suspect(self) -> None:
-        """A sample that hung, or broke, the process before this one would do so again."""
-        suspect, self._suspect = self._suspect, None
-        if suspect is None or self.workers > 0:
-            return  # workers have their own way to find it
-        epoch, _ = self._order.position(self._step)
-        fault = fault_of_samples(
-            (suspect,),
-            "no process survives it",
-            detail="",
-            rank=self._rank,
-            step=self._step,
-            epoch=epoch,
-            phase=self._phase.label,
-        )
-        key = BatchKey(epoch=epoch, indices=(suspect,))
-        self._repair.examine(Trouble(fault=fault, why="no process survives it", key=key))
+    def _read_or_repair(self, step: int) -> list[tuple[Key, Any]] | None:
+        """All of a step, or None once what has kept it from being read is repaired."""
+        try:
+            read = self._read(step)
+        except PoolError as error:
+            trouble = self._trouble_of(error, step)
+        else:
+            found = next((one for one in read if isinstance(one[1], SampleFailed)), None)
+            if found is None:
+                return read
+            trouble = self._trouble_of_data(*found, step)
+        self._break_off()
+        workers = self._repair.repair(trouble, workers=self.workers)
+        self.workers = self._source.suits(workers)
+        return None
 
-    def _trouble_of(self, error: PoolError) -> Trouble:
+    def _trouble_of(self, error: PoolError, step: int) -> Trouble:
         pool = self._pool
         fault = fault_of_worker(
             error,
             pool,
             kills=self._kills,
-            rank=self._rank,
-            step=self._step,
-            phase=self._phase,
+            rank=self._source.cut.rank,
+            step=step,
+            phase=self._source.phase,
             log=self._log,
         )
         suspect = pool.suspect(error.worker) if pool is not None and error.worker >= 0 else None
         key, sample = suspect or (None, None)
-        why = f"no worker survives it: {fault.cause}"
-        used_up = isinstance(error, FilesUsedUpError)
-        return Trouble(fault=fault, why=why, key=key, suspect=sample, files_used_up=used_up)
-
-    def _trouble_of_batch(self, key: BatchKey, failed: SampleFailed) -> Trouble:
-        fault = fault_of_failure(
-            failed, rank=self._rank, step=self._step, epoch=key.epoch, phase=self._phase
+        return Trouble(
+            fault=fault,
+            why=f"no worker survives it: {fault.cause}",
+            key=key,
+            suspect=sample,
+            by_reading=isinstance(error, (WorkerDiedError, BatchLateError)),
+            files_used_up=isinstance(error, FilesUsedUpError),
         )
+
+    def _trouble_of_data(self, key: Key, failed: SampleFailed, step: int) -> Trouble:
+        refuse_dataset(failed)
+        fault = self._source.fault_of(failed, key=key, step=step)
         if failed.for_memory:
-            # Fewer workers need less of it; in the rank itself, smaller micro-batches do.
-            if self.workers == 0:
-                raise FaultError(fault)
-            return Trouble(fault=fault, why=failed.error)
+            return Trouble(fault=fault, why=failed.error, for_memory=True)
         suspect = failed.indices[0] if len(failed.indices) == 1 else None
         return Trouble(fault=fault, why=failed.error, key=key, suspect=suspect, raised=True)
 
-    def _take_once(self) -> list[MicroBatch]:
-        count = self._batches_due()
+    def _read(self, step: int) -> list[tuple[Key, Any]]:
+        """All of a step, up to the first that fails where it is read in this process."""
+        source = self._source
+        count = source.due(step)
         if self.workers == 0 or count == 0:
-            keys = self._keys(self._step)
-            due = [next(keys) for _ in range(count)]
-            loaded = [self._checked(key, self._load_here(key)) for key in due]
-            self.counted = self._reads.names
-            return loaded
+            return self._read_here(step)
         if self._pool is None:
             self._start_pool()
         if self._looks:
             self._take_looks()
         assert self._pool is not None
-        received = [
-            self._pool.next(timeout_s=self._timeout_s, on_wait=self._on_wait) for _ in range(count)
-        ]
+        timeout_s = self._timeout_s * source.patience(step)
+        read = [self._pool.next(timeout_s=timeout_s, on_wait=self._on_wait) for _ in range(count)]
         self.counted = self._pool.counted or self.counted
-        return [self._checked(key, batch) for key, batch in received]
+        return read
 
-    def _batches_due(self) -> int:
-        _, size = self._order.span_of(self._step, rank=self._rank, world_size=self._world_size)
-        return micro_batch_count(size, self._micro_batch_size)
+    def _read_here(self, step: int) -> list[tuple[Key, Any]]:
+        source = self._source
+        read = []
+        for key in source.keys((step,)):
+            try:
+                found = source.read(key, on_sample=self._begin_sample)
+            finally:
+                self._on_sample(None)
+            read.append((key, found))
+            if isinstance(found, SampleFailed):
+                break
+        self.counted = source.counted
+        return read
 
-    def _load_here(self, key: BatchKey) -> Any:
-        def on_sample(index: int) -> None:
-            self._on_sample(index)
-            self._on_wait()
-
-        if self._source.gives_many:
-            self._on_sample(SEVERAL)
-        try:
-            return self._source.load_here(key, on_sample=on_sample)
-        finally:
-            self._on_sample(None)
-            self._reads.note_load()
+    def _begin_sample(self, index: int) -> None:
+        self._on_sample(index)
+        self._on_wait()
 
     def _take_looks(self) -> None:
         """What workers have seen before their first batch. What breaks one there is for later."""
@@ -474,13 +436,15 @@ class SafeDataLoader:
         self._on_look(found)
 
     def _start_pool(self) -> None:
-        keys = chain(self._looks, self._keys(self._step))
-        self._pool = WorkerPool(self._source, keys, settings=self._pool_settings())
+        source = self._source
+        due: Iterator[Key] = source.keys(range(source.step, self.total_steps))
+        keys = chain(self._looks, due)
+        self._pool = WorkerPool(source.reader(), keys, settings=self._pool_settings())
         self._on_workers(self._pool.pids)
 
     def _pool_settings(self) -> PoolSettings:
         return PoolSettings(
-            rank=self._rank,
+            rank=self._source.cut.rank,
             workers=self.workers,
             prefetch_factor=self.prefetch_factor,
             pin_memory=self._pin_memory,
@@ -494,11 +458,19 @@ class SafeDataLoader:
         pool.end(grace_s=grace_s)
         self._on_workers(())
 
-    def _checked(self, key: BatchKey, batch: Any) -> MicroBatch:
-        if isinstance(batch, SampleFailed):
-            refuse_dataset(batch)
-            raise _BatchFailedError(key, batch)
-        return MicroBatch(indices=key.indices, batch=batch)
+    def _load_beside(self, keys: tuple[Key, ...]) -> list[tuple[Key, Any]] | None:
+        """What ``keys`` name, from workers of their own; None where the pool is to be restarted there."""
+        if self._pool is None:
+            return None
+        workers = min(self.workers, len(keys))
+        return load_again(
+            self._source.reader(),
+            keys,
+            settings=replace(self._pool_settings(), workers=workers, prefetch_factor=1),
+            timeout_s=self._timeout_s,
+            on_wait=self._on_wait,
+            kills=self._kills,
+        )
 
 
 def _notes(num_workers: WorkersAsked, *, local_world_size: int, cores: int) -> tuple[str, ...]:
@@ -513,20 +485,20 @@ def _notes(num_workers: WorkersAsked, *, local_world_size: int, cores: int) -> t
 
 
 def load_again(
-    source: SampleSource,
-    keys: tuple[BatchKey, ...],
+    reader: Reader[Any],
+    keys: tuple[Key, ...],
     *,
     settings: PoolSettings,
     timeout_s: float,
     on_wait: Callable[[], None],
     kills: LoaderKills,
-) -> list[MicroBatch] | None:
-    """The batches of ``keys``, from workers that are ended then.
+) -> list[tuple[Key, Any]] | None:
+    """What ``keys`` name, from workers that are ended then.
 
     None for any trouble: whoever loads them in the ordinary way will find and name it.
     """
     try:
-        pool = WorkerPool(source, iter(keys), settings=settings)
+        pool = WorkerPool(reader, iter(keys), settings=settings)
     except PoolError:
         return None
     try:
@@ -537,6 +509,4 @@ def load_again(
         return None
     finally:
         pool.end(grace_s=0.0)  # idle, or broken
-    if any(isinstance(batch, SampleFailed) for _, batch in received):
-        return None
-    return [MicroBatch(indices=key.indices, batch=batch) for key, batch in received]
+    return None if any(isinstance(one, SampleFailed) for _, one in received) else received

@@ -1,4 +1,4 @@
-"""Repairs loading inside the rank: other workers after a fault, stand-ins for bad samples.
+"""Repairs loading inside the rank: other workers after a fault, stand-ins for bad samples, shares that are read again.
 
 Decides through ``core/loader_recovery.py`` and the quarantine; the loader performs. What cannot be repaired
 leaves as a FaultError.
@@ -26,19 +26,20 @@ from ddp_runner.data.loader_faults import (
     fault_of_samples,
 )
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
-from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import PoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddp_runner.data.last_batch import MicroBatch
-    from ddp_runner.data.loader_faults import LoaderKills
+    from ddp_runner.core.loader_recovery import LoaderRepair
 
 
 _BATCH_TRIES_MAX = 3  # of a batch that raises and then loads when it is tried again
 _BROKE_KEPT = 64  # batches that broke a worker; most of them by chance, and loaded since
+_SHARE_TRIES_MAX = 3  # of a share that raises
+_FAULTS_OF_A_SHARE_MAX = 8  # of workers, before one share is there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,73 +51,151 @@ class Trouble:
 
     fault: Fault
     why: str
-    key: BatchKey | None = None
+    key: Any = None
     suspect: int | None = None
     raised: bool = False  # the worker is well; its batch is not
+    for_memory: bool = False  # as raised, but for want of memory, which says nothing about a sample
+    by_reading: bool = False  # what was being read may have ended the worker, or keeps it
     files_used_up: bool = False
 
 
 class DataRepair:
-    """One loader's; lives as long as it, because what it learns outlasts workers and generations."""
+    """One loader's; lives as long as it, because what it learns outlasts workers and generations.
+
+    Of data that raises it repairs nothing: what can be done there is the source's to say, in a subclass.
+    """
+
+    def __init__(self, kills: LoaderKills) -> None:
+        self._kills = kills
+        self._history = LoaderHistory(last_step=-PROGRESS_STEPS)
+        self.by_value = False  # how workers hand their batches over
+        self._unreported: list[tuple[float, LoadingRepaired]] = []
+
+    def begin(self, suspected: Trouble | None) -> None:
+        """A step is to be loaded. ``suspected``: what broke the process before this one, if no worker reads it."""
+
+    def repair(self, trouble: Trouble, *, workers: int) -> int:
+        """With how many workers to load the same step again; none of the old ones is left.
+
+        Raises FaultError where nothing would help, or only what may not be done.
+        """
+        began_s = time.monotonic()
+        self._refuse(trouble, workers=workers)
+        if trouble.raised:
+            return self._after_raised(trouble, workers=workers, began_s=began_s)
+        fault = trouble.fault
+        self._history = self._history.after_fault(fault.step)
+        if trouble.files_used_up and not self.by_value:
+            self.by_value = True
+            action = "from here on batches are copied through a pipe, which needs no open files"
+            self._note(fault, action, began_s)
+            return workers
+        plan = plan_loader_repair(self._history, workers=workers)
+        return self._after_broken(trouble, plan, workers=workers, began_s=began_s)
+
+    def _refuse(self, trouble: Trouble, *, workers: int) -> None:
+        """Raise FaultError where nothing would help."""
+        del workers
+        if trouble.for_memory:
+            raise FaultError(trouble.fault)
+
+    def _after_raised(self, trouble: Trouble, *, workers: int, began_s: float) -> int:
+        del workers, began_s
+        raise FaultError(trouble.fault)
+
+    def _after_broken(
+        self, trouble: Trouble, plan: LoaderRepair, *, workers: int, began_s: float
+    ) -> int:
+        del workers
+        self._note(trouble.fault, plan.action, began_s)
+        return plan.workers
+
+    def workers_to_use(self, *, step: int, workers: int, asked: int) -> int:
+        """With how many workers to load ``step``; more than there are after a calm stretch."""
+        return workers_to_use(self._history, step=step, workers=workers, asked=asked)
+
+    def delivered(self, indices: tuple[int, ...]) -> list[LoadingRepaired]:
+        """What was repaired until a step was there, whose last samples are ``indices``; each is reported once."""
+        del indices
+        now_s = time.monotonic()
+        reported = [replace(one, seconds=now_s - began_s) for began_s, one in self._unreported]
+        self._unreported.clear()
+        if reported:
+            reported[0] = replace(reported[0], kernel_kills=self._kills.take_unreported())
+        return reported
+
+    def _note(self, fault: Fault, action: str, began_s: float, *, inexact_reason: str = "") -> None:
+        one = LoadingRepaired(
+            fault=fault, action=action, seconds=0.0, inexact_reason=inexact_reason
+        )
+        self._unreported.append((began_s, one))
+
+
+class SampleRepair(DataRepair):
+    """For samples with indices: finds the bad ones, which others may stand in for."""
 
     def __init__(
         self,
-        source: SampleSource,
+        reader: SampleReader,
         *,
         quarantine: Quarantine,
         timeout_s: float,
         on_wait: Callable[[], None],
         kills: LoaderKills,
     ) -> None:
-        self._source = source
+        super().__init__(kills)
+        self._reader = reader
         self._quarantine = quarantine
         self._timeout_s = timeout_s
         self._on_wait = on_wait
-        self._kills = kills
-        self._history = LoaderHistory(last_step=-PROGRESS_STEPS)
         self._broke: dict[BatchKey, int] = {}  # how many workers broke while they loaded it
-        self.by_value = False  # how workers hand their batches over
         self._good: list[int] = []  # a sample that was loaded
-        self._unreported: list[tuple[float, LoadingRepaired]] = []
 
-    def repair(self, trouble: Trouble, *, workers: int) -> int:
-        """With how many workers to load the same step again; none of the old ones is left.
-
-        Raises FaultError (BAD_SAMPLE) if only another sample would help, and none may be taken.
-        """
-        began_s = time.monotonic()
-        fault = trouble.fault
-        self._history = self._history.after_fault(fault.step)
-        if trouble.files_used_up and not self.by_value:
-            self.by_value = True
-            action = "from here on batches are copied through a pipe, which needs no open files"
-            self._note(LoadingRepaired(fault=fault, action=action, seconds=0.0), began_s)
-            return workers
-        plan = plan_loader_repair(self._history, workers=workers)
-        if trouble.key is not None and (
-            trouble.raised or is_batch_suspect(broke=self._count_break(trouble.key), repair=plan)
-        ):
-            bad = self._find_bad(trouble, workers=workers)
-            if bad:
-                self._replace(bad, trouble, began_s=began_s)
-                return workers
-            if trouble.raised:
-                self._try_again(trouble, began_s=began_s)
-                return workers
-        self._note(LoadingRepaired(fault=fault, action=plan.action, seconds=0.0), began_s)
-        return plan.workers
-
-    def examine(self, trouble: Trouble) -> None:
+    def begin(self, suspected: Trouble | None) -> None:
         """Replace the suspect of a process that has ended, if a worker cannot load it either.
 
         Raises FaultError (BAD_SAMPLE) as :meth:`repair` does.
         """
+        if suspected is not None:
+            self._examine(suspected)
+
+    def delivered(self, indices: tuple[int, ...]) -> list[LoadingRepaired]:
+        """As above."""
+        if indices:
+            self._good = [indices[-1]]
+        return super().delivered(indices)
+
+    def _refuse(self, trouble: Trouble, *, workers: int) -> None:
+        # Fewer workers need less memory; in the rank itself, smaller micro-batches do.
+        if trouble.for_memory and workers == 0:
+            raise FaultError(trouble.fault)
+
+    def _after_raised(self, trouble: Trouble, *, workers: int, began_s: float) -> int:
+        self._history = self._history.after_fault(trouble.fault.step)
+        bad = self._find_bad(trouble, workers=workers)
+        if bad:
+            self._replace(bad, trouble, began_s=began_s)
+        else:
+            self._try_again(trouble, began_s=began_s)
+        return workers
+
+    def _after_broken(
+        self, trouble: Trouble, plan: LoaderRepair, *, workers: int, began_s: float
+    ) -> int:
+        key = trouble.key
+        if key is not None and is_batch_suspect(broke=self._count_break(key), repair=plan):
+            bad = self._find_bad(trouble, workers=workers)
+            if bad:
+                self._replace(bad, trouble, began_s=began_s)
+                return workers
+        return super()._after_broken(trouble, plan, workers=workers, began_s=began_s)
+
+    def _examine(self, trouble: Trouble) -> None:
         key, began_s = trouble.key, time.monotonic()
-        assert key is not None
 
         def fails(index: int) -> bool:
             part = BatchKey(epoch=key.epoch, indices=(index,))
-            return self._load_in_worker(self._source, part, trouble).failed
+            return self._load_in_worker(self._reader, part, trouble).failed
 
         (suspect,) = key.indices
         try:
@@ -132,32 +211,16 @@ class DataRepair:
             del self._broke[next(iter(self._broke))]
         return self._broke[key]
 
-    def workers_to_use(self, *, step: int, workers: int, asked: int) -> int:
-        """With how many workers to load ``step``; more than there are after a calm stretch."""
-        return workers_to_use(self._history, step=step, workers=workers, asked=asked)
-
-    def delivered(self, batches: list[MicroBatch]) -> list[LoadingRepaired]:
-        """What was repaired on the way to ``batches``, which have come now; each is reported once."""
-        if batches:
-            self._good = list(batches[-1].indices[-1:])
-        now_s = time.monotonic()
-        reported = [replace(one, seconds=now_s - began_s) for began_s, one in self._unreported]
-        self._unreported.clear()
-        if reported:
-            reported[0] = replace(reported[0], kernel_kills=self._kills.take_unreported())
-        return reported
-
     def _find_bad(self, trouble: Trouble, *, workers: int) -> Indices:
         """What cannot be loaded of a batch that broke workers, or that raised."""
         key = trouble.key
-        assert key is not None
 
         def fails(indices: Indices) -> bool:
             part = BatchKey(epoch=key.epoch, indices=indices)
             if workers == 0:
-                loaded = self._source.load_here(part, on_sample=lambda _index: self._on_wait())
+                loaded = self._reader.load_here(part, on_sample=lambda _index: self._on_wait())
                 return is_failed(loaded)
-            return self._load_in_worker(self._source, part, trouble).failed
+            return self._load_in_worker(self._reader, part, trouble).failed
 
         try:
             if trouble.raised:
@@ -174,7 +237,7 @@ class DataRepair:
     ) -> Indices:
         suspect = trouble.suspect
         if suspect is None:
-            suspect = self._load_in_worker(self._source.one_by_one(), key, trouble).sample
+            suspect = self._load_in_worker(self._reader.one_by_one(), key, trouble).sample
         if trouble.fault.kind is not FaultKind.LOADER_TIMEOUT:
             return isolate(key.indices, suspect=suspect, fails=fails)
         # No halves: each one that hangs is waited for, while the other ranks wait for this one.
@@ -182,9 +245,9 @@ class DataRepair:
             return (suspect,)
         return key.indices if fails(key.indices) else ()
 
-    def _load_in_worker(self, source: SampleSource, key: BatchKey, trouble: Trouble) -> Attempt:
+    def _load_in_worker(self, reader: SampleReader, key: BatchKey, trouble: Trouble) -> Attempt:
         return load_in_worker(
-            source,
+            reader,
             key,
             rank=trouble.fault.rank,
             timeout_s=self._timeout_s,
@@ -198,7 +261,6 @@ class DataRepair:
 
     def _replace(self, bad: Indices, trouble: Trouble, *, began_s: float) -> None:
         fault, key = trouble.fault, trouble.key
-        assert key is not None
         named = fault_of_samples(
             bad,
             trouble.why,
@@ -222,25 +284,48 @@ class DataRepair:
             # What is left of the batch broke these workers as well, if it does so again.
             left = tuple(self._quarantine.stand_in(one) for one in key.indices)
             self._broke[key._replace(indices=left)] = self._broke.pop(key, 0)
-        self._note(
-            LoadingRepaired(
-                fault=named,
-                action=f"sample {instead} takes the place of {index}, which is not tried again",
-                seconds=0.0,
-                inexact_reason=SAMPLES_REPLACED,
-            ),
-            began_s,
-        )
+        action = f"sample {instead} takes the place of {index}, which is not tried again"
+        self._note(named, action, began_s, inexact_reason=SAMPLES_REPLACED)
 
     def _try_again(self, trouble: Trouble, *, began_s: float) -> None:
         """It raised, and then it loaded: perhaps its storage was out of reach for a moment."""
         if self._history.in_a_row > _BATCH_TRIES_MAX:
             raise FaultError(trouble.fault)
-        action = "loaded when it was tried again"
-        self._note(LoadingRepaired(fault=trouble.fault, action=action, seconds=0.0), began_s)
+        self._note(trouble.fault, "loaded when it was tried again", began_s)
 
-    def _note(self, repaired: LoadingRepaired, began_s: float) -> None:
-        self._unreported.append((began_s, repaired))
+
+class ShareRepair(DataRepair):
+    """For shares of shards, which are read again from where they began; what breaks workers is read by no rank."""
+
+    def __init__(self, kills: LoaderKills) -> None:
+        super().__init__(kills)
+        self._tries = 0  # of the share that is being read
+
+    def begin(self, suspected: Trouble | None) -> None:
+        """As above."""
+        del suspected
+        self._tries = 0
+
+    def _refuse(self, trouble: Trouble, *, workers: int) -> None:
+        super()._refuse(trouble, workers=workers)
+        if not trouble.raised and self._tries >= _FAULTS_OF_A_SHARE_MAX:
+            raise FaultError(trouble.fault)
+        self._tries += 1
+
+    def _after_raised(self, trouble: Trouble, *, workers: int, began_s: float) -> int:
+        """Read it again: its storage may have been out of reach."""
+        if self._tries >= _SHARE_TRIES_MAX:
+            raise FaultError(trouble.fault)
+        self._note(trouble.fault, "read again", began_s)
+        return workers
+
+    def _after_broken(
+        self, trouble: Trouble, plan: LoaderRepair, *, workers: int, began_s: float
+    ) -> int:
+        if plan.workers == 0 and trouble.by_reading:
+            # What ends a worker, or keeps it, would do so to the rank.
+            plan = replace(plan, workers=1, action="1 loader worker restarted")
+        return super()._after_broken(trouble, plan, workers=workers, began_s=began_s)
 
 
 # Finds the samples that break loading, by loading parts of a batch on their own. Never replaces
@@ -278,7 +363,7 @@ class Attempt:
 
 
 def load_in_worker(
-    source: SampleSource,
+    reader: SampleReader,
     key: BatchKey,
     *,
     rank: int,
@@ -288,7 +373,7 @@ def load_in_worker(
 ) -> Attempt:
     """Have a worker of its own load ``key``: it may raise, die or hang. Raises PoolError without one."""
     settings = PoolSettings(rank=rank, workers=1, prefetch_factor=1, pin_memory=False)
-    pool = WorkerPool(source, iter([key]), settings=settings)
+    pool = WorkerPool(reader, iter([key]), settings=settings)
     try:
         _, batch = pool.next(timeout_s=timeout_s, on_wait=on_wait)
     except PoolError as error:

@@ -120,6 +120,10 @@ class SampleOrder:
             replace(self, shares=tuple(self.shares[one] for one in ranks)) if self.shares else self
         )
 
+    def in_version(self, version: int) -> Self:
+        """The same samples in this version of the order; itself if that is the one."""
+        return self if version == self.version else replace(self, version=version)
+
     def _part_of(self, step: int, *, first: int, count: int) -> Indices:
         epoch, step_in_epoch = self.position(step)
         if not self.shuffle or count == 0:

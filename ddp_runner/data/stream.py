@@ -1,4 +1,4 @@
-"""StreamLoader: this rank's micro-batches of an iterable dataset, resumed exactly or by skipping.
+"""An iterable dataset as a loader's source, which every rank reads whole; resumed exactly or by skipping.
 
 Every rank reads the whole stream and keeps its share of each global batch. So the position is the
 same on all ranks: any of them can hand it on, and all end an epoch at the same step.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -17,18 +17,24 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import FaultError
 from ddp_runner.data.host_generators import generators_kept
-from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import fault_of_failure
-from ddp_runner.data.order import SampleOrder, micro_batches
+from ddp_runner.data.loader_repair import DataRepair
+from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.permutation import Indices
+from ddp_runner.data.source import Cut, MicroBatch, NotCopiedError, Source, copied, micro_batches_of
 from ddp_runner.data.stream_state import from_plain, to_plain
 from ddp_runner.data.unshared import Unshared
-from ddp_runner.data.workers.fetch import failed, seed_generators, seeding_base
+from ddp_runner.data.workers.fetch import SampleFailed, failed, seed_generators, seeding_base
+from ddp_runner.data.workers.shard_reader import ShareKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from typing_extensions import Self
+
+    from ddp_runner.core.faults import Fault
+    from ddp_runner.data.loader_faults import LoaderKills
 
 _PROGRESS_S = 5.0  # between lines while skipping
 _FIRST = -1  # seeds what a dataset draws when its iterator is made
@@ -52,6 +58,10 @@ class StreamOrder(SampleOrder):
     def batch_size(self, step: int) -> int:  # noqa: ARG002 - all are alike
         """As :class:`SampleOrder`."""
         return self.global_batch_size
+
+    def in_version(self, version: int) -> Self:  # noqa: ARG002 - the stream says what comes next
+        """Itself."""
+        return self
 
     def _part_of(self, step: int, *, first: int, count: int) -> Indices:
         begin = (step - self.first_step) * self.global_batch_size + first
@@ -106,8 +116,16 @@ class StreamPosition:
             self.note(_Mark(**{key: one for key, one in record.items() if key != "begin"}))
 
 
-class StreamLoader:
-    """Serves ``take(step)`` for an iterable dataset, in the rank itself.
+class _ItemFailedError(Exception):
+    """The dataset has raised, or its collate function."""
+
+    def __init__(self, failure: SampleFailed) -> None:
+        super().__init__(failure.error)
+        self.failure = failure
+
+
+class StreamSource(Source[ShareKey]):
+    """Serves an iterable dataset, in the rank itself; a key is this rank's share of a step.
 
     A dataset, or an iterator of it, with ``state_dict`` and ``load_state_dict`` resumes exactly
     (BadInputError for a state that cannot be kept);
@@ -115,150 +133,138 @@ class StreamLoader:
     are not those of before. Python's, numpy's and torch's CPU
     generator are seeded for each item from ``(seed, epoch, its number)``. A partial global batch
     at the end of an epoch is dropped; ``set_epoch`` is called if there is one.
-    """
 
-    workers = 0
-    worker_pids: tuple[int, ...] = ()
+    A step that is taken again, as a repair does, is drawn again from the stream's state before it. Of a stream
+    without one a copy of the last step's batches is kept instead. Any other step but the next means a new iterator.
+    What the dataset raises ends the step. Raises BadInputError if an epoch does not hold one global batch.
+    """
 
     def __init__(
         self,
         dataset: Any,
+        cut: Cut,
         *,
-        order: StreamOrder,
         position: StreamPosition,
-        rank: int,
-        world_size: int,
-        micro_batch_size: int,
-        on_wait: Callable[[], None],
-        on_item: Callable[[int | None], None] = lambda _number: None,
         log: Callable[[str], None],
         collate_fn: Callable[[list[Any]], Any] | None = None,
         on_other: Callable[[str], None] = lambda _text: None,
     ) -> None:
+        """``position``: part of the run's state."""
+        super().__init__(cut)
         self._dataset = dataset
-        self._order = order
         self._position = position
-        self._rank = rank
-        self._world_size = world_size
-        self._micro_batch_size = micro_batch_size
-        self._on_wait = on_wait
-        self._on_item = on_item
+        self._on_sample: Callable[[int], None] = lambda _number: None  # of the read in hand
         self._log = log
         self._on_other = on_other
         self._has_warned = False
         self._has_said_slow = False
         self._collate = Unshared(collate_fn or default_collate)
         self._iterator: Iterator[Any] | None = None
-        self._mark = _Mark(step=order.first_step, epoch=0, items=0, state=None)
+        self._mark = _Mark(step=cut.order.first_step, epoch=0, items=0, state=None)
         self._has_state = _has_state(dataset)
         # Where an epoch begins; the dataset itself may go on where it was left.
         self._initial = to_plain(dataset.state_dict()) if self._has_state else None
         self._first = ""  # a hash of the first item of all, once it was drawn here
-        self._ahead = Ahead()
         self._copy: tuple[int, list[MicroBatch]] | None = None  # of a step's batches, for no state
         self._keeps_copies: bool | None = None  # None: nothing was taken yet
-        self.waited_s = 0.0
 
-    def position(self) -> tuple[int, int, str]:
-        """Epoch, items drawn in it, and a hash of the newest; empty for an item of a type of its own."""
-        return self._mark.epoch, self._mark.items, self._mark.newest
+    def suits(self, workers: int) -> int:  # noqa: ARG002 - whatever is asked for
+        """None: each would read the whole stream."""
+        return 0
 
-    def take(self, step: int) -> list[MicroBatch]:
-        """The rank's micro-batches of ``step``, in order; [] if its share is empty.
+    def due(self, step: int) -> int:
+        """One share, also for a rank that keeps nothing of it: the stream is to be behind it afterwards."""
+        del step
+        return 1
 
-        The caller may do with them what it likes: a step that is taken again, as a repair does, is
-        drawn again from the stream's state before it. Of a stream without one a copy of the last
-        step's batches is kept instead. Any other step but the next means a new iterator.
-        Raises :class:`FaultError` (BAD_SAMPLE) for what the dataset raises, BadInputError if an
-        epoch does not hold one global batch.
-        """
-        began_s = time.monotonic()
-        batches = self._ahead.take(step)
-        if batches is None:
-            self._ahead.drop()  # the stream stands elsewhere from now on
-            batches = self._copied_again(step)
-        if batches is None:
-            try:
-                with generators_kept():
-                    batches = self._take_new(step)
-            except BaseException:
-                self._iterator = None  # it may stand anywhere now
-                raise
-            finally:
-                self._on_item(None)
-            self._keep_copy(step, batches)
-        self.waited_s = time.monotonic() - began_s
+    def keys(self, steps: Iterable[int]) -> Iterator[ShareKey]:
+        """The share of this rank in each."""
+        for step in steps:
+            pieces = self.cut.pieces(step)
+            indices = tuple(index for piece in pieces for index in piece.tolist())
+            yield ShareKey(step, 0, indices, tuple(map(len, pieces)))
+
+    def reader(self) -> NoReturn:
+        """Not for workers."""
+        raise AssertionError("a stream is read whole, in the rank itself")
+
+    def read(self, key: ShareKey, *, on_sample: Callable[[int], None]) -> Any | SampleFailed:
+        """The share's batches."""
+        self._on_sample = on_sample
+        try:
+            with generators_kept():
+                if self._iterator is None or self._mark.step != key.step:
+                    self._open_before(key.step)
+                items = iter(self._draw_batch())
+                return [self._collated([next(items) for _ in range(size)]) for size in key.sizes]
+        except _ItemFailedError as error:
+            return error.failure
+
+    def go_to(self, step: int) -> None:
+        """The next read finds the place: to draw what is behind it may take long."""
+        self.step = step
+
+    def taken(self, step: int, read: Sequence[tuple[ShareKey, Any]]) -> list[MicroBatch]:
+        """As :class:`Source`; a copy is kept where the stream could get there by skipping only."""
+        ((key, found),) = read
+        batches = micro_batches_of(key.indices, key.sizes, found)
+        self.step = step + 1
+        self._keep_copy(step, batches)
         return batches
 
-    def take_copy(self, step: int) -> list[MicroBatch]:
-        """What the next ``take(step)`` gives, for a use before it; raises as that."""
-        batches = self.take(step)
-        try:
-            copies = copied(batches)
-        except NotCopiedError:
-            return batches  # the next one draws again
-        self._ahead.keep(step, batches)
-        return copies
+    def given_again(
+        self,
+        step: int,
+        load: Callable[[tuple[ShareKey, ...]], list[tuple[ShareKey, Any]] | None],
+    ) -> list[MicroBatch] | None:
+        """The last step's batches, where they were copied."""
+        del load
+        if self._copy is None or self._copy[0] != step:
+            return None
+        return copied(self._copy[1])
 
     def gives_again(self, step: int) -> bool:
-        """Whether ``take`` has ``step``, the last one, without skipping what comes before it."""
+        """Without skipping what comes before it."""
         if self._copy is not None and self._copy[0] == step:
             return True
         mark = self._position.before(step)
         return mark is not None and (mark.state is not None or mark.items == 0)
 
+    def use(self, cut: Cut) -> None:
+        """As :class:`Source`."""
+        self.cut, self._copy = cut, None
+
+    def lose(self) -> None:
+        """The iterator may stand anywhere now."""
+        self._iterator = None
+
+    def fault_of(self, failed: SampleFailed, *, key: ShareKey, step: int) -> Fault:
+        """As :class:`Source`; on the way to a step it is of one before."""
+        del key, step
+        mark = self._mark
+        return fault_of_failure(failed, rank=self.cut.rank, step=mark.step, epoch=mark.epoch)
+
+    def repair_with(
+        self, *, timeout_s: float, on_wait: Callable[[], None], kills: LoaderKills
+    ) -> DataRepair:
+        """Nothing can be done: nobody knows what an iterator that has raised gives next."""
+        del timeout_s, on_wait
+        return DataRepair(kills)
+
+    def place(self) -> tuple[int, int, str]:
+        """Empty hash for an item of a type of its own."""
+        return self._mark.epoch, self._mark.items, self._mark.newest
+
     def slow_line(self, data_wait_share: float) -> str:
-        """What to say, once, where ranks wait for data that each of them reads whole; else empty."""
-        if self._has_said_slow or self._world_size == 1 or data_wait_share < _SLOW_SHARE:
+        """Once, where ranks wait for data that each of them reads whole."""
+        ranks = self.cut.world_size
+        if self._has_said_slow or ranks == 1 or data_wait_share < _SLOW_SHARE:
             return ""
         self._has_said_slow = True
         return (
-            f"{data_wait_share:.0%} of the time goes to waiting for data: each of {self._world_size} ranks reads the whole"
+            f"{data_wait_share:.0%} of the time goes to waiting for data: each of {ranks} ranks reads the whole"
             " stream, without workers; one that is cut into shards has workers: docs/streams.md"
         )
-
-    def use_order(self, version: int) -> None:
-        """Nothing: the stream says what comes next."""
-
-    def assign(self, *, rank: int, world_size: int, micro_batch_size: int) -> None:
-        """Take this share, cut so, from the next ``take`` on."""
-        asked = (rank, world_size, micro_batch_size)
-        if asked != (self._rank, self._world_size, self._micro_batch_size):
-            self._forget_given()
-        self._rank, self._world_size, self._micro_batch_size = asked
-
-    def shrink_prefetch(self) -> None:
-        """Nothing is loaded ahead."""
-
-    def use_shares(self, shares: tuple[int, ...]) -> None:
-        """As :meth:`SafeDataLoader.use_shares`."""
-        if shares != self._order.shares:
-            self._forget_given()
-            self._order = replace(self._order, shares=shares)
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Of the ranks of the generation; none: equal ones."""
-        return self._order.shares
-
-    @property
-    def share_samples(self) -> int:
-        """How many samples of a global batch this rank keeps."""
-        _, count = self._span()
-        return count
-
-    def _span(self) -> tuple[int, int]:
-        order = self._order
-        return order.span_of(order.first_step, rank=self._rank, world_size=self._world_size)
-
-    def close(self) -> None:
-        """Let go of the iterator."""
-        self._iterator = None
-        self._forget_given()
-
-    def _forget_given(self) -> None:
-        self._ahead.drop()
-        self._copy = None
 
     def _keep_copy(self, step: int, batches: list[MicroBatch]) -> None:
         """For the case that the step is redone, where the stream could get there by skipping only."""
@@ -281,35 +287,18 @@ class StreamLoader:
                 " for the case that the step is done again"
             )
 
-    def _copied_again(self, step: int) -> list[MicroBatch] | None:
-        if self._copy is None or self._copy[0] != step:
-            return None
-        return copied(self._copy[1])
-
-    def _take_new(self, step: int) -> list[MicroBatch]:
-        if self._iterator is None or self._mark.step != step:
-            self._go_to(step)
-        items = self._draw_batch()
-        numbers = self._order.share_of(step, rank=self._rank, world_size=self._world_size)
-        pieces = micro_batches(numbers, self._micro_batch_size)
-        batches = []
-        for piece in pieces:
-            mine = [items.pop(0) for _ in piece]
-            batches.append(MicroBatch(indices=tuple(piece.tolist()), batch=self._collated(mine)))
-        return batches
-
     def _collated(self, items: list[Any]) -> Any:
         try:
             return self._collate(items)
         except Exception as error:
-            raise self._fault(error) from error
+            raise self._failure(error) from error
 
-    def _go_to(self, step: int) -> None:
+    def _open_before(self, step: int) -> None:
         """Have the iterator stand before ``step``."""
         mark = self._position.before(step)
         if mark is None:
             self._open(epoch=0, state=None)
-            first_step = self._order.first_step
+            first_step = self.cut.order.first_step
             self._mark = _Mark(step=first_step, epoch=0, items=0, state=None)
             self._note(first_step)
             logged_s = time.monotonic()
@@ -363,19 +352,19 @@ class StreamLoader:
             dataset.set_epoch(epoch)
         if not begins and self._has_state:
             dataset.load_state_dict(from_plain(state))
-        seed_generators(seeding_base(seed=self._order.seed, epoch=epoch), index=_FIRST)
+        seed_generators(seeding_base(seed=self.cut.order.seed, epoch=epoch), index=_FIRST)
         try:
             self._iterator = iter(dataset)
         except Exception as error:
-            raise self._fault(error) from error
+            raise self._failure(error) from error
         iterator: Any = self._iterator
         if state is not None and not self._has_state:
             iterator.load_state_dict(from_plain(state))
 
     def _draw_batch(self) -> list[Any]:
         """The rank's items of the next global batch; the stream stands behind it afterwards."""
-        total = self._order.global_batch_size
-        first, size = self._span()
+        total = self.cut.order.global_batch_size
+        first, size = self.cut.span(self.cut.order.first_step)
         while True:
             kept: list[Any] = []
             drawn, newest = 0, None
@@ -390,25 +379,23 @@ class StreamLoader:
             if self._mark.items < total:
                 expected = f"its stream gave {self._mark.items} items in an epoch, fewer than one"
                 raise BadInputError("--task", "", f"{expected} global batch of {total}")
-            self._on_wait()
-            self._on_item(0)
+            self._on_sample(0)
             self._open(epoch=self._mark.epoch + 1, state=None)
             self._mark = replace(self._mark, epoch=self._mark.epoch + 1, items=0)
 
     def _draw(self) -> tuple[Any] | None:
         """The next item, in a tuple; None at the end of the epoch."""
         assert self._iterator is not None
-        self._on_wait()  # outside the boundary: what it raises is not the dataset's
         mark = self._mark
-        self._on_item(mark.items)
-        base = seeding_base(seed=self._order.seed, epoch=mark.epoch)
+        self._on_sample(mark.items)  # outside the boundary: what it raises is not the dataset's
+        base = seeding_base(seed=self.cut.order.seed, epoch=mark.epoch)
         seed_generators(base, index=mark.items)
         try:
             item = next(self._iterator)
         except StopIteration:
             return None
         except Exception as error:
-            raise self._fault(error) from error
+            raise self._failure(error) from error
         if mark.items == 0:
             mark = replace(mark, first=_content(item))
             if mark.epoch == 0 and _are_others(mark.first, self._first):
@@ -431,16 +418,8 @@ class StreamLoader:
         owner: Any = self._dataset if self._has_state else self._iterator
         return to_plain(owner.state_dict()) if _has_state(owner) else None
 
-    def _fault(self, error: Exception) -> FaultError:
-        mark = self._mark
-        return FaultError(
-            fault_of_failure(
-                failed(error, indices=(mark.items,)),
-                rank=self._rank,
-                step=mark.step,
-                epoch=mark.epoch,
-            )
-        )
+    def _failure(self, error: Exception) -> _ItemFailedError:
+        return _ItemFailedError(failed(error, indices=(self._mark.items,)))
 
 
 def _has_state(owner: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.data.loader import MicroBatch, SafeDataLoader
+from ddp_runner.data.loader import Loader, MicroBatch
 
 
 def to_device(batch: Any, device: torch.device, *, asks_objects: bool = True) -> Any:
@@ -49,7 +49,7 @@ class CopyAhead:
     copied in its step; so does an object whose tensors are not known, as its memory could be used again too early.
     """
 
-    def __init__(self, device: torch.device, loader: SafeDataLoader) -> None:
+    def __init__(self, device: torch.device, loader: Loader) -> None:
         self._device = device
         self._loader = loader
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -75,9 +75,9 @@ class CopyAhead:
                 return batch
 
 
-def copy_ahead(device: torch.device, loader: object) -> CopyAhead | None:
+def copy_ahead(device: torch.device, loader: Loader) -> CopyAhead | None:
     """What copies ahead; None on the CPU, and for a stream, whose position is that of its last batch."""
-    if device.type != "cuda" or not isinstance(loader, SafeDataLoader):
+    if device.type != "cuda" or not loader.runs_ahead:
         return None
     return CopyAhead(device, loader)
 

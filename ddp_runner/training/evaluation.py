@@ -22,7 +22,7 @@ from ddp_runner.core.faults import FaultError
 from ddp_runner.core.messages import Metrics
 from ddp_runner.core.monitor import LOSS, figure_name
 from ddp_runner.core.phases import Phase
-from ddp_runner.data.loader import MicroBatch, SafeDataLoader
+from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.rng import seed_step
@@ -60,7 +60,7 @@ class _Sums:
 def evaluate(
     task: Task,
     model: nn.Module,
-    loader: SafeDataLoader,
+    loader: Loader,
     *,
     replica: Replica,
     precision: Precision,
@@ -126,7 +126,7 @@ def evaluate(
     return Evaluation(loss=mean, samples=total_samples, stop=None, parts=means, metrics=metrics)
 
 
-def _batches(loader: SafeDataLoader, step: int) -> Iterator[list[MicroBatch]]:
+def _batches(loader: Loader, step: int) -> Iterator[list[MicroBatch]]:
     """The rank's part of each global batch, in order; nothing where the last one leaves it out."""
     try:
         for number in range(loader.total_steps):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,14 +25,16 @@ from ddp_runner.core.messages import LoaderWorkers
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.injected_samples import with_bad_samples
-from ddp_runner.data.loader import SEVERAL, SafeDataLoader
+from ddp_runner.data.loader import Loader
 from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
+from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import WholeOrder
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
 from ddp_runner.data.quarantine import file_name_of_validation
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardSource
 from ddp_runner.data.shards import ShardPositions
-from ddp_runner.data.stream import StreamLoader, StreamOrder
+from ddp_runner.data.source import SEVERAL, Cut, Source
+from ddp_runner.data.stream import StreamOrder, StreamPosition, StreamSource
 from ddp_runner.data.workers.count import (
     asked_workers,
     cores_here,
@@ -68,115 +70,96 @@ def make_loader(
     runtime: Runtime,
     *,
     on_wait: Callable[[], None],
-) -> SafeDataLoader | StreamLoader | ShardLoader:
+) -> Loader:
     """The loader of this rank's training data."""
     data, rank_info = settings.data, runtime.rank_info
-    order = workload.order
-    bad = bad_sample_places(
-        settings.run.inject,
-        world_size=rank_info.world_size,
+    return Loader(
+        _source(settings, workload, datasets, state, runtime),
         total_steps=workload.length.total_steps,
-    )
-    if settings.stage is not None:  # those of other stages are bad there
-        length = workload.length
-        bad = tuple(one for one in bad if length.first_step <= one[1] < length.total_steps)
-    if isinstance(order, StreamOrder):
-        assert state.stream is not None, "made for the same order"
-        if bad:
-            expected = "bad_sample needs a dataset whose samples have indices"
-            raise BadInputError(INJECT_OPTION, settings.run.inject[0], expected)
-        if isinstance(state.stream, ShardPositions):
-            return _shard_loader(
-                settings, workload, datasets, state, runtime, order=order, on_wait=on_wait
-            )
-        return StreamLoader(
-            datasets.train,
-            order=order,
-            position=state.stream,
-            rank=rank_info.rank,
-            world_size=rank_info.world_size,
-            micro_batch_size=micro_batch(data, devices=rank_info.devices),
-            on_wait=on_wait,
-            on_item=_stamping(runtime, sign=1, is_stream=True),
-            log=runtime.logger.info,
-            collate_fn=datasets.collate,
-            on_other=partial(_report_inexact, runtime),
-        )
-    left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
-    runtime.slot.set(Cell.SAMPLE, 0)
-    dataset = with_bad_samples(
-        datasets.train,
-        bad,
-        order=lambda: replace(order, version=state.order_version),
-        world_size=rank_info.world_size,
-    )
-    return SafeDataLoader(
-        dataset,
-        order=replace(order, version=state.order_version),
-        rank=rank_info.rank,
-        world_size=rank_info.world_size,
-        total_steps=workload.length.total_steps,
-        micro_batch_size=micro_batch(data, devices=rank_info.devices),
-        seed=settings.run.seed,
         num_workers=asked_workers(data, local_rank=rank_info.local_rank),
         local_world_size=rank_info.local_world_size,
         prefetch_factor=data.prefetch_factor,
         pin_memory=data.pin_memory and workload.device.type == "cuda",
         timeout_s=data.loader_timeout_s,
-        start_step=max(0, state.committed_step),
         on_workers=lambda pids: runtime.report(
             LoaderWorkers(rank=rank_info.rank, pids=tuple(pids))
         ),
         on_repaired=lambda repaired: _report_repair(repaired, runtime),
         on_wait=on_wait,
+        on_sample=_stamping(runtime, sign=1, is_stream=isinstance(state.stream, StreamPosition)),
         log=runtime.logger.info,
-        quarantine=state.quarantine,
-        collate_fn=datasets.collate,
-        worker_init=datasets.worker_init,
         kills=KernelKills(),
-        on_sample=_stamping(runtime, sign=1),
-        suspect=left - 1 if left > 0 else None,
     )
 
 
-def _shard_loader(
+def _source(
     settings: Settings,
     workload: Workload,
     datasets: Datasets,
     state: TrainState,
     runtime: Runtime,
-    *,
-    order: StreamOrder,
-    on_wait: Callable[[], None],
-) -> ShardLoader:
-    data, rank_info = settings.data, runtime.rank_info
-    assert isinstance(state.stream, ShardPositions), "made for the same order"
-    return ShardLoader(
-        datasets.train,
-        order=order,
-        positions=state.stream,
+) -> Source[Any]:
+    """The source of the training data, by the kind of position that its state has."""
+    rank_info = runtime.rank_info
+    cut = Cut(
+        order=workload.order.in_version(state.order_version),
         rank=rank_info.rank,
         world_size=rank_info.world_size,
-        total_steps=workload.length.total_steps,
-        micro_batch_size=micro_batch(data, devices=rank_info.devices),
-        num_workers=asked_workers(data, local_rank=rank_info.local_rank),
-        ends_at_once=data.stream_end == "drop",
-        local_world_size=rank_info.local_world_size,
-        prefetch_factor=data.prefetch_factor,
-        pin_memory=data.pin_memory and workload.device.type == "cuda",
-        timeout_s=data.loader_timeout_s,
-        collate_fn=datasets.collate,
-        on_wait=on_wait,
-        on_sample=_stamping(runtime, sign=1),
-        on_workers=lambda pids: runtime.report(
-            LoaderWorkers(rank=rank_info.rank, pids=tuple(pids))
-        ),
-        on_repaired=lambda repaired: _report_repair(repaired, runtime),
-        on_other=partial(_report_inexact, runtime),
-        log=runtime.logger.info,
-        kills=KernelKills(),
-        quarantine=state.quarantine,
+        micro_batch_size=micro_batch(settings.data, devices=rank_info.devices),
     )
+    bad = _bad_places(settings, workload, world_size=rank_info.world_size)
+    match state.stream:
+        case StreamPosition() as position:
+            return StreamSource(
+                datasets.train,
+                cut,
+                position=position,
+                log=runtime.logger.info,
+                collate_fn=datasets.collate,
+                on_other=partial(_report_inexact, runtime),
+            )
+        case ShardPositions() as positions:
+            return ShardSource(
+                datasets.train,
+                cut,
+                positions=positions,
+                ends_at_once=settings.data.stream_end == "drop",
+                collate_fn=datasets.collate,
+                on_other=partial(_report_inexact, runtime),
+                quarantine=state.quarantine,
+            )
+    left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
+    runtime.slot.set(Cell.SAMPLE, 0)
+    return MapSource(
+        with_bad_samples(
+            datasets.train,
+            bad,
+            order=lambda: workload.order.in_version(state.order_version),
+            world_size=rank_info.world_size,
+        ),
+        cut,
+        seed=settings.run.seed,
+        collate_fn=datasets.collate,
+        quarantine=state.quarantine,
+        worker_init=datasets.worker_init,
+        suspect=left - 1 if left > 0 else None,
+    )
+
+
+def _bad_places(
+    settings: Settings, workload: Workload, *, world_size: int
+) -> tuple[tuple[int, int], ...]:
+    """At which rank and step a sample is to be bad. Raises BadInputError where none has an index."""
+    length = workload.length
+    bad = bad_sample_places(
+        settings.run.inject, world_size=world_size, total_steps=length.total_steps
+    )
+    if settings.stage is not None:  # those of other stages are bad there
+        bad = tuple(one for one in bad if length.first_step <= one[1] < length.total_steps)
+    if bad and isinstance(workload.order, StreamOrder):
+        expected = "bad_sample needs a dataset whose samples have indices"
+        raise BadInputError(INJECT_OPTION, settings.run.inject[0], expected)
+    return bad
 
 
 class _Loads(Protocol):
@@ -223,7 +206,7 @@ def _stamping(
     return on_sample
 
 
-def make_validation_loader(parts: TaskParts, group: Group, name: str) -> SafeDataLoader:
+def make_validation_loader(parts: TaskParts, group: Group, name: str) -> Loader:
     """The loader of one evaluation of the data called ``name``, for this rank's part of it; to be closed."""
     settings, workload, runtime = parts.settings, parts.workload, parts.runtime
     batch_size = parts.state.tuning.evaluation_batch_size
@@ -251,14 +234,19 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> SafeDat
             replace(repaired, fault=replace(repaired.fault, step=step), inexact_reason=""), runtime
         )
 
-    return SafeDataLoader(
-        workload.datasets.validation_sets[name],
-        order=order,
-        rank=group.rank,
-        world_size=group.world_size,
+    cut = Cut(
+        order=order, rank=group.rank, world_size=group.world_size, micro_batch_size=batch_size
+    )
+    return Loader(
+        MapSource(
+            workload.datasets.validation_sets[name],
+            cut,
+            seed=settings.run.seed,
+            collate_fn=workload.datasets.validation_collate,
+            quarantine=parts.state.validation_quarantines[name],
+            phase=Phase.EVALUATE,
+        ),
         total_steps=batches,
-        micro_batch_size=batch_size,
-        seed=settings.run.seed,
         num_workers=min(workers, batches),
         local_world_size=local_world_size,
         prefetch_factor=settings.data.prefetch_factor,
@@ -269,10 +257,7 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> SafeDat
         on_repaired=on_repaired,
         on_wait=parts.on_wait,
         log=runtime.logger.info,
-        quarantine=parts.state.validation_quarantines[name],
-        collate_fn=workload.datasets.validation_collate,
         kills=KernelKills(),
-        phase=Phase.EVALUATE,
         on_sample=_stamping(runtime, sign=-1),
     )
 

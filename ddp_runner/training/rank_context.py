@@ -9,9 +9,7 @@ from typing import Protocol
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.device_progress import DeviceProgress
 from ddp_runner.core.settings import Settings
-from ddp_runner.data.loader import SafeDataLoader
-from ddp_runner.data.shard_loader import ShardLoader
-from ddp_runner.data.stream import StreamLoader
+from ddp_runner.data.loader import Loader
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.exactness.drill_notes import Drills
@@ -54,7 +52,7 @@ class TaskParts(RankParts):
     """The same for a Task. ``on_wait``: what a loader calls while it waits."""
 
     workload: TaskWorkload
-    loader: SafeDataLoader | StreamLoader | ShardLoader
+    loader: Loader
     drills: Drills
     on_wait: Callable[[], None]
     same_data: SameData

@@ -14,7 +14,7 @@ from ddp_runner.collective.group import Group
 from ddp_runner.collective.replica import Replica
 from ddp_runner.collective.sync_batchnorm import Peers
 from ddp_runner.collective.waiting import waiting_for_peers
-from ddp_runner.core.board import Cell
+from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.events import TuningChanged
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
@@ -22,9 +22,7 @@ from ddp_runner.core.messages import Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import is_first_generation, uses_best
 from ddp_runner.core.step_schedule import DueActions
-from ddp_runner.data.loader import MicroBatch, SafeDataLoader
-from ddp_runner.data.shard_loader import ShardLoader
-from ddp_runner.data.stream import StreamLoader
+from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.audit import open_audit
 from ddp_runner.training.batch_copy import copy_ahead
 from ddp_runner.training.components.loss_monitor import Verdict
@@ -75,10 +73,9 @@ class TaskSteps:
         workload.layers.unfreeze(state.model, step=state.own_step)
         state.train_unfrozen()
         self._first = FirstStep(parts, group)
-        if isinstance(self._loader, ShardLoader):
-            guard.went_back.append(self._go_back)
-            with waiting_for_peers(parts.runtime.slot):
-                self._loader.agree(group, step=state.committed_step)
+        guard.went_back.append(self._go_back)
+        self._peers = _Peers(group, parts.runtime.slot)
+        self._loader.agree(self._peers, step=state.committed_step)
         if not self.at_end:
             self._first.rehearse(self._rules(), take=self._take_copy)
         parts.device.begin(group.membership.generation)
@@ -130,8 +127,7 @@ class TaskSteps:
             self._parts.profile.before(step)
         self._turn_to_data(step)
         batches = self._loader.take(step)
-        if isinstance(self._loader, SafeDataLoader):
-            self._state.side.note_counted(f"data.{name}" for name in self._loader.counted)
+        self._state.side.note_counted(f"data.{name}" for name in self._loader.counted)
         return self._arrived(batches)
 
     def settle(self) -> None:
@@ -241,23 +237,18 @@ class TaskSteps:
                 f"target loss {self._settings.run.target_loss:g} reached", step=result.step
             )
             return Outcome.ALL_DONE
-        if isinstance(self._loader, StreamLoader):
-            self._streams.compare(self._loader, step=result.step, is_due=due.compare)
-        elif isinstance(self._loader, ShardLoader) and self._loader.gathers(result.step):
+        self._streams.compare(self._loader.place(), step=result.step, is_due=due.compare)
+        if self._loader.gathers(result.step):
             self.gather()
         return Outcome.GOES_ON
 
     def gather(self) -> None:
         """Have all ranks know how far each one's shards are, where they read a stream of such."""
-        if isinstance(self._loader, ShardLoader):
-            with waiting_for_peers(self._runtime.slot):
-                self._loader.gather(self._group, step=self._state.committed_step)
+        self._loader.gather(self._peers, step=self._state.committed_step)
 
     def _go_back(self) -> None:
         """After a roll-back: its state may have the shards of other ranks than those of this generation."""
-        assert isinstance(self._loader, ShardLoader)
-        with waiting_for_peers(self._runtime.slot):
-            self._loader.go_back(self._group, step=self._state.committed_step)
+        self._loader.go_back(self._peers, step=self._state.committed_step)
 
     def evaluate(self) -> StopReason | None:
         """Evaluate the state as it is; why that was left early, if it was."""
@@ -396,7 +387,7 @@ class TaskSteps:
         }
         if result.loss_scale is not None:
             values["loss_scale"] = result.loss_scale
-        if isinstance(self._loader, StreamLoader) and self._group.rank == 0:
+        if self._group.rank == 0:
             line = self._loader.slow_line(values["data_wait_share"])
             if line:
                 self._runtime.logger.warning(line, step=result.step)
@@ -449,6 +440,18 @@ def _flips() -> FaultError:
     )
 
 
+class _Peers:
+    """The group, as the loader asks it: the board says that this rank waits for the others meanwhile."""
+
+    def __init__(self, group: Group, slot: Slot) -> None:
+        self._group, self._slot = group, slot
+
+    def exchange(self, name: str, value: str) -> list[str]:
+        """As the group's."""
+        with waiting_for_peers(self._slot):
+            return self._group.exchange(name, value)
+
+
 # Whether all ranks read the same stream. One that shards itself loses data without an error.
 
 STREAMS_DIFFER = "the ranks' streams differ"
@@ -466,8 +469,10 @@ class StreamWatch:
         self._first_step = first_step  # of the generation: somebody may have just opened the stream
         self._has_warned = False
 
-    def compare(self, loader: StreamLoader, *, step: int, is_due: bool) -> None:
+    def compare(self, place: tuple[int, int, str] | None, *, step: int, is_due: bool) -> None:
         """After ``step``, on all ranks; at a generation's steps 1, 2, 4, 8 and so on, and where it ``is_due``.
+
+        ``place``: see :meth:`Source.place`; of None nothing is compared.
 
         Warns once of streams that give other items at the same place, which is not exact; raises
         FaultError where they do not stand at the same place, as streams of different lengths do after
@@ -475,11 +480,10 @@ class StreamWatch:
         """
         done = step - self._first_step
         is_power_of_two = done & (done - 1) == 0
-        if not (is_due or is_power_of_two) or self._group.world_size == 1:
+        if place is None or not (is_due or is_power_of_two) or self._group.world_size == 1:
             return
-        mine = loader.position()
         with waiting_for_peers(self._runtime.slot):
-            texts = self._group.exchange(f"stream/{step}", json.dumps(mine))
+            texts = self._group.exchange(f"stream/{step}", json.dumps(place))
         answers = [json.loads(answer) for answer in texts]
         if len({(epoch, items) for epoch, items, _ in answers}) > 1:
             places = ", ".join(f"item {items} of epoch {epoch}" for epoch, items, _ in answers)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ddp_runner.core.faults import FaultError
-from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.workers.timeouts import Wait
+from tests.data.mapped import map_loader
 from tests.processes import poll
 
 BAD = 17
@@ -143,7 +143,7 @@ class Unpicklable(Plain):
 def make(dataset, *, num_workers=1, **changes):
     order = SampleOrder(seed=0, dataset_size=64, global_batch_size=4, shuffle=False)
     settings = {"micro_batch_size": 4, "order": order, **changes}
-    return SafeDataLoader(
+    return map_loader(
         dataset,
         rank=0,
         world_size=1,

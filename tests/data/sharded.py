@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import threading
 
+from ddp_runner.data.loader import Loader
 from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shard_source import ShardSource
 from ddp_runner.data.shards import ShardPositions
+from ddp_runner.data.source import Cut
 from ddp_runner.data.stream import StreamOrder
 
 LENGTHS = (9, 4, 7, 1, 12, 5, 8, 3, 6)
@@ -107,21 +109,17 @@ def make(
     **given,
 ):
     """A loader of ``batch`` items a step over all ranks, which hands items on as they are."""
-    how = {
-        "num_workers": 0,
-        "micro_batch_size": 2,
-        "collate_fn": list,
-        **given,
-    }
-    return ShardLoader(
-        dataset,
+    cut = Cut(
         order=order_of(batch, steps_per_epoch=steps_per_epoch, first_step=first_step),
-        positions=ShardPositions() if positions is None else positions,
         rank=rank,
         world_size=world_size,
-        total_steps=10**6,
-        **how,
+        micro_batch_size=given.pop("micro_batch_size", 2),
     )
+    own = ("ends_at_once", "collate_fn", "on_other", "quarantine")
+    how = {"collate_fn": list, **{name: given.pop(name) for name in own if name in given}}
+    positions = ShardPositions() if positions is None else positions
+    source = ShardSource(dataset, cut, positions=positions, **how)
+    return Loader(source, total_steps=10**6, **{"num_workers": 0, **given})
 
 
 def taken(loader, step):

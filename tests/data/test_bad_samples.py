@@ -1,4 +1,4 @@
-"""SafeDataLoader: a sample that cannot be loaded is found, named, and replaced where it may be."""
+"""Loader: a sample that cannot be loaded is found, named, and replaced where it may be."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from ddp_runner.data.attributes import COUNTED_LOADS, CountedReads
-from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
+from tests.data.mapped import map_loader
 
 
 class Transform:
@@ -47,7 +47,7 @@ class Lazy(Counting):
 
 def _counted(dataset, workers):
     order = SampleOrder(seed=3, dataset_size=64, global_batch_size=4)
-    with SafeDataLoader(
+    with map_loader(
         dataset,
         order=order,
         rank=0,

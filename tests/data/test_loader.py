@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002 - the generators that datasets draw from
-"""SafeDataLoader: exact order and randomness, whatever loads the samples."""
+"""Loader: exact order and randomness, whatever loads the samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
-from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder, share
 from ddp_runner.data.workers.count import (
     WorkersTotal,
@@ -23,6 +22,7 @@ from ddp_runner.data.workers.count import (
     worker_notes,
 )
 from ddp_runner.data.workers.memory_files import collate_batch
+from tests.data.mapped import map_loader
 
 ORDER = SampleOrder(seed=11, dataset_size=50, global_batch_size=12)
 TOTAL_STEPS = 13  # three epochs of four steps, and one step
@@ -71,7 +71,7 @@ def make(dataset=None, **changes):
         "seed": 5,
         "num_workers": 0,
     }
-    return SafeDataLoader(Augmented() if dataset is None else dataset, **{**settings, **changes})
+    return map_loader(Augmented() if dataset is None else dataset, **{**settings, **changes})
 
 
 def flat(micro_batches):

@@ -1,4 +1,4 @@
-"""SafeDataLoader: what a closed loader, a lost one and a killed rank leave behind."""
+"""Loader: what a closed loader, a lost one and a killed rank leave behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SafeDataLoader: a batch is nobody else's, whatever a step does to it."""
+"""Loader: a batch is nobody else's, whatever a step does to it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from ddp_runner.data.preload.memory import (
 )
 from ddp_runner.data.preload.packing import ALIGNMENT, new_memory, pack, unpack
 from ddp_runner.data.preload.reading import PROBES, TRIES, NoRoomError, NotKeptError, Reading
-from ddp_runner.data.workers.fetch import BatchKey, SampleSource
+from ddp_runner.data.workers.fetch import BatchKey, SampleReader
 from tests.processes import poll
 
 ROOM = 10**12
@@ -263,7 +263,7 @@ def test_a_sample_that_cannot_be_read_raises_when_it_is_asked_for(memory, kind):
     shared = PreloadedDataset(memory)
     with pytest.raises(UnreadSampleError, match="ValueError: no sample 17 today"):
         shared[17]
-    failed = SampleSource(shared, seed=1, collate=list).load(
+    failed = SampleReader(shared, seed=1, collate=list).load(
         BatchKey(epoch=0, indices=(16, 17, 18)), on_sample=lambda _: None
     )
     assert failed.indices == (17,)

@@ -33,11 +33,11 @@ def test_more_ranks_begin_a_new_epoch_far_into_a_run():
     """Far into a run as well: they begin a new epoch, and each of theirs is as long as their shards are."""
     lengths = [8] * 12
     loaders, group, _ = begin(2, lengths)
-    far = loaders[0]._order.steps_per_epoch * 3000 + 4
+    far = loaders[0]._source.cut.order.steps_per_epoch * 3000 + 4
     for loader in loaders:
         loader.take(far)
     group.do(lambda rank, one: loaders[rank].gather(one, step=far + 1))
-    record = loaders[0]._positions.to_record(far + 1)
+    record = loaders[0]._source._positions.to_record(far + 1)
     more, wide, positions = ranks(3, lengths=lengths, steps_per_epoch=16, **DROP)
     for one in positions:
         one.restore(record)
@@ -110,7 +110,7 @@ def test_a_replacement_finds_lanes_that_ended_early_where_they_were(said):
     first = make(Damaged([5] * 8), quarantine=quarantine(4), positions=ShardPositions(), **how)
     before = [taken(first, step) for step in range(said)]
     Ranks(1).do(lambda rank, one: first.agree(one, step=said))
-    record = first._positions.to_record(said)
+    record = first._source._positions.to_record(said)
     expected = before + [taken(first, step) for step in range(said, 80)]
     for later in (23, 24, 25, 31, 47, 56, 70):
         positions = ShardPositions()
@@ -161,7 +161,7 @@ def test_ranks_go_back_to_the_positions_of_an_older_deal(ends_at_once, back):
     for last in (back, back + 2):
         for loader in loaders[:2]:
             loader.take(last)
-            loader._positions.restore(record)
+            loader._source._positions.restore(record)
         on_two(lambda loader, one: loader.go_back(one, step=back))
         again = [[taken(loader, step) for step in range(back, back + 9)] for loader in loaders[:2]]
         assert again == expected

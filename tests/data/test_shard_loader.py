@@ -1,4 +1,4 @@
-"""ShardLoader: the same samples whoever reads them, also after a worker died, hung, or a rank was replaced."""
+"""A stream in shards: the same samples whoever reads them, also after a worker died, hung, or a rank was replaced."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.faults import FaultError, FaultKind
-from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.shards import LaneMark, ShardPositions, Stand
-from ddp_runner.data.workers.shard_source import LaneEmptyError
+from ddp_runner.data.workers.shard_reader import LaneEmptyError
 from tests.data.failing import Once, hang
 from tests.data.sharded import (
     LENGTHS,
@@ -20,7 +19,6 @@ from tests.data.sharded import (
     Numbers,
     Ranks,
     make,
-    order_of,
     quarantine,
     ranks,
     taken,
@@ -364,7 +362,7 @@ def test_other_ranks_have_the_shards_dealt_again_and_say_so():
     seen = [item for loader in loaders for step in range(3) for item in taken(loader, step)]
     group.do(lambda rank, one: loaders[rank].gather(one, step=3))
     for loader in loaders[:2]:
-        loader._on_other = reported.append
+        loader._source._on_other = reported.append
         loader.assign(rank=loaders.index(loader), world_size=2, micro_batch_size=2)
     fewer = Ranks(2)
     fewer.do(lambda rank, one: loaders[rank].agree(one, step=3))
@@ -400,7 +398,7 @@ def test_ranks_that_last_heard_of_others_at_different_steps_deal_alike():
 
 def test_other_shards_than_before_are_refused():
     _, _, positions = ranks(1)
-    positions[0].stand = Stand.at_begin(make(Numbers(LENGTHS))._deal)
+    positions[0].stand = Stand.at_begin(make(Numbers(LENGTHS))._source._deal)
     loader = make(Numbers(LENGTHS[1:]), positions=positions[0])
     with pytest.raises(BadInputError, match="its stream has 8 shards, and had 9 before"):
         Ranks(1).do(lambda rank, one: loader.agree(one, step=0))
@@ -464,5 +462,3 @@ def test_a_smaller_micro_batch_and_fewer_ahead_change_no_sample():
 def test_ranks_with_no_share_of_a_step_read_nothing():
     loader = make(Numbers(LENGTHS), rank=2, world_size=3, batch=2)
     assert loader.take(0) == []
-    assert isinstance(loader, ShardLoader)
-    assert order_of(2).is_sharded

@@ -25,7 +25,7 @@ from ddp_runner.data.shards import (
     steps_of_epoch,
 )
 from ddp_runner.data.stream import StreamPosition
-from ddp_runner.data.workers.shard_source import ShardSource, ShareKey
+from ddp_runner.data.workers.shard_reader import ShardReader, ShareKey
 from tests.data.sharded import Numbers
 
 WORLDS = st.integers(1, 5)
@@ -127,7 +127,7 @@ def read(deal, lengths, *, rank, steps, items, first=0, marks=None, epoch=-1):
     """What ``rank`` reads in ``steps``, and its marks behind it."""
     marks = list(marks or [LaneMark()] * deal.lanes)
     lanes = [deal.lane(rank, number) for number in range(deal.lanes)]
-    source = ShardSource(Numbers(lengths), lanes=lanes, marks=tuple(marks), collate=list)
+    source = ShardReader(Numbers(lengths), lanes=lanes, marks=tuple(marks), collate=list)
     found = []
     for step in range(first, first + steps):
         lane = step % deal.lanes

@@ -1,4 +1,4 @@
-"""SafeDataLoader: workers that read an open file through one position get wrong samples, and are refused."""
+"""Loader: workers that read an open file through one position get wrong samples, and are refused."""
 
 from __future__ import annotations
 

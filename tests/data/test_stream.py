@@ -1,4 +1,4 @@
-"""StreamLoader: every step gets the same items, whatever the world size and wherever it resumes."""
+"""A whole stream: every step gets the same items, whatever the world size and wherever it resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import torch
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.faults import FaultError, FaultKind
-from ddp_runner.data.stream import READ_AGAIN, StreamLoader, StreamOrder, StreamPosition
+from ddp_runner.data.loader import Loader
+from ddp_runner.data.source import Cut
+from ddp_runner.data.stream import READ_AGAIN, StreamOrder, StreamPosition, StreamSource
 from ddp_runner.data.stream_state import from_plain, to_plain
 
 BATCH = 6
@@ -118,18 +120,15 @@ def make(
     on_other=lambda _: None,
 ):
     order = StreamOrder(seed=3, dataset_size=10 * BATCH, global_batch_size=BATCH, shuffle=False)
-    return StreamLoader(
+    source = StreamSource(
         Stream() if dataset is None else dataset,
-        order=order,
+        Cut(order=order, rank=rank, world_size=world_size, micro_batch_size=4),
         position=StreamPosition() if position is None else position,
-        rank=rank,
-        world_size=world_size,
-        micro_batch_size=4,
-        on_wait=on_wait,
         log=(lambda _: None) if reported is None else reported.append,
         collate_fn=collate_fn,
         on_other=on_other,
     )
+    return Loader(source, total_steps=10**6, num_workers=0, on_wait=on_wait)
 
 
 def rows(batches):
@@ -226,7 +225,7 @@ def test_where_a_stream_stands_is_reported_with_its_newest_item():
     loaders = [make(Stream(), position=position), make(Stream()), make(Shifted())]
     for step, loader in itertools.product(range(5), loaders):
         loader.take(step)
-    first, second, third = (loader.position() for loader in loaders)
+    first, second, third = (loader.place() for loader in loaders)
     assert first == second
     assert first[:2] == third[:2] == (1, 2 * BATCH)
     assert first[2] != third[2]
@@ -234,7 +233,7 @@ def test_where_a_stream_stands_is_reported_with_its_newest_item():
     later.restore(position.to_record(4))
     loader = make(Stream(), position=later)
     loader.take(4)
-    assert loader.position() == first
+    assert loader.place() == first
 
 
 class Shifted(Stream):

@@ -1,4 +1,4 @@
-"""SafeDataLoader: memory that is refused or taken back while samples are loaded."""
+"""Loader: memory that is refused or taken back while samples are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SafeDataLoader: workers that die, exit, are stopped or slow are repaired inside ``take``, and reported clearly."""
+"""Loader: workers that die, exit, are stopped or slow are repaired inside ``take``, and reported clearly."""
 
 from __future__ import annotations
 
@@ -332,15 +332,15 @@ def test_what_the_process_before_was_loading_is_tried_by_a_worker_first(
     hangs_are_shown, dataset, replaced
 ):
     """Without workers, a sample that hangs would end one process after the other."""
-    seen = []
+    seen, bad = [], quarantine(1)
     if isinstance(dataset, DiesInAnyWorker):
         dataset._rank_pid = os.getpid()
     with make(
-        dataset, num_workers=0, suspect=BAD, quarantine=quarantine(1), on_sample=seen.append,
+        dataset, num_workers=0, suspect=BAD, quarantine=bad, on_sample=seen.append,
     ) as loader:  # fmt: skip
         steps = range(BAD // 4 + 1)
         taken = [index for step in steps for each in loader.take(step) for index in each.indices]
-    assert (len(loader.quarantine), BAD in taken) == (int(replaced), not replaced)
+    assert (len(bad), BAD in taken) == (int(replaced), not replaced)
     assert [index for index in seen if index is not None] == taken
     assert seen[-1] is None
 

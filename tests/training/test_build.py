@@ -14,7 +14,7 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.data.quarantine import QuarantineFullError
 from ddp_runner.data.stream import StreamOrder
-from ddp_runner.data.workers.fetch import BatchKey, SampleSource
+from ddp_runner.data.workers.fetch import BatchKey, SampleReader
 from ddp_runner.training.exactness.first_step import why_a_device_varies
 from ddp_runner.training.fitting import not_finite
 from ddp_runner.training.resume import is_complete, load_start
@@ -123,7 +123,7 @@ def test_samples_that_come_by_several_numbers_only_can_be_trained(tmp_path):
     file.write_text(file.read_text() + many)
     workload, _ = build("Returns", file=file)
     assert workload.order.dataset_size == 32
-    samples = SampleSource(workload.datasets.train, seed=1, collate=list)
+    samples = SampleReader(workload.datasets.train, seed=1, collate=list)
     (sample,) = samples.load_here(BatchKey(epoch=0, indices=(3,)))
     assert sample[0].tolist() == [0, 0]
     with pytest.raises(BadInputError, match="no evaluation gives such a figure"):

@@ -10,11 +10,11 @@ from ddp_runner.collective.loss import Weighted
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
-from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import WholeOrder
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.evaluation import BATCHES_PER_ROUND, evaluate
 from tests.collective.joining import join
+from tests.data.mapped import map_loader
 from tests.processes import hosted_store, run_ranks
 
 from .building import CPU, FEATURES, bits_of, build_replica, build_state
@@ -86,7 +86,7 @@ def run_evaluation(
     order = WholeOrder(
         seed=5, dataset_size=len(dataset), global_batch_size=BATCH * group.world_size
     )
-    loader = SafeDataLoader(
+    loader = map_loader(
         dataset,
         order=order,
         rank=group.rank,

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ddp_runner.collective.loss import LossForm, Weighted
-from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.training.step import Stepper, StepRules, Votes, WrapAgainError
 from tests.collective.joining import join
+from tests.data.mapped import map_loader
 from tests.processes import hosted_store, run_ranks
 
 from .building import (
@@ -57,7 +57,7 @@ def _train(me, port, micro_batch_size, loss=mean_loss):
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
     optim = optim_settings(max_grad_norm=None)
     state = build_state(model=model, optim=optim, ema=False)
-    loader = SafeDataLoader(
+    loader = map_loader(
         Samples(),
         order=SampleOrder(
             seed=1, dataset_size=GLOBAL_BATCH * STEPS, global_batch_size=GLOBAL_BATCH

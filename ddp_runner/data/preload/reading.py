@@ -12,7 +12,7 @@ from ddp_runner.data.host_generators import generator_states, generators_kept, m
 from ddp_runner.data.preload.memory import SampleMemory, Unread
 from ddp_runner.data.preload.packing import new_memory, pack, unpack
 from ddp_runner.data.sample_hash import sample_hash
-from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 
 TRIES = 3  # of a sample that raises: its storage may be out of reach for a moment
 _PAUSE_S = 0.1
@@ -79,7 +79,7 @@ class Reading:
         # Guarded by: test_a_sample_that_draws_is_refused_wherever_it_is.
         is_same = bool(getattr(dataset, "deterministic", False))
         self._watched = None if is_same else _Watched(dataset)
-        self._source = SampleSource(self._watched or dataset, seed=0, collate=list)
+        self._source = SampleReader(self._watched or dataset, seed=0, collate=list)
         self._gives_many = hasattr(dataset, "__getitems__")
         self._memory = memory
         self._room = room

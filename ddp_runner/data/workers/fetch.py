@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch.utils.data import get_worker_info
 
@@ -29,8 +29,40 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _SALT = 0x5A17ED5EED5A17ED  # keeps the seeds of samples apart from the keys of the sample order
 
 
+class Key(Protocol):
+    """Names what is read at once; what the index stream carries to a worker."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The numbers of its samples."""
+        ...
+
+
+Key_contra = TypeVar("Key_contra", bound=Key, contravariant=True)
+
+
+class Reader(Protocol[Key_contra]):
+    """What a worker reads by; each worker has its own copy."""
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset whose attributes may count reads; None where what is counted is a position, which is kept."""
+        ...
+
+    def enter_worker(self, worker: int) -> None:
+        """Called once in each worker, with its number, before it reads."""
+        ...
+
+    def load(self, key: Key_contra, *, on_sample: Callable[[int], None]) -> Any | SampleFailed:
+        """What ``key`` names, or why there is none; no ``Exception`` of the dataset escapes.
+
+        ``on_sample`` is called before each sample.
+        """
+        ...
+
+
 class BatchKey(NamedTuple):
-    """Names one micro-batch; what the index stream carries to a worker.
+    """Names one micro-batch of a map-style dataset.
 
     ``hashed``: of each sample only a hash is wanted (:mod:`sample_hash`).
     """
@@ -74,7 +106,7 @@ def seed_generators(base: int, *, index: int) -> None:
     seed_host(mix64((base + index * _GOLDEN) & _MASK))
 
 
-class SampleSource:
+class SampleReader:
     """Loads and collates the samples of a :class:`BatchKey`.
 
     A dataset with ``deterministic = True`` is not seeded, though a task's own collate function is. It is
@@ -101,9 +133,9 @@ class SampleSource:
         self._seeds_collate = self._deterministic and collate not in (collate_batch, list)
         self._many = getattr(dataset, "__getitems__", None) if self._deterministic else None
         self._several_only = gives_several_only(dataset)
-        self._here: SampleSource | None = None
+        self._here: SampleReader | None = None
 
-    def one_by_one(self) -> SampleSource:
+    def one_by_one(self) -> SampleReader:
         """The same, but the dataset is never asked for many samples at once: each is announced."""
         other = copy.copy(self)
         other._many = None  # noqa: SLF001 - of its own class

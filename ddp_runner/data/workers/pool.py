@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.process import BaseProcess
 
-    from ddp_runner.data.workers.fetch import BatchKey, SampleSource
+    from ddp_runner.data.workers.fetch import Key, Reader
     from ddp_runner.data.workers.timeouts import Patience
 
 
@@ -201,16 +201,14 @@ class WorkerPool:
     them. Raises :class:`PoolError` if they cannot be started.
     """
 
-    def __init__(
-        self, source: SampleSource, keys: Iterator[BatchKey], *, settings: PoolSettings
-    ) -> None:
-        self._pending: deque[BatchKey] = deque()
+    def __init__(self, reader: Reader[Any], keys: Iterator[Key], *, settings: PoolSettings) -> None:
+        self._pending: deque[Key] = deque()
         self._wait: Patience = Endless()
         self._stacks = os.memfd_create("loader_stacks")
         outboxes, self._inboxes = connect(settings.workers)
         self._stamps = LoadStamps(settings.workers)
         packed = PackedSource(
-            source,
+            reader,
             outboxes=outboxes,
             stamps=self._stamps,
             by_value=settings.by_value,
@@ -235,7 +233,7 @@ class WorkerPool:
         # Guarded by: test_stopped_worker_is_a_timeout_that_names_it.
         self._iterator._get_data = self._receive_in_time
 
-    def _start(self, source: PackedSource, keys: Iterator[BatchKey], settings: PoolSettings) -> Any:
+    def _start(self, source: PackedSource, keys: Iterator[Key], settings: PoolSettings) -> Any:
         others = set(active_children())
         try:
             with warnings.catch_warnings(), run_signals_held():
@@ -284,7 +282,7 @@ class WorkerPool:
         """How many batches are here in pinned memory; 0 where none are pinned."""
         return 0 if self._pins is None else self._pins.arrived
 
-    def next(self, *, timeout_s: float, on_wait: Callable[[], None]) -> tuple[BatchKey, Any]:
+    def next(self, *, timeout_s: float, on_wait: Callable[[], None]) -> tuple[Key, Any]:
         """The next batch in order, with its key. Raises PoolError; the pool must then be ended.
 
         ``on_wait`` is called about twice a second while there is none.
@@ -302,7 +300,7 @@ class WorkerPool:
             owing = self._iterator._task_info[self._iterator._rcvd_idx][0]
             raise BatchLateError(str(late), worker=owing) from None
 
-    def suspect(self, worker: int) -> tuple[BatchKey, int | None] | None:
+    def suspect(self, worker: int) -> tuple[Key, int | None] | None:
         """The batch that ``worker`` is loading or was when it died, and the sample, where known."""
         number, sample = self._stamps.read(worker)
         if number is None:
@@ -391,11 +389,11 @@ class _Iterator(_MultiProcessingDataLoaderIter):
 class _Recorded:
     """The index stream that torch draws from; notes what was drawn and is not delivered yet."""
 
-    def __init__(self, keys: Iterator[BatchKey], drawn: deque[BatchKey]) -> None:
+    def __init__(self, keys: Iterator[Key], drawn: deque[Key]) -> None:
         self._keys = keys
         self._drawn = drawn
 
-    def __iter__(self) -> Iterator[tuple[int, BatchKey]]:
+    def __iter__(self) -> Iterator[tuple[int, Key]]:
         # Torch numbers its batches in the same way, from 0.
         for numbered in enumerate(self._keys):
             self._drawn.append(numbered[1])

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import reduce_storage
 from torch.utils.data import get_worker_info
 
 from ddp_runner.data.attributes import CountedReads
-from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource, failed
+from ddp_runner.data.workers.fetch import Key, Reader, SampleFailed, failed
 from ddp_runner.data.workers.memory_files import BATCH, as_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _mapped_storage(
     return storage
 
 
-def _refused(key: BatchKey, why: str) -> SampleFailed:
+def _refused(key: Key, why: str) -> SampleFailed:
     return SampleFailed(indices=key.indices, error=why, traceback="", for_memory=False, refused=why)
 
 
@@ -143,14 +143,14 @@ class PackedSource:
 
     def __init__(
         self,
-        source: SampleSource,
+        reader: Reader[Any],
         *,
         outboxes: Sequence[socket.socket],
         stamps: LoadStamps,
         by_value: bool,
         watches_files: bool = False,
     ) -> None:
-        self._source = source
+        self._reader = reader
         self._by_value = by_value
         self._watches_files = watches_files
         self._files: InheritedFiles | None = None  # of the worker whose copy this is
@@ -159,11 +159,10 @@ class PackedSource:
         self._stamps = stamps
 
     def enter_worker(self, worker: int) -> None:
-        """As :meth:`SampleSource.enter_worker`; a stream has nothing to do."""
-        if isinstance(self._source, SampleSource):
-            self._source.enter_worker(worker)
+        """As :meth:`Reader.enter_worker`."""
+        self._reader.enter_worker(worker)
 
-    def __getitem__(self, numbered: tuple[int, BatchKey]) -> PackedBatch:
+    def __getitem__(self, numbered: tuple[int, Key]) -> PackedBatch:
         """Load and send. Raises OSError if there is no memory for it."""
         info = get_worker_info()
         assert info is not None, "packed batches are for workers"
@@ -174,9 +173,8 @@ class PackedSource:
         if self._watches_files and self._files is None:
             self._files = InheritedFiles()
         if self._reads is None:
-            # A stream has none: what it counts is its position, which is kept.
-            self._reads = CountedReads(getattr(self._source, "dataset", None))
-        batch = self._source.load(key, on_sample=partial(self._stamps.sample, info.id))
+            self._reads = CountedReads(self._reader.dataset)
+        batch = self._reader.load(key, on_sample=partial(self._stamps.sample, info.id))
         self._reads.note_load()
         if self._files is not None and (path := self._files.moved()):
             batch = _refused(key, f"{_SHARED_FILE.format(path=path)}; {_OPEN_LATER}")

@@ -22,12 +22,11 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.events import TuningChanged
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
-from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.loader import Loader
 from ddp_runner.data.loader_faults import LoaderKills
-from ddp_runner.data.shard_loader import ShardLoader
-from ddp_runner.data.stream import StreamLoader, StreamOrder
+from ddp_runner.data.stream import StreamOrder
 from ddp_runner.data.workers.count import asked_workers, cores_here, worker_count
-from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
 from ddp_runner.memory.kernel_kills import KernelKills
@@ -119,13 +118,13 @@ class SameData:
     def _begin(self) -> None:
         self._began_s = time.monotonic()
         dataset, seed = self._workload.datasets.train, self._settings.run.seed
-        source = SampleSource(dataset, seed=seed, collate=list)
+        source = SampleReader(dataset, seed=seed, collate=list)
         if self._has_workers:
             self._start_worker(source)
         else:
             self._load_here(source)
 
-    def _start_worker(self, source: SampleSource) -> None:
+    def _start_worker(self, source: SampleReader) -> None:
         # INVARIANT handles-in-workers: with loader workers no sample is loaded in the rank itself.
         # Broken if: the samples to compare are loaded here; workers would share what that has opened.
         # Guarded by: test_what_a_dataset_opens_is_opened_in_workers_only.
@@ -141,7 +140,7 @@ class SameData:
         except PoolError as error:
             self._not_seen(str(error))
 
-    def _load_here(self, source: SampleSource) -> None:
+    def _load_here(self, source: SampleReader) -> None:
         slot = self._runtime.slot
         if slot.get(Cell.SAMPLE):  # the process before this one ended as it loaded that sample
             self._not_seen("a process ended as it loaded one")
@@ -217,7 +216,7 @@ class SameData:
         if pool is not None:
             pool.end(grace_s=0.0)
 
-    def compare(self, group: Group, loader: SafeDataLoader | StreamLoader | ShardLoader) -> None:
+    def compare(self, group: Group, loader: Loader) -> None:
         """Hold what every rank of ``group`` has seen against each other; all must call it.
 
         Whoever has not looked yet is given what the others have seen, and holds its own against that
@@ -239,10 +238,10 @@ class SameData:
         self._has_reported = True
         if odd:
             self._differs(odd, is_first=is_first, reports=group.rank == 0)
-        if self._look is None and isinstance(loader, SafeDataLoader):
+        if self._look is None:
             samples = [index for index in self._samples if _named(index) in self.record]
             if samples:
-                loader.look_at(samples, self._seen_by_loader)
+                loader.look_at([_key(index) for index in samples], self._seen_by_loader)
             else:
                 self._look = DataLook(record=self._known, unlike_itself=self._unlike_itself)
 

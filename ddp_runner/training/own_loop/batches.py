@@ -26,9 +26,7 @@ from torch.utils.data import (
 
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.by_number import gives_by_number
-from ddp_runner.data.loader import SafeDataLoader
-from ddp_runner.data.shard_loader import ShardLoader
-from ddp_runner.data.stream import StreamLoader
+from ddp_runner.data.loader import Loader
 from ddp_runner.training.components.rng import seed_all, seed_step
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.own_loop.misuse import misuse
@@ -132,7 +130,7 @@ def why_spawned(batches: object, *, is_guarded: Callable[[], bool]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLoader:
-    """What ``run.loader()`` gives: for ``run.steps()``, which makes a SafeDataLoader of it."""
+    """What ``run.loader()`` gives: for ``run.steps()``, which makes a Loader of it."""
 
     dataset: Any
     batch_size: int
@@ -157,9 +155,9 @@ class KeptLoader:
 
 
 class SafeBatches:
-    """Batches of a :class:`SafeDataLoader`, by step."""
+    """Batches of a :class:`Loader`, by step."""
 
-    def __init__(self, loader: SafeDataLoader | StreamLoader | ShardLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     @property

@@ -57,7 +57,7 @@ class LaneEmptyError(Exception):
     """A lane has no item to give."""
 
 
-class _Reader:
+class _LaneReader:
     """One lane, being read."""
 
     def __init__(self, dataset: Any, lane: Lane, mark: LaneMark, *, left_out_max: int) -> None:
@@ -168,11 +168,13 @@ def _as_no_worker() -> Iterator[None]:
         of_worker._worker_info = info  # noqa: SLF001 - as above
 
 
-class ShardSource:
-    """Loads the shares of one rank, each lane's in order.
+class ShardReader:
+    """Reads the shares of one rank, each lane's in order.
 
     ``left_out_max``: so many items of a share that cannot be read may be left out, for the next ones.
     """
+
+    dataset = None  # see Reader
 
     def __init__(
         self,
@@ -188,7 +190,10 @@ class ShardSource:
         self._marks = marks
         self._collate = collate
         self._left_out_max = left_out_max
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _LaneReader] = {}
+
+    def enter_worker(self, worker: int) -> None:
+        """As :meth:`Reader.enter_worker`."""
 
     def load(
         self, key: ShareKey, *, on_sample: Callable[[int], None] = unobserved
@@ -224,9 +229,9 @@ class ShardSource:
             return failed(error, indices=key.indices)
         return Share(batches, reader.mark, newest, list(reader.left_out))
 
-    def _reader(self, lane: int) -> _Reader:
+    def _reader(self, lane: int) -> _LaneReader:
         if lane not in self._readers:
-            self._readers[lane] = _Reader(
+            self._readers[lane] = _LaneReader(
                 self._dataset,
                 self._lanes[lane],
                 self._marks[lane],

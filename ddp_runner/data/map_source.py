@@ -1,0 +1,162 @@
+"""Map-style data as a loader's source: samples by index, each of which any worker can load at any time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ddp_runner.core.phases import Phase
+from ddp_runner.data.attributes import CountedReads
+from ddp_runner.data.loader_faults import fault_of_failure, fault_of_samples
+from ddp_runner.data.loader_repair import SampleRepair, Trouble
+from ddp_runner.data.order import micro_batch_count
+from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.data.source import SEVERAL, Cut, MicroBatch, Source
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
+from ddp_runner.data.workers.memory_files import collate_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ddp_runner.core.faults import Fault
+    from ddp_runner.data.loader_faults import LoaderKills
+
+_NOBODY_SURVIVES = "no process survives it"
+
+
+class MapSource(Source[BatchKey]):
+    """Serves a map-style dataset, also one that is preloaded; a key is a micro-batch.
+
+    Per sample, python's, numpy's and torch's CPU generator are seeded from ``(seed, epoch,
+    index)``, unless the dataset has ``deterministic = True``: augmentation does not depend on
+    workers, retries or the world size.
+
+    ``suspect`` is the sample that a process before this one was loading when it ended: a worker tries
+    it before this process does.
+    """
+
+    runs_ahead = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        cut: Cut,
+        *,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        quarantine: Quarantine | None = None,
+        worker_init: Callable[[int], None] | None = None,
+        phase: Phase = Phase.DATA,
+        suspect: int | None = None,
+    ) -> None:
+        super().__init__(cut)
+        self.phase = phase
+        self._reader = SampleReader(
+            dataset, seed=seed, collate=collate_fn or collate_batch, worker_init=worker_init
+        )
+        if quarantine is None:
+            quarantine = Quarantine(seed=seed, dataset_size=cut.order.dataset_size, bad_max=0)
+        self._quarantine = quarantine
+        self._suspect = suspect
+        self._reads = CountedReads(dataset)
+        self._given: dict[int, tuple[BatchKey, ...]] = {}  # what the last two steps were given
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """As :class:`Source`."""
+        return self._reads.names
+
+    def due(self, step: int) -> int:
+        """How many micro-batches it has."""
+        return micro_batch_count(self.cut.span(step)[1], self.cut.micro_batch_size)
+
+    def keys(self, steps: Iterable[int]) -> Iterator[BatchKey]:
+        """Their micro-batches, with stand-ins for what is known to be bad by now."""
+        last_epoch = -1
+        for step in steps:
+            epoch, _ = self.cut.order.position(step)
+            if epoch != last_epoch:
+                self._quarantine.refresh()
+                last_epoch = epoch
+            for piece in self.cut.pieces(step):
+                indices = tuple(self._quarantine.stand_in(index) for index in piece.tolist())
+                yield BatchKey(epoch=epoch, indices=indices)
+
+    def reader(self) -> SampleReader:
+        """The same for all steps."""
+        return self._reader
+
+    def read(self, key: BatchKey, *, on_sample: Callable[[int], None]) -> Any | SampleFailed:
+        """Load the samples and collate them."""
+        if self._reader.gives_many:
+            on_sample(SEVERAL)
+        try:
+            return self._reader.load_here(key, on_sample=on_sample)
+        finally:
+            self._reads.note_load()
+
+    def go_to(self, step: int) -> None:
+        """Any step is as near as any other."""
+        self._given = {}
+        self.step = step
+
+    def use(self, cut: Cut) -> None:
+        """As :class:`Source`."""
+        self._given = {}
+        self.cut = cut
+
+    def taken(self, step: int, read: Sequence[tuple[BatchKey, Any]]) -> list[MicroBatch]:
+        """As :class:`Source`."""
+        before = {step - 1: self._given[step - 1]} if step - 1 in self._given else {}
+        self._given = {**before, step: tuple(key for key, _ in read)}
+        self.step = step + 1
+        return _micro_batches(read)
+
+    def given_again(
+        self,
+        step: int,
+        load: Callable[[tuple[BatchKey, ...]], list[tuple[BatchKey, Any]] | None],
+    ) -> list[MicroBatch] | None:
+        """One of the last two steps, by the keys that it had."""
+        keys = self._given.get(step)
+        found = load(keys) if keys else None
+        return None if found is None else _micro_batches(found)
+
+    def suspected(self, step: int) -> Trouble | None:
+        """A sample that hung, or broke, the process before this one would do so again."""
+        suspect, self._suspect = self._suspect, None
+        if suspect is None:
+            return None
+        epoch, _ = self.cut.order.position(step)
+        fault = fault_of_samples(
+            (suspect,),
+            _NOBODY_SURVIVES,
+            detail="",
+            rank=self.cut.rank,
+            step=step,
+            epoch=epoch,
+            phase=self.phase.label,
+        )
+        key = BatchKey(epoch=epoch, indices=(suspect,))
+        return Trouble(fault=fault, why=_NOBODY_SURVIVES, key=key)
+
+    def fault_of(self, failed: SampleFailed, *, key: BatchKey, step: int) -> Fault:
+        """As :class:`Source`."""
+        return fault_of_failure(
+            failed, rank=self.cut.rank, step=step, epoch=key.epoch, phase=self.phase
+        )
+
+    def repair_with(
+        self, *, timeout_s: float, on_wait: Callable[[], None], kills: LoaderKills
+    ) -> SampleRepair:
+        """As :class:`Source`."""
+        return SampleRepair(
+            self._reader,
+            quarantine=self._quarantine,
+            timeout_s=timeout_s,
+            on_wait=on_wait,
+            kills=kills,
+        )
+
+
+def _micro_batches(read: Sequence[tuple[BatchKey, Any]]) -> list[MicroBatch]:
+    return [MicroBatch(indices=key.indices, batch=batch) for key, batch in read]
