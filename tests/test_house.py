@@ -24,7 +24,7 @@ KERNEL = (
     *("core.helper_roles",),
     *("core.hang_detection", "core.last_save", "core.lifecycle", "core.messages", "core.phases"),
     *("core.recovery", "core.repeats", "core.secrets", "core.stopping", "core.threads"),
-    *("collective", "system"),
+    *("collective", "system", "values"),
     *("rank.process", "rank.zygote", "rank.runtime", "rank.signals", "rank.exit_functions"),
     *("rank.store_host", "rank.fenced_disk", "supervisor.supervisor", "supervisor.loop"),
     *("supervisor.world", "supervisor.rank_handle", "supervisor.rank_host", "supervisor.run_end"),

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.data.host_generators import generators_kept, seed_host
 from ddp_runner.data.permutation import Indices, Permutation, hashes_of
+from ddp_runner.values.generators import generators_kept, seed_host
 
 _TOTAL = 2**40  # of whole numbers that stand for the weights: 64 random bits fall on them evenly
 _DRAWN = 1  # a seed beside the run's own

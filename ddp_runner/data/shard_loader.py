@@ -16,7 +16,6 @@ from torch.utils.data import default_collate
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.loader_recovery import LoaderHistory, plan_loader_repair, workers_to_use
-from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import (
     SAMPLES_REPLACED,
@@ -54,6 +53,7 @@ from ddp_runner.data.workers.timeouts import (
     PoolError,
     WorkerDiedError,
 )
+from ddp_runner.values.generators import generators_kept
 
 _GRACE_S = 1.0  # for a worker inside the user's code
 _FAULTS_IN_A_ROW_MAX = 8  # without a batch between them

@@ -18,14 +18,14 @@ from torch.utils.data import default_collate
 
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.faults import FaultError
-from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import fault_of_failure
 from ddp_runner.data.order import SampleOrder, micro_batches
 from ddp_runner.data.permutation import Indices
-from ddp_runner.data.stream_state import from_plain, to_plain
 from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.fetch import failed, seed_generators, seeding_base
+from ddp_runner.values.generators import generators_kept
+from ddp_runner.values.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

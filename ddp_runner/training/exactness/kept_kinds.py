@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.data.stream_state import to_plain
 from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.values.plain import to_plain
 
 _PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
 GENERATOR, BUFFER, MEMBER = (
