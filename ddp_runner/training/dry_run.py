@@ -39,7 +39,6 @@ from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.system.user_errors import traceback_text
 from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.components.optimizer import bytes_to_come
-from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.exactness.drill import Aside
 from ddp_runner.training.loaders import make_loader
 from ddp_runner.training.runtime import RankInfo
@@ -47,6 +46,7 @@ from ddp_runner.training.state import TrainState
 from ddp_runner.training.train_report import block_of, start_notes
 from ddp_runner.training.whole_state import note_begin
 from ddp_runner.training.workload import TaskWorkload, build_workload, start_fresh
+from ddp_runner.values.generators import seed_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

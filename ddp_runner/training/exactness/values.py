@@ -40,10 +40,10 @@ from ddp_runner.training.exactness.kept_kinds import (
     Received,
     Seen,
     TensorCopy,
-    generator_kind,
     has_pointers,
 )
 from ddp_runner.training.exactness.traces import Trace
+from ddp_runner.values.generators import generator_kind
 from ddp_runner.values.plain import from_plain
 
 ENTRIES_MAX = 100_000  # of one list or dict that is kept

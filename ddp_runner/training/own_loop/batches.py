@@ -29,9 +29,9 @@ from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader
-from ddp_runner.training.components.rng import seed_all, seed_step
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.own_loop.misuse import misuse
+from ddp_runner.values.generators import seed_all, seed_offset, seed_step
 
 _ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind
@@ -300,7 +300,7 @@ class OwnBatches:
                 set_epoch(number)
         for generator in self._generators():
             first = self._first_seeds.setdefault(id(generator), generator.initial_seed())
-            generator.manual_seed((first + number) % 2**63)
+            seed_offset(generator, first=first, offset=number)
         seed_all(self._seed + 1)
         seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)
         self._drawn = iter(self._batches)
