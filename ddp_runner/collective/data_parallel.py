@@ -2,6 +2,11 @@
 
 The gradient is that of the whole batch, each sample with the same weight, and is summed on the first device,
 where the model is. Knows of no other rank.
+
+Torch's own scatter, replicate and gather were tried. They take CUDA devices alone, so that no test without two GPUs would
+run them. ``scatter`` cuts every tensor in chunks of its own size and hands a list whole to each device; here samples are
+counted once for the whole batch. ``replicate`` gives a parameter that no copy uses a gradient of zeros, which an optimizer
+applies (momentum, weight decay), and here it stays without one. ``gather`` knows no weights of the parts.
 """
 
 from __future__ import annotations
