@@ -618,3 +618,46 @@ def test_an_old_summary_is_not_taken_for_the_runs(tmp_path, monkeypatch):
         "open('logs/bytes/summary.json', 'w').write('{\"run_id\": \"new\"}')",
     )
     assert launcher.launch().summary == {"run_id": "new"}
+
+
+VERSIONS = (
+    "0.9",
+    "1.26.4",
+    "2.0",
+    "2.6",
+    "2.6.0",
+    "2.13.0+cpu",
+    "2.14",
+    "3.0.1",
+    "3.6",
+    "9.5",
+    "13.580",
+)
+EXTRAS = (
+    "test",
+    "docs",
+    "frameworks",
+    "report",
+    "page",
+    "ray",
+    "hub",
+    "tensorboard",
+    "wandb",
+    "gpu",
+)
+
+
+def test_versions_are_compared_as_packaging_does():
+    """Of each requirement that is asked for; only pre-releases, which are not among these, count otherwise."""
+    specifiers = pytest.importorskip("packaging.specifiers")
+    lines = environment.requirement_lines((environment.REPOSITORY / "requirements.txt").read_text())
+    for extra in EXTRAS:
+        lines += environment.extra_lines(
+            (environment.REPOSITORY / "pyproject.toml").read_text(), extra
+        )
+    clauses = {environment._REQUIREMENT.match(line).group(3) for line in lines}
+    assert len(clauses) > 10
+    for one in {*clauses, "~=2.6", "~=2.6.1", "==2.*", "!=2.6", "<=2.13", ">1,!=3.6"}:
+        wanted = specifiers.SpecifierSet(one, prereleases=True)
+        for version in VERSIONS:
+            assert environment.satisfies(version, one) == wanted.contains(version), (version, one)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest
 from ddp_runner.checkpoint.store import Loaded
+from ddp_runner.values.nested import STORED, put_back, take_out
 
 _HEADER_BYTES = 4096
 _ALIGNED_TO = 64
@@ -148,9 +149,8 @@ class _Slot:
         What of it lies elsewhere is added. Raises OSError where there is no memory for that.
         """
         assert self._memory is not None, "seal() follows make_room()"
-        described = io.BytesIO()
-        _Describer(described, begin=self._begin, end=self._end).dump(dict(content))
-        payload_bytes, text = len(self._memory), described.getbuffer()
+        text = _described(content, begin=self._begin, end=self._end).getbuffer()
+        payload_bytes = len(self._memory)
         written = 0
         while written < len(text):
             written += os.pwrite(self._descriptor, text[written:], payload_bytes + written)
@@ -188,7 +188,7 @@ class _Slot:
                 return _OTHER_BYTES
             return "" if self.header == header else "it was given up"
 
-        return _Builder(io.BytesIO(text), memory, lends=True).load(), wrong
+        return _built(text, memory, lends=True), wrong
 
     def read(self, checksum: Checksum) -> tuple[_Header, dict[str, Any]] | str:
         """What it holds, copied out of it; or why it is of no use."""
@@ -203,7 +203,7 @@ class _Slot:
             with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
                 if _checksum_of(payload, text, checksum) != header.checksum:
                     return _OTHER_BYTES
-            return header, _Builder(io.BytesIO(text), memory).load()
+            return header, _built(text, memory)
 
 
 class MemorySlots:
@@ -322,43 +322,44 @@ class Lent:
     wrong: Callable[[], str]
 
 
-class _Describer(pickle.Pickler):
-    """Writes how a state is built of tensors; of those that lie in the slot only where."""
+def _described(content: Mapping[str, Any], *, begin: int, end: int) -> io.BytesIO:
+    """How a state is built of tensors; of those that lie from ``begin`` to ``end`` only where."""
 
-    def __init__(self, out: io.BytesIO, *, begin: int, end: int) -> None:
-        super().__init__(out, protocol=4)
-        self._begin, self._end = begin, end
+    def lies_there(tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return False
+        return begin <= tensor.untyped_storage().data_ptr() < end
 
-    def persistent_id(self, value: object) -> object:
-        if type(value) is not Tensor:
-            return None
-        storage = value.untyped_storage() if value.layout is torch.strided else None
-        if storage is None or not self._begin <= storage.data_ptr() < self._end:
-            return None
-        place = storage.data_ptr() - self._begin
-        kind = str(value.dtype).removeprefix("torch.")
-        offset = value.storage_offset()
-        return place, storage.nbytes(), kind, offset, tuple(value.shape), value.stride()
+    tensors: list[Tensor] = []
+    skeleton = take_out(dict(content), tensors, STORED, once=False, where=lies_there)
+    text = io.BytesIO()
+    pickle.dump((skeleton, [_place_of(one, begin) for one in tensors]), text, protocol=4)
+    return text
 
 
-class _Builder(pickle.Unpickler):
-    """Builds the state; tensors that shared memory share it again. ``lends``: it stays where it is."""
+def _place_of(tensor: Tensor, begin: int) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()
+    kind = str(tensor.dtype).removeprefix("torch.")
+    place = storage.data_ptr() - begin
+    offset = tensor.storage_offset()
+    return place, storage.nbytes(), kind, offset, tuple(tensor.shape), tensor.stride()
 
-    def __init__(self, text: io.BytesIO, memory: mmap.mmap, *, lends: bool = False) -> None:
-        super().__init__(text)
-        self._memory = memory
-        self._lends = lends
-        self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def persistent_load(self, found: Any) -> Tensor:
-        place, size, kind, offset, shape, stride = found
-        if place not in self._storages and self._lends:
-            self._storages[place] = _piece(self._memory, place, size)
-        elif place not in self._storages:
-            own = bytearray(self._memory[place : place + size])
-            self._storages[place] = torch.frombuffer(own, dtype=torch.uint8).untyped_storage()
+def _built(text: bytearray, memory: mmap.mmap, *, lends: bool = False) -> dict[str, Any]:
+    """The state; tensors that shared memory share it again. ``lends``: it stays where it is."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    skeleton, places = pickle.loads(text)  # noqa: S301 - written by a process of this run
+    tensors = []
+    for place, size, kind, offset, shape, stride in places:
+        if place not in storages and lends:
+            storages[place] = _piece(memory, place, size)
+        elif place not in storages:
+            own = bytearray(memory[place : place + size])
+            storages[place] = torch.frombuffer(own, dtype=torch.uint8).untyped_storage()
         empty = torch.empty(0, dtype=getattr(torch, kind))
-        return empty.set_(self._storages[place], offset, shape, stride)
+        tensors.append(empty.set_(storages[place], offset, shape, stride))
+    state: dict[str, Any] = put_back(skeleton, tensors, STORED)
+    return state
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:

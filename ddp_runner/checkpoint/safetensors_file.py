@@ -2,6 +2,11 @@
 
 The format is that of https://github.com/huggingface/safetensors: 8 bytes with the header's length (little
 endian), the header, which gives each tensor's type, shape and place, and the data without a gap.
+
+The package ``safetensors`` was tried and is worse here. It writes to a path, or returns all bytes at once: the latter
+takes 0.72 s of CPU for 210 MB and a second copy of them, these pieces take 0.20 s and go through the store's own writer,
+which hashes and syncs them. It reads by mapping a path: what is mapped ends the process when the file shrinks, and
+copied it takes 0.50 s where reading the open file takes 0.26 s. It would also be one more package that every user needs.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ The copy is by storage, as torch.save writes: tensors that share memory share it
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_runner.values.nested import STORED, rebuilt, tensors_in
+
 _SMALL_BYTES = 1 << 14  # what is not larger is copied many at once: torch uses no threads for that
 
+_COPIED = (Tensor, torch.nn.Parameter)  # others are left for the store to refuse
 _Storage = torch.UntypedStorage
 
 
@@ -201,20 +202,14 @@ class _Walk:
         self._steady = steady
 
     def tree(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in (Tensor, torch.nn.Parameter):
-            return self._tensor(value.detach())
-        if kind in (dict, OrderedDict):
-            copied = copy.copy(value)  # with the metadata that torch hangs on a state dict
-            for key, item in value.items():
-                copied[key] = self.tree(item)
-            return copied
-        if kind in (list, tuple):
-            return kind(self.tree(item) for item in value)
-        return value
+        """``value`` around the copies of its tensors."""
+        return rebuilt(value, self._leaf, STORED)
+
+    def _leaf(self, value: Any) -> Any:
+        return self._tensor(value.detach()) if type(value) in _COPIED else value
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        if not _is_of_storage(tensor):
             return tensor.cpu().clone()
         source = tensor.untyped_storage()
         key = int(source._cdata)  # noqa: SLF001 - as storage_key()
@@ -251,6 +246,11 @@ class _Walk:
         return _room(size_bytes, pinned=pinned)
 
 
+def _is_of_storage(tensor: Tensor) -> bool:
+    """Whether it is copied with its memory, and not as the numbers that it stands for."""
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
 def _is_small(tensor: Tensor, storage: _Storage) -> bool:
     """Whether it is small, and all that its memory on the host holds, without gaps."""
     size_bytes = storage.nbytes()
@@ -282,22 +282,11 @@ def _bytes_of(storage: _Storage) -> Tensor:
 
 def storage_sizes(state: Mapping[str, Any]) -> tuple[int, ...]:
     """The bytes of each memory that the tensors of ``state`` refer to, in the order of a copy."""
-    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in _tensors_in(state)}
+    tensors = (one for one in tensors_in(dict(state), STORED) if type(one) in _COPIED)
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if _is_of_storage(t)}
     return tuple(sizes.values())
 
 
 def size_in_memory(state: Mapping[str, Any]) -> int:
     """The bytes of all memory that the tensors of ``state`` refer to."""
     return sum(storage_sizes(state))
-
-
-def _tensors_in(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided:
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)

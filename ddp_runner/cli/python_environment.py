@@ -63,6 +63,9 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
+# Not by ``packaging``: this file decides before anything is installed, and Python brings no such module. The copy inside
+# pip is pip's own business (it says so), is missing where pip is (environments by uv, Debian without python3-pip), and
+# takes longer to import than the whole of this check. A test compares the two where packaging is there.
 def satisfies(version: str, clauses: str) -> bool:
     """Whether ``version`` meets clauses such as ``>=2.6,<2.14``; pre-release tags do not count.
 

@@ -13,33 +13,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 _BACKEND = "apart"
-_COLLECTIVES = (
-    "_allgather_base",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "_reduce_scatter_base",
-    "reduce_scatter",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-    "split_group",
-)
 
 
 class NeedsOthersError(RuntimeError):
     """What was called needs the other ranks."""
+
+
+def _refused(what: str) -> Any:
+    """A method for ``what``; torch's own C++ calls it by the name that it has in the class."""
+
+    def collective(self: GroupApart, *_arguments: Any, **_options: Any) -> NoReturn:
+        self.asked = self.asked or what
+        raise NeedsOthersError(f"{what} needs the other ranks, which are not here")
+
+    return collective
 
 
 class GroupApart(dist.ProcessGroup):
@@ -53,21 +40,28 @@ class GroupApart(dist.ProcessGroup):
         """For torch's logs."""
         return _BACKEND
 
-    def refuse(self, what: str) -> NoReturn:
-        """Raise NeedsOthersError."""
-        self.asked = self.asked or what
-        raise NeedsOthersError(f"{what} needs the other ranks, which are not here")
-
-
-def _refusing(name: str) -> Any:
-    def collective(self: GroupApart, *_arguments: Any, **_options: Any) -> NoReturn:
-        self.refuse(name.strip("_"))
-
-    return collective
-
-
-for _name in _COLLECTIVES:
-    setattr(GroupApart, _name, _refusing(_name))
+    # Without them torch would look for a backend, of which there is none: nobody would have noted it.
+    _allgather_base = _refused("allgather_base")
+    allgather = _refused("allgather")
+    allgather_coalesced = _refused("allgather_coalesced")
+    allgather_into_tensor_coalesced = _refused("allgather_into_tensor_coalesced")
+    allreduce = _refused("allreduce")
+    allreduce_coalesced = _refused("allreduce_coalesced")
+    alltoall = _refused("alltoall")
+    alltoall_base = _refused("alltoall_base")
+    barrier = _refused("barrier")
+    broadcast = _refused("broadcast")
+    gather = _refused("gather")
+    monitored_barrier = _refused("monitored_barrier")
+    recv = _refused("recv")
+    recv_anysource = _refused("recv_anysource")
+    reduce = _refused("reduce")
+    _reduce_scatter_base = _refused("reduce_scatter_base")
+    reduce_scatter = _refused("reduce_scatter")
+    reduce_scatter_tensor_coalesced = _refused("reduce_scatter_tensor_coalesced")
+    scatter = _refused("scatter")
+    send = _refused("send")
+    split_group = _refused("split_group")
 
 
 def stand_apart(*, rank: int, world_size: int, backend: str) -> GroupApart:

@@ -2,6 +2,11 @@
 
 The gradient is that of the whole batch, each sample with the same weight, and is summed on the first device,
 where the model is. Knows of no other rank.
+
+Torch's own scatter, replicate and gather were tried. They take CUDA devices alone, so that no test without two GPUs would
+run them. ``scatter`` cuts every tensor in chunks of its own size and hands a list whole to each device; here samples are
+counted once for the whole batch. ``replicate`` gives a parameter that no copy uses a gradient of zeros, which an optimizer
+applies (momentum, weight decay), and here it stays without one. ``gather`` knows no weights of the parts.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_runner.collective.loss import Loss, LossOutput, Weighted, not_shareable, read_loss
+from ddp_runner.values.generators import seed_offset
 
 _SIMPLE = (str, bytes, bool, int, float, complex, type(None))
 
@@ -159,8 +165,8 @@ def _computing_on(device: torch.device, *, number: int) -> Iterator[None]:
     with torch.cuda.device(device):
         if number:  # the first has those of a rank with one device
             index = torch.cuda.current_device()
-            seed = torch.default_generator.initial_seed() + number
-            torch.cuda.default_generators[index].manual_seed(seed % 2**63)
+            seed = torch.default_generator.initial_seed()
+            seed_offset(torch.cuda.default_generators[index], first=seed, offset=number)
         yield
 
 

@@ -6,9 +6,7 @@ backward of a step passes them, the extra parameter gets its gradient, and DDP s
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +19,7 @@ from ddp_runner.collective.loss_module import PLAIN_FORM
 from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import Slot
 from ddp_runner.core.settings import DdpSettings
+from ddp_runner.values.nested import OF_FORWARD, rebuilt
 
 
 class _Tie(torch.autograd.Function):
@@ -114,32 +113,6 @@ class ModelReplica(Replica):
         self._module.signal.grad = None
 
 
-def _each_tensor(  # noqa: PLR0911 - a row for each kind
-    value: Any, use: Callable[[Tensor], Any]
-) -> Any:
-    """``value`` with each tensor in it replaced by what ``use`` returns for it; others are as they were.
-
-    Looks into lists, tuples, mappings and dataclasses, as DDP does; a mapping of another type, such as a
-    ModelOutput, is copied and keeps its type.
-    """
-    if isinstance(value, Tensor):
-        return use(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each_tensor(one, use) for one in value))
-    if type(value) in (list, tuple):
-        return type(value)(_each_tensor(one, use) for one in value)
-    if isinstance(value, Mapping):
-        changed = {key: _each_tensor(one, use) for key, one in value.items()}
-        if type(value) is dict:
-            return changed
-        made = copy.copy(value)
-        for key, one in changed.items():
-            made[key] = one  # type: ignore[index] # of a mapping that can be written
-        return made
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed_one = copy.copy(value)
-        for field in dataclasses.fields(value):
-            one = _each_tensor(getattr(value, field.name), use)
-            object.__setattr__(changed_one, field.name, one)
-        return changed_one
-    return value
+def _each_tensor(value: Any, use: Callable[[Tensor], Any]) -> Any:
+    """``value`` with each tensor in it replaced by what ``use`` returns for it; others are as they were."""
+    return rebuilt(value, lambda one: use(one) if isinstance(one, Tensor) else one, OF_FORWARD)

@@ -1,4 +1,8 @@
-"""Batch norm over the batches of all ranks, on any device. Torch's own layer takes GPUs alone.
+"""Batch norm over the batches of all ranks, on any device.
+
+Torch's own layer takes GPUs alone, so that it could replace nothing here. On GPUs it would be a second way of the same:
+its collectives go past :class:`~ddp_runner.collective.group.Group`, so that an abort may meet a thread inside NCCL
+(``nobody-inside-while-aborting``) and a rank that waits for a peer in a layer counts as late (``late-alone``).
 
 One sum over ranks in forward and one in backward for each layer: in forward every rank's mean, spread
 and count, each in a place of its own, so that all combine the same numbers in the same order; in

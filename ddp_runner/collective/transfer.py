@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import math
 import mmap
 import pickle
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +23,7 @@ from torch import Tensor
 
 from ddp_runner.collective import peer_memory
 from ddp_runner.collective.group import Group
-from ddp_runner.collective.state_header import (
-    Description,
-    OwnTypes,
-    described_as,
-    own_places,
-    put_back,
-    size_bytes_of,
-    take_out,
-)
+from ddp_runner.values.nested import SENT, Hole, own_places, put_back, take_out
 
 PIECE_BYTES = 64 * 1024 * 1024
 PACKED_SHARE = 16  # of a piece: so much is packed together at most
@@ -39,6 +33,52 @@ BACKED_BYTES_MIN = 1024 * 1024
 _LIBC = ctypes.CDLL(None)
 GROUP_PIECES = 16  # with one mark behind them; fewer where they come to a piece's bytes before
 GROUPS_AHEAD = 4  # under way at once, so that neither side waits for the other's next call
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the receiver must allocate: dtype, shape, and whether it lived on an accelerator."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_device: bool
+
+    def __reduce__(self) -> tuple[type[Description], tuple[Any, ...]]:
+        return Description, (self.dtype, self.shape, self.on_device)
+
+
+def described_as(tensors: Sequence[Tensor]) -> list[Description]:
+    """One object for those that are alike: of ten thousands few are not."""
+    known: dict[tuple[object, ...], Description] = {}
+    found = []
+    for tensor in tensors:
+        key = tensor.dtype, tensor.shape, tensor.is_cpu
+        if key not in known:
+            known[key] = Description(tensor.dtype, tuple(tensor.shape), not tensor.is_cpu)
+        found.append(known[key])
+    return found
+
+
+def size_bytes_of(described: Description) -> int:
+    """Of such a tensor."""
+    return math.prod(described.shape) * described.dtype.itemsize
+
+
+_OWN_TYPES = frozenset((one.__module__, one.__name__) for one in (Hole, Description))
+
+
+class OwnTypes(pickle.Unpickler):
+    """Reads a header from a peer of this very run; refuses every type that a header has no use for."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """As of every unpickler. Raises UnpicklingError."""
+        if (module_name, global_name) in _OWN_TYPES:
+            return super().find_class(module_name, global_name)
+        if module_name == "torch" and global_name in ("Size", "device"):
+            return super().find_class(module_name, global_name)
+        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} in a state header")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -111,7 +151,7 @@ def send_state(
     each time that some pieces have arrived.
     """
     tensors: list[Tensor] = []
-    skeleton = take_out(state, tensors)
+    skeleton = take_out(state, tensors, SENT, once=True)
     described = described_as(tensors)
     device = _wire_device(group)
     sizes_bytes = [size_bytes_of(one) for one in described]
@@ -270,7 +310,7 @@ def receive_state(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     group.confirm()
-    state = put_back(skeleton, tensors)
+    state = put_back(skeleton, tensors, SENT)
     if not isinstance(state, dict):
         raise TypeError(f"received a {type(state).__name__} where a state dict was due")
     return state

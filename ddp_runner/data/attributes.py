@@ -6,7 +6,6 @@ libraries hold inside their objects is theirs.
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 import sysconfig
@@ -23,6 +22,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from ddp_runner.values.generators import GENERATOR_TYPES
+
 Path = tuple[Any, ...]  # names of attributes, places in lists, keys of dicts
 
 _HOLDERS_MAX = 500
@@ -31,7 +32,7 @@ COUNTED_LOADS = 6  # until it is said which numbers they count up
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, np.generic, Enum)
 _ARRAYS = (np.ndarray, torch.Tensor)
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_GENERATORS = tuple(GENERATOR_TYPES.values())
 _CONTAINERS = {list, dict, tuple, set, frozenset, deque, Counter, OrderedDict, defaultdict}
 _PASSED_OVER = (  # they do not change, or are trained
     *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.nn.Module),

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.data.host_generators import generators_kept, seed_host
 from ddp_runner.data.permutation import Indices, Permutation, hashes_of
+from ddp_runner.values.generators import generators_kept, seed_host, seed_offset
 
 _TOTAL = 2**40  # of whole numbers that stand for the weights: 64 random bits fall on them evenly
 _DRAWN = 1  # a seed beside the run's own
@@ -93,10 +91,11 @@ class SamplerDraws:
         return _Listed(self._indices(seed=seed, epoch=epoch))
 
     def _indices(self, *, seed: int, epoch: int) -> Indices:
-        with generators_kept(), _kept(self._generator):
+        own = () if self._generator is None else (self._generator,)
+        with generators_kept(also=own):
             seed_host(int(hashes_of(np.zeros(1, np.int64), seed=seed + _DRAWN, epoch=epoch)[0]))
-            if self._generator is not None:
-                self._generator.manual_seed((self._first_seed + epoch) % 2**63)
+            for generator in own:
+                seed_offset(generator, first=self._first_seed, offset=epoch)
             if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
                 set_epoch(epoch)
             found = np.asarray([int(index) for index in self._sampler], dtype=np.int64)
@@ -104,16 +103,6 @@ class SamplerDraws:
             expected = f"must give {self.size:,} samples, of 0 to {self._dataset_size - 1:,}"
             raise BadInputError("train_loader", "", f"its sampler {self._name} {expected}")
         return found
-
-
-@contextmanager
-def _kept(generator: torch.Generator | None) -> Iterator[None]:
-    state = None if generator is None else generator.get_state()
-    try:
-        yield
-    finally:
-        if generator is not None and state is not None:
-            generator.set_state(state)
 
 
 class _Listed:

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ddp_runner.values.generators import mix64
+
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
@@ -22,13 +24,6 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 _ROUNDS = 12
 _ROUNDS_OF_FEW = 24
 _FEW = 4096
-
-
-def mix64(value: int) -> int:
-    """Scramble 64 bits one-to-one. Source: the finaliser of splitmix64 (Steele et al., 2014)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 def _mix64_array(values: _Words) -> _Words:

@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.data.loader_faults import fault_of_failure
 from ddp_runner.data.loader_repair import DataRepair
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.permutation import Indices
 from ddp_runner.data.source import Cut, MicroBatch, NotCopiedError, Source, copied, micro_batches_of
-from ddp_runner.data.stream_state import from_plain, to_plain
 from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.fetch import SampleFailed, failed, seed_generators, seeding_base
 from ddp_runner.data.workers.shard_reader import ShareKey
+from ddp_runner.values.generators import generators_kept
+from ddp_runner.values.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

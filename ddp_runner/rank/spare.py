@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +42,7 @@ from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import Stepper, StepRules, Votes
+from ddp_runner.values.generators import generators_kept
 
 _WIDTH = 8
 _SAMPLES = 2
@@ -145,11 +144,8 @@ def _random_numbers_untouched() -> Iterator[None]:
     # INVARIANT same-numbers: a rank that was a spare draws what any fork of the zygote would, also in
     # user code that seeds nothing. Broken if: the toy's numbers come from the global generators.
     # Guarded by: test_warming_up_changes_no_random_number.
-    hosts = random.getstate(), np.random.get_state()  # noqa: NPY002 - users' code may draw from it
-    with torch.random.fork_rng(devices=()):
+    with generators_kept():
         yield
-    random.setstate(hosts[0])
-    np.random.set_state(hosts[1])  # noqa: NPY002
 
 
 def _toy(settings: Settings, device: torch.device) -> TrainState:

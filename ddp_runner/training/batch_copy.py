@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_runner.data.loader import Loader, MicroBatch
+from ddp_runner.values.nested import IN_BATCH, OF_BATCH, rebuilt, tensors_in
 
 
 def to_device(batch: Any, device: torch.device, *, asks_objects: bool = True) -> Any:
@@ -21,24 +20,17 @@ def to_device(batch: Any, device: torch.device, *, asks_objects: bool = True) ->
     """
     if device.type == "cpu":
         return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device) if asks_objects else batch
-    return _with_parts(batch, partial(to_device, device=device, asks_objects=asks_objects))
+
+    def moved(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.to(device, non_blocking=True)
+        return one.to(device) if asks_objects and _moves_itself(one) else one
+
+    return rebuilt(batch, moved, OF_BATCH, is_leaf=_moves_itself)
 
 
-def _with_parts(batch: Any, moved: Callable[[Any], Any]) -> Any:
-    if isinstance(batch, Mapping):
-        return {key: moved(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(moved, batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map(moved, batch))
-    if is_dataclass(batch) and not isinstance(batch, type):
-        parts = {one.name: getattr(batch, one.name) for one in fields(batch) if one.init}
-        return replace(batch, **{name: moved(part) for name, part in parts.items()})
-    return batch
+def _moves_itself(one: Any) -> bool:
+    return callable(getattr(one, "to", None))
 
 
 class CopyAhead:
@@ -84,14 +76,4 @@ def copy_ahead(device: torch.device, loader: Loader) -> CopyAhead | None:
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """All tensors in a batch."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from tensors_of(getattr(value, one.name))
+    return tensors_in(value, IN_BATCH)

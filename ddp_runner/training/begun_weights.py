@@ -18,9 +18,9 @@ from ddp_runner.checkpoint.weights import StoredWeights, read_weights
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.hub import is_of_hub
 from ddp_runner.core.settings import Settings
-from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.components.start_weights import filled
 from ddp_runner.training.task_import import load_task
+from ddp_runner.values.generators import seed_all
 
 _OPTION = "--init-from"
 _SHOWN_MAX = 300

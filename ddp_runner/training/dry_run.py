@@ -37,9 +37,8 @@ from ddp_runner.observe.dry_run_report import (
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.system.user_errors import traceback_text
-from ddp_runner.training.batch_copy import to_device
+from ddp_runner.training.batch_copy import tensors_of, to_device
 from ddp_runner.training.components.optimizer import bytes_to_come
-from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.exactness.drill import Aside
 from ddp_runner.training.loaders import make_loader
 from ddp_runner.training.runtime import RankInfo
@@ -47,6 +46,7 @@ from ddp_runner.training.state import TrainState
 from ddp_runner.training.train_report import block_of, start_notes
 from ddp_runner.training.whole_state import note_begin
 from ddp_runner.training.workload import TaskWorkload, build_workload, start_fresh
+from ddp_runner.values.generators import seed_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ def _compute(built: _Built, micro_batch: MicroBatch) -> tuple[float, MemoryFacts
         torch.cuda.reset_peak_memory_stats(device)
     batch = to_device(micro_batch.batch, device)
     weights = _storages((*state.model.parameters(), *state.model.buffers()), device)
-    given = _storages(_tensors(batch), device)
+    given = _storages(tensors_of(batch), device)
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -239,17 +239,6 @@ def _storages(tensors: Any, device: torch.device) -> dict[int, int]:
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return found
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _modules(model: nn.Module) -> Iterator[ModuleFacts]:

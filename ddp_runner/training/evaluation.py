@@ -25,12 +25,12 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.components.precision import Precision
-from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loaders import make_validation_loader
 from ddp_runner.training.measuring import Meter
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.task import Task
+from ddp_runner.values.generators import seed_step
 
 # Ranks agree this often whether to go on, so that a stop need not wait for a long evaluation.
 BATCHES_PER_ROUND = 8

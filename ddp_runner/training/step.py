@@ -23,9 +23,9 @@ from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.commit import Commit
 from ddp_runner.training.components.loss_spikes import Limits
 from ddp_runner.training.components.lr_schedule import apply_learning_rate, learning_rate
-from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
 from ddp_runner.training.state import TrainState
+from ddp_runner.values.generators import seed_step
 
 COPY_VOTE = 0.5  # of rank 0 alone; a vote for a save is 1
 _NO_VOTES = (0.0,) * len(Signal)

@@ -6,12 +6,10 @@ Evaluates nothing but one batch, and that only where a name must be known.
 from __future__ import annotations
 
 import contextlib
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import default_collate
@@ -37,6 +35,7 @@ from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.measuring import Alone, Meter, user_fault
 from ddp_runner.training.task import Datasets, Task
+from ddp_runner.values.generators import device_generators, generators_kept
 
 OPTION = "checkpoint.monitor"
 DEFAULT_COLLATE = (
@@ -179,15 +178,11 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Random numbers, buffers and mode of the model are put back at the end."""
     was_training = model.training
     buffers = [(one, one.clone()) for one in model.buffers()]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - users' code draws from it
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+        with torch.no_grad(), generators_kept(also=device_generators()):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002 - as above
         model.train(was_training)
         with torch.no_grad():
             for live, was in buffers:

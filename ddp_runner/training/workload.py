@@ -44,7 +44,6 @@ from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.recompute import checkpoint_activations
-from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.components.start_weights import frozen_entries
 from ddp_runner.training.components.tuning import Tuning, searches_at_first
 from ddp_runner.training.described import described
@@ -78,6 +77,7 @@ from ddp_runner.training.validation_data import (
     monitor_for,
     refuse_unfit_validation,
 )
+from ddp_runner.values.generators import seed_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_runner.collective import state_header, transfer
+from ddp_runner.collective import transfer
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.transfer import receive_state, send_state
+from ddp_runner.values.nested import SENT, Hole, put_back, take_out
 from tests.processes import hosted_store, poll, ranks, run_ranks
 
 from .joining import freed_after_s, is_stopped, join, trip_when_asked
@@ -78,7 +79,7 @@ def as_plain(value):
 
 def _groups_of(state):
     tensors = []
-    state_header.take_out(state, tensors)
+    take_out(state, tensors, SENT, once=True)
     return transfer._groups([tensor.numel() * tensor.element_size() for tensor in tensors])
 
 
@@ -228,10 +229,10 @@ class _Calls:
 def test_tensors_that_are_alike_are_described_once():
     """By one object, which a header has once: of ten thousand parameters few differ."""
     tensors = [torch.zeros(4) for _ in range(500)] + [torch.zeros(4, dtype=torch.int32)]
-    described = state_header.described_as(tensors)
+    described = transfer.described_as(tensors)
     assert described[0] is described[499]
-    assert described[500] == state_header.Description(torch.int32, (4,), False)
-    holes = [state_header.Hole(number) for number in range(len(tensors))]
+    assert described[500] == transfer.Description(torch.int32, (4,), False)
+    holes = [Hole(number) for number in range(len(tensors))]
     assert len(pickle.dumps((holes, described))) < 20 * len(tensors)
 
 
@@ -244,11 +245,11 @@ def test_tied_weights_are_sent_once_and_views_of_them_each():
         "empty": [torch.empty(0), torch.empty(0), torch.empty(0, 2)],
     }
     tensors = []
-    skeleton = state_header.take_out(state, tensors)
+    skeleton = take_out(state, tensors, SENT, once=True)
     assert len(tensors) == 7
     assert not any(one.requires_grad for one in tensors)
     assert skeleton["tied"][0] is skeleton["tied"][1]
-    back = state_header.put_back(skeleton, tensors)
+    back = put_back(skeleton, tensors, SENT)
     for name, made in state.items():
         for one, other in zip(made, back[name], strict=True):
             assert (one.dtype, one.shape, one.stride()) == (
@@ -276,12 +277,13 @@ def _names_global(module, name):
         ("torch", "load"),
         ("torch.hub", "load"),
         ("ddp_runner.collective.transfer", "pickle.loads"),
+        ("ddp_runner.values.nested", "rebuilt"),
     ],
 )
 def test_a_header_that_names_anything_else_is_refused(module, name):
     """A peer can send tensors and plain values; it cannot have code looked up, let alone run."""
     with pytest.raises(pickle.UnpicklingError):
-        state_header.OwnTypes(io.BytesIO(_names_global(module, name))).load()
+        transfer.OwnTypes(io.BytesIO(_names_global(module, name))).load()
 
 
 def test_a_header_cannot_run_a_command(tmp_path):
@@ -289,17 +291,17 @@ def test_a_header_cannot_run_a_command(tmp_path):
     witness = tmp_path / "ran"
     header = pickle.dumps((_Calls(os.system, f"touch {witness}"), []))
     with pytest.raises(pickle.UnpicklingError):
-        state_header.OwnTypes(io.BytesIO(header)).load()
+        transfer.OwnTypes(io.BytesIO(header)).load()
     assert not witness.exists()
 
 
 def test_a_header_of_our_own_is_read():
     """Control: every dtype's description comes back as it was."""
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
-    described = [state_header.Description(dtype, (2, 3), False) for dtype in dtypes]
-    header = pickle.dumps(({"a": [state_header.Hole(0)]}, described))
-    assert state_header.OwnTypes(io.BytesIO(header)).load() == (
-        {"a": [state_header.Hole(0)]},
+    described = [transfer.Description(dtype, (2, 3), False) for dtype in dtypes]
+    header = pickle.dumps(({"a": [Hole(0)]}, described))
+    assert transfer.OwnTypes(io.BytesIO(header)).load() == (
+        {"a": [Hole(0)]},
         described,
     )
 

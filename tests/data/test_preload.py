@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ddp_runner.data.host_generators import generator_states
 from ddp_runner.data.preload.memory import (
     Filling,
     OtherSamplesError,
@@ -28,6 +27,7 @@ from ddp_runner.data.preload.memory import (
 from ddp_runner.data.preload.packing import ALIGNMENT, new_memory, pack, unpack
 from ddp_runner.data.preload.reading import PROBES, TRIES, NoRoomError, NotKeptError, Reading
 from ddp_runner.data.workers.fetch import BatchKey, SampleReader
+from ddp_runner.values.generators import generator_states
 from tests.processes import poll
 
 ROOM = 10**12

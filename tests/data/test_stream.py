@@ -19,7 +19,7 @@ from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.data.loader import Loader
 from ddp_runner.data.source import Cut
 from ddp_runner.data.stream import READ_AGAIN, StreamOrder, StreamPosition, StreamSource
-from ddp_runner.data.stream_state import from_plain, to_plain
+from ddp_runner.values.plain import from_plain, to_plain
 
 BATCH = 6
 LENGTH = 20  # three global batches an epoch, and two items that are dropped

@@ -306,7 +306,7 @@ MUTATIONS = (
         "handles-in-workers",
         "if self._has_workers:",
         "if False:",
-        after="source = SampleSource(dataset, seed=seed, collate=list)",
+        after="source = SampleReader(dataset, seed=seed, collate=list)",
     ),
     _break(
         "length-from-the-start",

@@ -18,7 +18,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RunSettings
 from ddp_runner.training.compiling import GRAPHS_MAX, Compiler, why_kernels_vary
 from ddp_runner.training.components.recompute import checkpoint_activations, compiled_parts
-from ddp_runner.training.components.rng import seed_all, seed_step
+from ddp_runner.values.generators import seed_all, seed_step
 from tests.processes import run_ranks
 from tests.scenarios.layered import Layered
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ddp_runner.training.components.lr_schedule import learning_rate
-from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.step import Votes
+from ddp_runner.values.generators import seed_step
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks
 

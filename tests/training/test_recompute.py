@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.training.components.recompute import checkpoint_activations
-from ddp_runner.training.components.rng import seed_all, seed_step
+from ddp_runner.values.generators import seed_all, seed_step
 
 WIDTH = 8
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.collective.other_forward import with_forward
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.values.generators import HostGenerators
 
 OPTION = "memory.activation_checkpointing"
 _NAMES_SHOWN = 3
@@ -238,7 +237,7 @@ class _Surroundings:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._numbers: Any = None
+        self._numbers: HostGenerators | None = None  # at the first forward
         self._before: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
 
     def contexts(
@@ -249,7 +248,8 @@ class _Surroundings:
 
     @contextlib.contextmanager
     def _first(self) -> Iterator[None]:
-        self._numbers = _numbers()
+        # torch.utils.checkpoint gives torch's own back.
+        self._numbers = HostGenerators(with_torch=False)
         held = [
             (module._buffers, key, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001
             for module in self._module.modules()
@@ -267,9 +267,10 @@ class _Surroundings:
 
     @contextlib.contextmanager
     def _second(self) -> Iterator[None]:
-        numbers = _numbers()
+        numbers = HostGenerators(with_torch=False)
         after = [(owner, key, owner.get(key)) for owner, key, _ in self._before]
-        _set_numbers(self._numbers)
+        assert self._numbers is not None, "the first forward comes before"
+        self._numbers.give_back()
         for owner, key, copy in self._before:
             owner[key] = copy.clone()
         try:
@@ -277,14 +278,4 @@ class _Surroundings:
         finally:
             for owner, key, buffer in after:
                 owner[key] = buffer
-            _set_numbers(numbers)
-
-
-def _numbers() -> tuple[Any, Any]:
-    """Where Python's and NumPy's global generators are."""
-    return random.getstate(), np.random.get_state()  # noqa: NPY002 - users' code draws from it
-
-
-def _set_numbers(numbers: tuple[Any, Any]) -> None:
-    random.setstate(numbers[0])
-    np.random.set_state(numbers[1])  # noqa: NPY002
+            numbers.give_back()

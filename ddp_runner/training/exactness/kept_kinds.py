@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import random
 import weakref
 from array import array
 from collections.abc import Callable, Iterable
@@ -19,8 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.data.stream_state import to_plain
 from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.values.generators import (
+    generator_kind,
+    new_generator,
+    read_generator,
+    set_generator,
+)
+from ddp_runner.values.plain import to_plain
 
 _PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
 GENERATOR, BUFFER, MEMBER = (
@@ -312,7 +317,7 @@ def has_pointers(kind: Any) -> bool:
 
 
 class GeneratorState(Kept):
-    """Where a random generator stands. ``kind``: a key of ``_GENERATORS``; ``own``: its class, where that is the user's."""
+    """Where a random generator stands. ``kind``: a key of ``GENERATOR_TYPES``; ``own``: its class, where that is the user's."""
 
     def __init__(self, kind: str, state: Any, own: str = "") -> None:
         self._kind = kind
@@ -323,22 +328,21 @@ class GeneratorState(Kept):
     def of(cls, kind: str, value: Any) -> GeneratorState:
         """Where ``value`` stands now."""
         is_own = type(value).__module__.partition(".")[0] not in ("random", "numpy", "torch")
-        return cls(kind, _GENERATORS[kind][0](value), type(value).__qualname__ if is_own else "")
+        return cls(kind, read_generator(kind, value), type(value).__qualname__ if is_own else "")
 
     def is_in(self, value: Any) -> bool:
         """As :class:`Kept`."""
         if generator_kind(value) != self._kind:
             return False
-        return repr_of_state(_GENERATORS[self._kind][0](value)) == repr_of_state(self._state)
+        return repr_of_state(read_generator(self._kind, value)) == repr_of_state(self._state)
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
         """As :class:`Kept`."""
-        _, give, make = _GENERATORS[self._kind]
         is_there = generator_kind(live) == self._kind
         if not is_there and self._own:
             raise NotPlainError(f"{self._own} that is not there yet")
-        generator = live if is_there else make(self._state)
-        give(generator, self._state)
+        generator = live if is_there else new_generator(self._kind, self._state)
+        set_generator(self._kind, generator, self._state)
         return generator
 
     def plain(self) -> Any:
@@ -379,56 +383,3 @@ def repr_of_state(state: Any) -> str:
     if isinstance(state, np.ndarray):
         return state.tobytes().hex()
     return repr(state)
-
-
-def generator_kind(value: Any) -> str:
-    """Empty for what is no generator, or has no state of its own: the system's."""
-    for name, kind in _GENERATOR_TYPES.items():
-        if issubclass(type(value), kind) and not isinstance(value, random.SystemRandom):
-            return name
-    return ""
-
-
-def _set_numpy_state(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
-def _bit_generator(state: Any) -> Any:
-    return getattr(np.random, state["bit_generator"])()
-
-
-def _set_bit_state(generator: Any, state: Any) -> None:
-    generator.state = state
-
-
-_GENERATOR_TYPES: dict[str, type] = {
-    "torch": torch.Generator,
-    "random": random.Random,
-    "numpy": np.random.Generator,
-    "numpy.RandomState": np.random.RandomState,
-    "numpy.BitGenerator": np.random.BitGenerator,
-}
-# How to read, set and make each.
-_GENERATORS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None], Any]] = {
-    "torch": (
-        lambda generator: generator.get_state(),
-        lambda generator, state: generator.set_state(state),
-        lambda _: torch.Generator(),
-    ),
-    "random": (
-        lambda generator: generator.getstate(),
-        lambda generator, state: generator.setstate(state),
-        lambda _: random.Random(),  # noqa: S311 - no secrets
-    ),
-    "numpy": (
-        lambda generator: generator.bit_generator.state,
-        _set_numpy_state,
-        lambda state: np.random.Generator(_bit_generator(state)),
-    ),
-    "numpy.RandomState": (
-        lambda generator: generator.get_state(),
-        lambda generator, state: generator.set_state(state),
-        lambda _: np.random.RandomState(),
-    ),
-    "numpy.BitGenerator": (lambda generator: generator.state, _set_bit_state, _bit_generator),
-}

@@ -1,6 +1,6 @@
 """What forward and loss change beside the optimizer: found by looking, then kept, put back, sent, saved.
 
-That is what hangs on the modules of the model, on the task and on what the task holds (``holders``): tensors
+That is what hangs on the modules of the model, on the task and on what the task holds (``object_graph``): tensors
 that are no parameters and no saved buffers, numbers, lists, random generators, extra state. The model's own
 state dict is not touched: see ``buffers`` for what of it a step changes. What an iterator has given cannot be
 seen: it is named.
@@ -18,15 +18,6 @@ from torch.utils.data import Dataset
 
 from ddp_runner.checkpoint.entry_names import bare_names
 from ddp_runner.core.classify import lacks_memory
-from ddp_runner.training.exactness.holders import (
-    Closed,
-    attributes_of,
-    is_opaque,
-    objects_in,
-    own_classes,
-    remove_attribute,
-    write_attribute,
-)
 from ddp_runner.training.exactness.kept_kinds import GivingBack, Kept, NotPlainError, TensorCopy
 from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import (
@@ -36,6 +27,15 @@ from ddp_runner.training.exactness.values import (
     kept_of,
     mark_shared,
     wired,
+)
+from ddp_runner.values.object_graph import (
+    Closed,
+    attributes_of,
+    is_opaque,
+    objects_in,
+    own_classes,
+    remove_attribute,
+    write_attribute,
 )
 
 LOOK_SHARE = 0.002  # of a step's time, for looking at what has not changed so far

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ddp_runner.core.classify import lacks_memory
-from ddp_runner.data.stream_state import from_plain
 from ddp_runner.training.exactness.kept_kinds import (
     BUFFER,
     C_VALUES,
@@ -41,10 +40,11 @@ from ddp_runner.training.exactness.kept_kinds import (
     Received,
     Seen,
     TensorCopy,
-    generator_kind,
     has_pointers,
 )
 from ddp_runner.training.exactness.traces import Trace
+from ddp_runner.values.generators import generator_kind
+from ddp_runner.values.plain import from_plain
 
 ENTRIES_MAX = 100_000  # of one list or dict that is kept
 NODES_MAX = 250_000  # of what is kept under one name, numbers in a list of numbers aside

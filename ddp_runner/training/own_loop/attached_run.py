@@ -26,7 +26,6 @@ from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, StopRea
 from ddp_runner.core.faults import FaultError, ReportedFaultError
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
-from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.engine import Engine
 from ddp_runner.training.exactness.first_step import report_lost_names
 from ddp_runner.training.own_loop.batches import KeptLoader, length_of, why_alike, why_spawned
@@ -40,6 +39,7 @@ from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.prepare import prepare
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.train_report import TrainReport
+from ddp_runner.values.generators import seed_all
 
 _Function = TypeVar("_Function", bound=Callable[[], Any])
 _DDP_OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb")

@@ -27,9 +27,10 @@ from torch.utils.data import (
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import Loader
-from ddp_runner.training.components.rng import seed_all, seed_step
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.own_loop.misuse import misuse
+from ddp_runner.values.generators import seed_all, seed_offset, seed_step
+from ddp_runner.values.nested import PLAIN, SENT, rebuilt, tensors_in
 
 _ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind
@@ -298,7 +299,7 @@ class OwnBatches:
                 set_epoch(number)
         for generator in self._generators():
             first = self._first_seeds.setdefault(id(generator), generator.initial_seed())
-            generator.manual_seed((first + number) % 2**63)
+            seed_offset(generator, first=first, offset=number)
         seed_all(self._seed + 1)
         seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)
         self._drawn = iter(self._batches)
@@ -358,27 +359,19 @@ def _handed(value: Any, *, on_shared: Callable[[str], None]) -> Any:
     Of other types it is a copy: nobody sees whether such a one was changed. ``on_shared`` is called with the
     name of a type of which there can be none.
     """
-    if isinstance(value, Tensor):
-        return value
-    if type(value) is dict:
-        return {key: _handed(one, on_shared=on_shared) for key, one in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_handed(one, on_shared=on_shared) for one in value))
-    if type(value) in (list, tuple):
-        return type(value)(_handed(one, on_shared=on_shared) for one in value)
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - whatever a type of the loop's own raises; then it is shared
-        on_shared(type(value).__name__)
-        return value
+
+    def own(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one
+        try:
+            return copy.deepcopy(one)
+        except Exception:  # noqa: BLE001 - whatever a type of the loop's own raises; then it is shared
+            on_shared(type(one).__name__)
+            return one
+
+    return rebuilt(value, own, PLAIN)
 
 
 def _versions(value: Any) -> list[int]:
     """Torch's counts of changes of the tensors in a batch."""
-    if isinstance(value, Tensor):
-        return [value._version]  # noqa: SLF001 - as autograd
-    if isinstance(value, dict):
-        return [version for one in value.values() for version in _versions(one)]
-    if isinstance(value, (list, tuple)):
-        return [version for one in value for version in _versions(one)]
-    return []
+    return [one._version for one in tensors_in(value, SENT)]  # noqa: SLF001 - as autograd

@@ -30,7 +30,6 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.training.commit import Agreed, Commit
 from ddp_runner.training.components.buffers import is_spread
-from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.exactness.kept_kinds import Kept
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.own_loop.declared import LOSS, LeaveBlock, OwnLoop
@@ -40,6 +39,7 @@ from ddp_runner.training.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.session import Outcome, StepInHand
 from ddp_runner.training.step import StepResult, Votes, agreed_save, agreed_stop, as_signals
 from ddp_runner.training.use_figures import memory_figures
+from ddp_runner.values.generators import seed_step
 
 _COUNTED_TO = 4096  # steps, modulo which ranks show each other where they are: exact in float32
 _BEFORE_STEPS = -1  # in the place of a micro-step, for functions that are called between steps
