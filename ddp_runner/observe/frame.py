@@ -1,12 +1,13 @@
-"""Layout of the live display: a view and a size in, what rich draws out. Knows no terminal."""
+"""Layout of the live display: a view in, lines for a console out. Writes nothing."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Group
+from rich.console import Console, Group, OverflowMethod, RenderableType
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.segment import Segment
+from rich.table import Column, Table
 from rich.text import Text
 
 from ddp_runner.observe import format as fmt
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from ddp_runner.observe.view import FaultView, NodeView, RunView
 
-WIDTH_MIN = 40
+_WIDTH_MIN = 40
 _WIDTH_MAX = 120  # wider lines are harder to read, not easier
 _TABLE_LINES_MIN = 4
 _ROWS_KEPT = 7  # of ranks, before there are lines about older faults
@@ -45,42 +46,44 @@ _STALE_S = 20.0  # a driver's last word is that old: it is said
 _LINES_ALWAYS = 6  # blank, header, bar, figures, blank, titles
 
 
-def frame_columns(width: int) -> int:
-    """How many columns the frame takes of a terminal with ``width`` of them."""
-    return max(WIDTH_MIN, min(width - 1, _WIDTH_MAX))
-
-
-def frame(view: RunView, *, width: int, lines_max: int, unicode: bool = True) -> Group:
-    """The display as at most ``lines_max`` lines (10 at least) of ``frame_columns(width)`` columns.
-
-    Whoever draws it gives it that width; ``unicode``: whether a curve may be of more than ASCII.
-    """
-    width = frame_columns(width)
+def frame(view: RunView, console: Console, *, lines_max: int) -> list[list[Segment]]:
+    """The display on ``console``: at most ``lines_max`` lines (10 at least), each as wide as there is room for."""
+    width = max(_WIDTH_MIN, min(console.width - 1, _WIDTH_MAX))
     lines_max = max(_LINES_ALWAYS + _TABLE_LINES_MIN, lines_max)
-    lines = [Text(), _header(view, width), _bar(view, width), _figures(view, width)]
+    unicode = not console.options.ascii_only
+    overflow: OverflowMethod = "ellipsis" if unicode else "crop"
+    lines: list[RenderableType] = [
+        Text(),
+        _header(view, width, overflow),
+        _bar(view, width),
+        _figures(view, width),
+    ]
     # What there is to say beside goes before rows of ranks, but for some that are always there.
     rows = min(len(view.ranks), _ROWS_KEPT)
     for said in _beside(view, width, unicode=unicode):
         if len(lines) + 2 + rows < lines_max:
             lines.append(said)
     lines.append(Text())
-    return Group(*lines, *rank_table(view, width=width, lines_max=lines_max - len(lines)))
+    lines += rank_table(view, width=width, lines_max=lines_max - len(lines))
+    options = console.options.update(width=width, no_wrap=True, overflow=overflow)
+    return console.render_lines(Group(*lines), options, pad=False)
 
 
-def _header(view: RunView, width: int) -> Text:
+def _header(view: RunView, width: int, overflow: OverflowMethod) -> Text:
     left = line((f" {view.title}", STRONG), (f"  {view.run_id}", QUIET))
     right = line(
         (view.state, STYLE_OF_STATE.get(view.state, PLAIN)),
         (f"  generation {view.generation}  ", QUIET),
         fmt.clock(view.elapsed_s),
     )
+    # What does not fit is cut from the left, and the end of the line stays where it is.
+    left.truncate(width - right.cell_len - 1, overflow=overflow)
     return _both_ends(left, right, width)
 
 
 def _both_ends(left: Text, right: Text, width: int) -> Text:
-    """One line of both; what does not fit is cut from the end of ``left``."""
-    left.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis", pad=True)
-    return left.append(" ").append_text(right)
+    left.pad_right(max(1, width - left.cell_len - right.cell_len))
+    return left.append_text(right)
 
 
 def _bar(view: RunView, width: int) -> Table:
@@ -98,7 +101,7 @@ def _bar(view: RunView, width: int) -> Table:
         complete_style=done,
         finished_style=done,
     )
-    row = Table.grid(padding=0)
+    row = Table.grid(Column(width=1), Column(width=bar.width), Column(width=len(label)))
     row.add_row(" ", bar, line(label))
     return row
 

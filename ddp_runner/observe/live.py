@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.segment import Segment, SegmentLines, Segments
 
 from ddp_runner.observe.format import printable
-from ddp_runner.observe.frame import frame, frame_columns
+from ddp_runner.observe.frame import frame
 from ddp_runner.observe.progress_report import summary_block
 from ddp_runner.observe.rank_table import BAD, CARE, PLAIN, QUIET
 from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, marked
@@ -60,10 +60,10 @@ class LiveDisplay:
             force_interactive=True,
             legacy_windows=False,
         )
-        # Drawn once for all: it is compared with the next one, and sent again below each line.
-        self._frame: list[list[Segment]] = []
+        # One object for good, so that lines printed above it bring its newest content along.
+        self._frame = SegmentLines([], new_lines=True)
         self._live = Live(
-            get_renderable=lambda: SegmentLines(self._frame, new_lines=True),
+            self._frame,
             console=self._console,
             auto_refresh=False,
             transient=True,
@@ -71,7 +71,6 @@ class LiveDisplay:
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        self._unicode = "utf" in self._out.encoding.lower()
         self._held = HeldLines()
         self._interval_s = 1.0 / refreshes_per_s
         self._now_s = now_s
@@ -91,13 +90,11 @@ class LiveDisplay:
         if now_s - self._drawn_at_s < self._interval_s or self._out.busy or self._out.broken:
             return
         self._drawn_at_s = now_s
-        width, height = self._console.size
+        height = self._console.height
         lines_max = min(height - 1, int(height * _FRAME_SHARE))
-        content = frame(view, width=width, lines_max=lines_max, unicode=self._unicode)
-        options = self._console.options.update(width=frame_columns(width))
-        lines = self._console.render_lines(content, options, pad=False)
-        if lines != self._frame or len(self._held):
-            self._frame = lines
+        lines = frame(view, self._console, lines_max=lines_max)
+        if lines != self._frame.lines or len(self._held):
+            self._frame.lines = lines
             self._draw()
 
     def line(self, text: str, *, level: str) -> None:
