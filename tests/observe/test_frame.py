@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from rich.cells import cell_len
 
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.progress_report import (
@@ -105,6 +106,31 @@ def test_unknown_figures_are_dashes():
 def test_a_terminal_without_unicode_gets_ascii():
     """The ASCII frame has no other characters."""
     assert "".join(text_of(drawn(run_view(), encoding="ascii"))).isascii()
+
+
+def test_wide_characters_take_two_columns():
+    """A title of them moves nothing to its right, and what is cut says so."""
+    lines = drawn(run_view(title="模型" * 20), width=60)
+    assert cell_len(text_of(lines)[1]) == 59
+    assert "… running" in text_of(lines)[1]
+
+
+def test_text_of_a_run_is_one_line_and_nothing_to_obey():
+    """Neither a line end, a tab nor an escape sequence gets to the terminal from the name of a task."""
+    lines = text_of(drawn(run_view(title="a\nb\tc\x1b[2J[red]")))
+    assert lines[1].startswith(r" a b c\x1b[2J[red]  20261120-194720-ab12")
+    assert len(lines) == len(text_of(drawn(run_view())))
+
+
+def test_without_colours_the_rest_of_the_bar_is_blank(monkeypatch):
+    """Else it would look like what is done."""
+    bars = {}
+    for value in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", value)
+        bars[value] = text_of(drawn(run_view(step=0)))[2]
+    assert "━" in bars[""]
+    assert "━" not in bars["1"]
+    assert len(bars[""]) == len(bars["1"])
 
 
 FIGURES = {"all/loss": 2.5, "all/accuracy": 0.75, "bach/loss": 3.25, "bach/accuracy": 0.5}
