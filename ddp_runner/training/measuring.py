@@ -29,6 +29,7 @@ from ddp_runner.training.metric_state import (
     form_of,
     is_whole,
     joined_form,
+    kind_of,
     prepare,
     unflat,
 )
@@ -243,10 +244,7 @@ def _refuse_name(settings: Settings, name: object) -> None:
 
 
 def _kind(value: object) -> str:
-    if value is None:
-        return "None (is a return missing?)"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    return "None (is a return missing?)" if value is None else kind_of(value)
 
 
 def _refused(settings: Settings, what: str) -> BadInputError:

@@ -67,7 +67,7 @@ class MetricState:
             kept = self._others.get(path)
             if kept is None or not kept.is_in(value):
                 raise NotSummableError(
-                    f"{path}, which update() changes, is {_kind(value)}: only tensors and numbers that add up"
+                    f"{path}, which update() changes, is {kind_of(value)}: only tensors and numbers that add up"
                     " can be summed over ranks"
                 )
         return found
@@ -260,7 +260,7 @@ def _is_put_together(reduction: object) -> bool:
 def _parts_of(path: str, value: Any) -> Parts:
     parts = [value] if isinstance(value, Tensor) else value
     if not isinstance(parts, list) or not all(isinstance(one, Tensor) for one in parts):
-        raise NotSummableError(f"{path} is {_kind(value)}, no tensor or list of tensors")
+        raise NotSummableError(f"{path} is {kind_of(value)}, no tensor or list of tensors")
     if any(one.is_complex() for one in parts):
         raise NotSummableError(f"{path} has complex numbers")
     return parts
@@ -275,6 +275,7 @@ def _refuse_unknown(key: str, reduction: object) -> None:
         )
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Its type, for a sentence: ``a list``."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
