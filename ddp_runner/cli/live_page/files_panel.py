@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from nicegui import run, ui
 
-from ddp_runner.cli.live_page.checkpoint_rows import COLUMNS, checkpoint_rows
-from ddp_runner.cli.live_page.verification import Verifications
+from ddp_runner.cli.live_page.verification import COLUMNS, Verifications, checkpoint_rows
 from ddp_runner.observe.format import duration, percent, setting_value
 from ddp_runner.observe.history.run_history import RunHistory, SettingRow
 from ddp_runner.observe.reports.text_report import time_parts
