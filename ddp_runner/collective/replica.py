@@ -383,6 +383,11 @@ class Replica:
             self.group.finish_on_device()
             self.group.confirm()
 
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.group.rank
+
     def exchange(self, name: str, value: str) -> list[str]:
         """Every rank's ``value``, by rank; every rank must call it with this ``name``, and not in a step."""
         with waiting_for_peers(self._slot):

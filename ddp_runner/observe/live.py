@@ -9,19 +9,18 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TextIO, cast
 
-from rich.console import Console, ConsoleOptions
+from rich.console import Console
 from rich.live import Live
-from rich.segment import Segment
-from rich.style import Style
+from rich.segment import Segment, SegmentLines, Segments
 
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.frame import frame
-from ddp_runner.observe.frame_spans import ASCII, UNICODE, Glyphs, Line, Role, Span
 from ddp_runner.observe.progress_report import summary_block
+from ddp_runner.observe.rank_table import BAD, CARE, PLAIN, QUIET
 from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, marked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
     from ddp_runner.observe.summary import RunSummary
     from ddp_runner.observe.view import RunView
@@ -30,39 +29,13 @@ REFRESHES_PER_S = 4.0
 _FRAME_SHARE = 0.75  # of the terminal's lines at most: the rest is for what scrolls above
 _FINISH_TIMEOUT_S = 2.0
 _LINES_WAIT_S = 1.0  # longest that a line waits for an update to come along
-_STYLES = {
-    Role.PLAIN: Style.null(),
-    Role.QUIET: Style(dim=True),
-    Role.STRONG: Style(bold=True),
-    Role.GOOD: Style(color="green"),
-    Role.BUSY: Style(color="cyan"),
-    Role.CARE: Style(color="yellow"),
-    Role.BAD: Style(color="red", bold=True),
-}
-_ROLE_OF_LEVEL = {"DEBUG": Role.QUIET, "WARNING": Role.CARE, "ERROR": Role.BAD}
+_STYLE_OF_LEVEL = {"DEBUG": QUIET, "WARNING": CARE, "ERROR": BAD}
 
 
 class _Console(Console):
     def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002 - rich's signature
         """Leave the cursor alone: nothing would bring it back after SIGKILL."""
         return False
-
-
-class _Lines:
-    """A rich renderable of ready-made lines: no measuring, wrapping or markup to pay for."""
-
-    def __init__(self, lines: list[Line], *, last_end: str) -> None:
-        self.lines = lines
-        self.last_end = last_end
-
-    def __rich_console__(self, _console: Console, _options: ConsoleOptions) -> Iterator[Segment]:
-        end = Segment.line()
-        for number, line in enumerate(self.lines):
-            if number:
-                yield end
-            for span in line:
-                yield Segment(printable(span.text), _STYLES[span.role])
-        yield Segment(self.last_end)
 
 
 class LiveDisplay:
@@ -88,7 +61,7 @@ class LiveDisplay:
             legacy_windows=False,
         )
         # One object for good, so that lines printed above it bring its newest content along.
-        self._frame = _Lines([], last_end="")
+        self._frame = SegmentLines([], new_lines=True)
         self._live = Live(
             self._frame,
             console=self._console,
@@ -98,7 +71,6 @@ class LiveDisplay:
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        self._glyphs: Glyphs = UNICODE if "utf" in self._out.encoding.lower() else ASCII
         self._held = HeldLines()
         self._interval_s = 1.0 / refreshes_per_s
         self._now_s = now_s
@@ -118,9 +90,9 @@ class LiveDisplay:
         if now_s - self._drawn_at_s < self._interval_s or self._out.busy or self._out.broken:
             return
         self._drawn_at_s = now_s
-        width, height = self._console.size
+        height = self._console.height
         lines_max = min(height - 1, int(height * _FRAME_SHARE))
-        lines = frame(view, width=width, lines_max=lines_max, glyphs=self._glyphs)
+        lines = frame(view, self._console, lines_max=lines_max)
         if lines != self._frame.lines or len(self._held):
             self._frame.lines = lines
             self._draw()
@@ -147,21 +119,20 @@ class LiveDisplay:
         if summary is not None:
             width = self._console.size.width
             block = summary_block(summary, log_dir=self._log_dir, width=width)
-            self._print([[], *([Span(line)] for line in block)])
+            self._print((text, "INFO") for text in ("", *block))
         self._out.close(timeout_s=_FINISH_TIMEOUT_S)
 
     def _draw(self) -> None:
         held = self._held.take()
         if held:
-            self._print(
-                [
-                    [Span(marked(text, level), _ROLE_OF_LEVEL.get(level, Role.PLAIN))]
-                    for text, level in held
-                ]
-            )
+            self._print(held)
         else:
             self._live.refresh()
 
-    def _print(self, lines: list[Line]) -> None:
+    def _print(self, lines: Iterable[tuple[str, str]]) -> None:
+        segments = []
+        for text, level in lines:
+            style = self._console.get_style(_STYLE_OF_LEVEL.get(level, PLAIN))
+            segments += [Segment(printable(marked(text, level)), style), Segment.line()]
         # Not cropped: the terminal itself wraps a long line, and it can be copied whole.
-        self._console.print(_Lines(lines, last_end="\n"), crop=False, soft_wrap=True)
+        self._console.print(Segments(segments), crop=False, soft_wrap=True)

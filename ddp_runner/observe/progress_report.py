@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe import format as fmt
-from ddp_runner.observe.frame import epoch_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,6 +47,13 @@ def progress_line(view: RunView) -> str:
     if view.eta_s is not None:
         parts.append(f"eta {fmt.duration(view.eta_s)}")
     return "  ".join(parts)
+
+
+def epoch_text(view: RunView) -> str:
+    """``2/10``, or ``2`` where the run goes by steps."""
+    if not view.epochs:
+        return str(view.epoch + 1)
+    return f"{min(view.epoch + 1, view.epochs)}/{view.epochs}"
 
 
 def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]:

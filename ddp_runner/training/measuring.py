@@ -22,11 +22,14 @@ from ddp_runner.training.metric_state import (
     Form,
     MetricState,
     NotSummableError,
+    Parts,
+    State,
     Sum,
     flat,
     form_of,
     is_whole,
     joined_form,
+    kind_of,
     prepare,
     unflat,
 )
@@ -42,6 +45,11 @@ EXPECTED = (
 class OverRanks(Protocol):
     """How ranks hear of each other's part; every rank calls it at the same places."""
 
+    @property
+    def rank(self) -> int:
+        """Its place in what they exchange."""
+        ...
+
     def exchange(self, name: str, value: str) -> list[str]:
         """Every rank's text."""
         ...
@@ -53,6 +61,8 @@ class OverRanks(Protocol):
 
 class Alone:
     """There is no other rank."""
+
+    rank = 0
 
     def exchange(self, name: str, value: str) -> list[str]:
         """Only this one's."""
@@ -146,7 +156,7 @@ class Meter:
     def figures(self, over: OverRanks) -> dict[str, float]:
         """By name, of all ranks' samples, the same on each. Every rank must call it."""
         problem, name = "", ""
-        changes: dict[str, dict[str, Sum]] = {}
+        changes: dict[str, dict[str, State]] = {}
         try:
             for name, state in self._states.items():
                 changes[name] = state.changes()
@@ -161,19 +171,19 @@ class Meter:
             raise _user_error(problems[0])
         found = _means([sums for _, sums, _ in answers])
         if self._states:
-            self._sum_states(changes, [each for _, _, each in answers], over)
+            self._share_states(changes, [each for _, _, each in answers], over)
             for name, one in self._objects.items():
                 found |= _computed(name, one.compute())
                 one.reset()
         return found
 
-    def _sum_states(
+    def _share_states(
         self,
-        changes: Mapping[str, Mapping[str, Sum]],
+        changes: Mapping[str, Mapping[str, State]],
         answers: Sequence[Mapping[str, Mapping[str, Form]]],
         over: OverRanks,
     ) -> None:
-        """Have each object hold what all ranks have added."""
+        """Have each object hold the state of all ranks."""
         forms: dict[tuple[str, str], Form] = {}
         for name in self._states:
             for path in sorted({path for each in answers for path in each[name]}):
@@ -182,13 +192,15 @@ class Meter:
                     forms[name, path] = joined_form(known)
                 except NotSummableError as error:
                     raise _user_error(f"the metric {name!r}, {path}: {error}") from error
-        sums: dict[str, dict[str, Sum]] = {name: {} for name in self._states}
+        of_all: dict[str, dict[str, Sum | list[Parts]]] = {name: {} for name in self._states}
         for whole in (True, False):
             places = [place for place, form in forms.items() if is_whole(form) is whole]
             if not places:
                 continue
             rows = [
-                flat(changes[name].get(path), forms[name, path], device=self._device)
+                flat(
+                    changes[name].get(path), forms[name, path], rank=over.rank, device=self._device
+                )
                 for name, path in places
             ]
             row = torch.cat(rows)
@@ -196,9 +208,9 @@ class Meter:
             for (name, path), numbers in zip(
                 places, torch.split(row, [one.numel() for one in rows]), strict=True
             ):
-                sums[name][path] = unflat(numbers, forms[name, path])
+                of_all[name][path] = unflat(numbers, forms[name, path])
         for name, state in self._states.items():
-            state.take(sums[name])
+            state.take(of_all[name])
 
 
 def _means(answers: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
@@ -232,10 +244,7 @@ def _refuse_name(settings: Settings, name: object) -> None:
 
 
 def _kind(value: object) -> str:
-    if value is None:
-        return "None (is a return missing?)"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    return "None (is a return missing?)" if value is None else kind_of(value)
 
 
 def _refused(settings: Settings, what: str) -> BadInputError:

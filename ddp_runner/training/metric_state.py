@@ -1,13 +1,15 @@
-"""What a metric object holds of one rank's samples, and how that of all ranks comes together: it is summed.
+"""The state of a metric object, of one rank's samples, and how the states of all ranks become one.
 
 An object has ``reset()``, ``update(...)`` and ``compute()``. Its state is what ``update`` changes of its tensors and
-numbers, its own and those of the modules and metric objects in it; of an object that names its states itself
-(``_reductions``, as torchmetrics has it) those. Nothing is imported for it.
+numbers, its own and those of the modules and metric objects in it: the changes of all ranks are summed. An object
+that declares its states by torchmetrics' protocol (``_reductions``: each state with the function that puts those of
+all ranks together) has these states, and sums, largest and smallest values and lists of samples are put together as
+it says. Nothing is imported for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,11 @@ from ddp_runner.training.exactness.values import kept_of
 METHODS = ("reset", "update", "compute")
 _OF_MODULES = frozenset(vars(nn.Module()))
 Sum = Tensor | int | float
+Parts = list[Tensor]  # of a state that is not summed: one rank's tensor, or its list of them
+State = Sum | Parts
 Form = list[Any]  # of a state: its type and, of a tensor, its shape; plain
+_OF_PARTS = "parts"  # the type of a state of which each rank has its own part
+_PUT_TOGETHER = ("max", "min", "cat")  # how the names of torchmetrics' functions end
 
 
 class NotSummableError(TypeError):
@@ -38,16 +44,21 @@ class MetricState:
         """Reset the object, and remember what it then has."""
         self._of.reset()
         self._before, self._others = {}, {}
-        for path, value in self._attributes():
+        for path, value, reduction in self._attributes():
+            if _is_put_together(reduction):
+                continue
             if _is_summed(value):
                 self._before[path] = value.clone() if isinstance(value, Tensor) else value
             else:
                 self._others[path] = kept_of(value, skipped=_is_metric)
 
-    def changes(self) -> dict[str, Sum]:
-        """What updates have added, by path. Raises NotSummableError."""
-        found: dict[str, Sum] = {}
-        for path, value in self._attributes():
+    def changes(self) -> dict[str, State]:
+        """What updates have added, by path; of a state that is not summed all it has. Raises NotSummableError."""
+        found: dict[str, State] = {}
+        for path, value, reduction in self._attributes():
+            if _is_put_together(reduction):
+                found[path] = _parts_of(path, value)
+                continue
             before = self._before.get(path)
             if _is_summed(value):
                 if before is None or _is_other(before, value):
@@ -56,57 +67,75 @@ class MetricState:
             kept = self._others.get(path)
             if kept is None or not kept.is_in(value):
                 raise NotSummableError(
-                    f"{path}, which update() changes, is {_kind(value)}: only tensors and numbers that add up"
+                    f"{path}, which update() changes, is {kind_of(value)}: only tensors and numbers that add up"
                     " can be summed over ranks"
                 )
         return found
 
-    def take(self, sums: Mapping[str, Sum]) -> None:
-        """Have the object hold these sums over all ranks, beside what :meth:`begin` has found."""
+    def take(self, of_all: Mapping[str, Sum | list[Parts]]) -> None:
+        """Have the object hold the state of all ranks: sums, beside what :meth:`begin` has found, or each one's part."""
         owners = _owners(self._of)
-        for path, value in sums.items():
+        for one in owners.values():
+            if (
+                getattr(one, "_update_count", 1) == 0
+            ):  # torchmetrics would warn that nothing is there
+                one._update_count = 1  # noqa: SLF001
+        for path, value in of_all.items():
             owner, _, key = path.rpartition(".")
-            setattr(owners[owner], key, value + _begin_of(self._before.get(path), like=value))
+            one = owners[owner]
+            if isinstance(value, list):
+                parts = [part for of_rank in value for part in of_rank]
+                if not isinstance(getattr(one, key), list):  # else compute() takes them all
+                    reduce = one._reductions[key]  # noqa: SLF001 - by which it declares it
+                    parts = reduce(torch.stack(parts))
+                setattr(one, key, parts)
+                continue
+            setattr(one, key, value + _begin_of(self._before.get(path), like=value))
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
+    def _attributes(self) -> Iterator[tuple[str, Any, Callable[..., Any] | None]]:
+        """Path, value and, where the object declares it, how those of all ranks are put together."""
         for owner, one in _owners(self._of).items():
             prefix = f"{owner}." if owner else ""
             declared = getattr(one, "_reductions", None)
             if isinstance(declared, Mapping):
-                for key in declared:
-                    yield f"{prefix}{key}", getattr(one, key)
+                for key, reduction in declared.items():
+                    yield f"{prefix}{key}", getattr(one, key), reduction
                 continue
             for key, value in vars(one).items():
                 if not (isinstance(one, nn.Module) and key in _OF_MODULES):
-                    yield f"{prefix}{key}", value
+                    yield f"{prefix}{key}", value, None
             if isinstance(one, nn.Module):
                 for key, buffer in one.named_buffers(recurse=False):
-                    yield f"{prefix}{key}", buffer
+                    yield f"{prefix}{key}", buffer, None
 
 
 def prepare(of: Any) -> None:
     """Have an object that sums over ranks by itself, as torchmetrics does, leave that to its owner.
 
-    Raises NotSummableError for one that says of its states that they are not to be summed.
+    Raises NotSummableError for one with a state that depends on how samples are shared out, such as a mean of means.
     """
     for one in _owners(of).values():
         declared = getattr(one, "_reductions", None)
         for key, reduction in declared.items() if isinstance(declared, Mapping) else ():
-            _refuse_other_than_sum(key, reduction)
+            _refuse_unknown(key, reduction)
         if hasattr(one, "sync_on_compute"):
             one.sync_on_compute = False
             one._to_sync = False  # noqa: SLF001 - which it has read the other into
 
 
-def form_of(value: Sum) -> Form:
+def form_of(value: State) -> Form:
     """What a state is, for other ranks: plain."""
+    if isinstance(value, list):
+        return [_OF_PARTS, [form_of(one) for one in value]]
     if isinstance(value, Tensor):
         return [str(value.dtype).removeprefix("torch."), list(value.shape)]
     return [type(value).__name__]
 
 
 def joined_form(forms: Sequence[Form]) -> Form:
-    """The form of the sum of states of these forms. Raises NotSummableError where they do not add up."""
+    """The form of the states of all ranks as one, by rank. Raises NotSummableError where they do not add up."""
+    if forms[0][0] == _OF_PARTS:
+        return [_OF_PARTS, [form[1] for form in forms]]
     shapes = {str(form[1:]) for form in forms}
     if len(shapes) > 1:
         raise NotSummableError(f"it has other shapes on other ranks: {', '.join(sorted(shapes))}")
@@ -119,27 +148,54 @@ def joined_form(forms: Sequence[Form]) -> Form:
 
 
 def is_whole(form: Form) -> bool:
-    """Whether a state of that form is summed in whole numbers."""
+    """Whether a state of that joined form is summed in whole numbers."""
+    if form[0] == _OF_PARTS:
+        return all(is_whole(one) for of_rank in form[1] for one in of_rank)
     return form == ["int"] or (
         len(form) == 2 and not getattr(torch, str(form[0])).is_floating_point
     )
 
 
-def flat(value: Sum | None, form: Form, *, device: torch.device) -> Tensor:
-    """A state as numbers in a row, in the type in which it is summed; None: nothing was added."""
+def flat(value: State | None, form: Form, *, rank: int, device: torch.device) -> Tensor:
+    """A state as numbers in a row, in the type in which it is summed; None: nothing was added.
+
+    Of parts each rank has a place of its own in the row, which is 0 on all others.
+    """
     kind = torch.int64 if is_whole(form) else torch.float64
+    if form[0] == _OF_PARTS:
+        row = torch.zeros(sum(_numbers(form)), dtype=kind, device=device)
+        places = iter(torch.split(row, _numbers(form)))
+        own = iter(value if isinstance(value, list) else ())
+        for of_rank, forms in enumerate(form[1]):
+            for place in (next(places) for _ in forms):
+                if of_rank == rank:
+                    place.copy_(next(own).detach().reshape(-1))
+        return row
     if value is None:
-        size = torch.Size(form[1]).numel() if len(form) == 2 else 1
-        return torch.zeros(size, dtype=kind, device=device)
+        return torch.zeros(_numbers(form)[0], dtype=kind, device=device)
     return torch.as_tensor(value).detach().to(device=device, dtype=kind).reshape(-1)
 
 
-def unflat(numbers: Tensor, form: Form) -> Sum:
-    """The state that stands in such a row."""
+def unflat(numbers: Tensor, form: Form) -> Sum | list[Parts]:
+    """The state that is in such a row; of parts each rank's."""
+    if form[0] == _OF_PARTS:
+        places = iter(torch.split(numbers, _numbers(form)))
+        return [[_shaped(next(places), one) for one in of_rank] for of_rank in form[1]]
     if len(form) == 1:
         number: int | float = numbers.item()
         return number
+    return _shaped(numbers, form)
+
+
+def _shaped(numbers: Tensor, form: Form) -> Tensor:
     return numbers.to(getattr(torch, form[0])).reshape(form[1])
+
+
+def _numbers(form: Form) -> list[int]:
+    """How many numbers a state has; of parts for each one."""
+    if form[0] == _OF_PARTS:
+        return [number for of_rank in form[1] for one in of_rank for number in _numbers(one)]
+    return [torch.Size(form[1]).numel() if len(form) == 2 else 1]
 
 
 def _is_metric(value: object) -> bool:
@@ -192,14 +248,34 @@ def _begin_of(before: Sum | None, *, like: Sum) -> Any:
     return before
 
 
-def _refuse_other_than_sum(key: str, reduction: object) -> None:
-    name = str(getattr(reduction, "__name__", reduction))
-    if not name.endswith("sum"):
+def _name_of(reduction: object) -> str:
+    return str(getattr(reduction, "__name__", reduction))
+
+
+def _is_put_together(reduction: object) -> bool:
+    """Whether the object itself makes one state of those of all ranks: what is summed is none of these."""
+    return reduction is not None and _name_of(reduction).endswith(_PUT_TOGETHER)
+
+
+def _parts_of(path: str, value: Any) -> Parts:
+    parts = [value] if isinstance(value, Tensor) else value
+    if not isinstance(parts, list) or not all(isinstance(one, Tensor) for one in parts):
+        raise NotSummableError(f"{path} is {kind_of(value)}, no tensor or list of tensors")
+    if any(one.is_complex() for one in parts):
+        raise NotSummableError(f"{path} has complex numbers")
+    return parts
+
+
+def _refuse_unknown(key: str, reduction: object) -> None:
+    name = _name_of(reduction)
+    if not name.endswith(("sum", *_PUT_TOGETHER)):
         raise NotSummableError(
-            f"{key} is to be put together by {name}: only states that are summed can be"
+            f"{key} is to be put together by {name}: only states that are summed, the largest or smallest of"
+            " all, or one list of all (sum, max, min, cat) can be"
         )
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Its type, for a sentence: ``a list``."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

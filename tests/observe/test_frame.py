@@ -3,25 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from rich.cells import cell_len
 
 from ddp_runner.core.exits import RunStatus
-from ddp_runner.observe.frame import frame
-from ddp_runner.observe.frame_spans import ASCII, Role
 from ddp_runner.observe.progress_report import (
     FAULTS_SHOWN_MAX,
     fault_sentence,
     progress_line,
     summary_block,
 )
-from tests.observe.views import rank_view, run_summary, run_view
-
-
-def text_of(lines):
-    return ["".join(span.text for span in line) for line in lines]
-
-
-def role_of(lines, text):
-    return next(span.role for line in lines for span in line if span.text.strip() == text)
+from tests.observe.views import drawn, rank_view, run_summary, run_view, style_of, text_of
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 300])
@@ -36,7 +27,7 @@ def test_every_line_fits_the_width(width, world_size):
     view = run_view(
         world_size, ranks=ranks, max_steps=98_765_432, title="t" * 60, samples_per_s=9e9
     )
-    lines = text_of(frame(view, width=width, lines_max=15))
+    lines = text_of(drawn(view, width=width, lines_max=15))
     assert max(len(line) for line in lines) <= max(40, width)
 
 
@@ -44,7 +35,7 @@ def test_every_line_fits_the_width(width, world_size):
 def test_eighty_columns_show_every_column(width):
     """At 80 columns every column of the table is there, and the table is a rectangle."""
     ranks = (rank_view(0), rank_view(1, phase="reduce", phase_age_s=12.3, step=929))
-    lines = text_of(frame(run_view(2, ranks=ranks), width=width, lines_max=15))
+    lines = text_of(drawn(run_view(2, ranks=ranks), width=width, lines_max=15))
     assert "bytes" in lines[1]
     assert "generation 3" in lines[1]
     assert lines[1].endswith("12:34")
@@ -84,13 +75,13 @@ def test_eighty_columns_show_every_column(width):
 def test_colours_distinguish_states():
     """Running is good, recovering needs care, dead is bad; quiet things are quiet."""
     ranks = (rank_view(0), rank_view(1, state="recovering"), rank_view(2, state="dead"))
-    lines = frame(run_view(3, ranks=ranks, faults_total=1, restarts=2), width=80, lines_max=15)
-    assert role_of(lines[6:], "running") is Role.GOOD
-    assert role_of(lines, "recovering") is Role.CARE
-    assert role_of(lines, "dead") is Role.BAD
-    assert role_of(lines, "1 fault, 2 restarts") is Role.CARE
-    quiet = frame(run_view(1), width=80, lines_max=15)
-    assert role_of(quiet, "no faults") is Role.QUIET
+    lines = drawn(run_view(3, ranks=ranks, faults_total=1, restarts=2))
+    assert style_of(lines[6:], "running") == "green"
+    assert style_of(lines, "recovering") == "yellow"
+    assert style_of(lines, "dead") == "bold red"
+    assert style_of(lines, "1 fault, 2 restarts") == "yellow"
+    quiet = drawn(run_view(1))
+    assert style_of(quiet, "no faults") == "dim"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +90,7 @@ def test_colours_distinguish_states():
 )
 def test_the_bar_is_full_only_at_the_end(step, max_steps, text):
     """The share is rounded down, so that 100% means done; an unknown total shows no progress."""
-    bar = text_of(frame(run_view(step=step, max_steps=max_steps), width=80, lines_max=15))[2]
+    bar = text_of(drawn(run_view(step=step, max_steps=max_steps)))[2]
     assert f" {text} " in bar
 
 
@@ -107,14 +98,39 @@ def test_unknown_figures_are_dashes():
     """Before the first step nothing is known, and the display says so."""
     ranks = (rank_view(0, loss=None, samples_per_s=None, data_wait_share=None, rss_bytes=0),)
     view = run_view(1, ranks=ranks, loss=None, samples_per_s=None, eta_s=None, state="starting")
-    lines = text_of(frame(view, width=80, lines_max=15))
+    lines = text_of(drawn(view))
     assert lines[6].split() == ["0", "cpu", "running", "930", "forward", "-", "-", "-", "-"]
     assert "loss -" in lines[3]
 
 
 def test_a_terminal_without_unicode_gets_ascii():
     """The ASCII frame has no other characters."""
-    assert "".join(text_of(frame(run_view(), width=80, lines_max=15, glyphs=ASCII))).isascii()
+    assert "".join(text_of(drawn(run_view(), encoding="ascii"))).isascii()
+
+
+def test_wide_characters_take_two_columns():
+    """A title of them moves nothing to its right, and what is cut says so."""
+    lines = drawn(run_view(title="模型" * 20), width=60)
+    assert cell_len(text_of(lines)[1]) == 59
+    assert "… running" in text_of(lines)[1]
+
+
+def test_text_of_a_run_is_one_line_and_nothing_to_obey():
+    """Neither a line end, a tab nor an escape sequence gets to the terminal from the name of a task."""
+    lines = text_of(drawn(run_view(title="a\nb\tc\x1b[2J[red]")))
+    assert lines[1].startswith(r" a b c\x1b[2J[red]  20261120-194720-ab12")
+    assert len(lines) == len(text_of(drawn(run_view())))
+
+
+def test_without_colours_the_rest_of_the_bar_is_blank(monkeypatch):
+    """Else it would look like what is done."""
+    bars = {}
+    for value in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", value)
+        bars[value] = text_of(drawn(run_view(step=0)))[2]
+    assert "━" in bars[""]
+    assert "━" not in bars["1"]
+    assert len(bars[""]) == len(bars["1"])
 
 
 FIGURES = {"all/loss": 2.5, "all/accuracy": 0.75, "bach/loss": 3.25, "bach/accuracy": 0.5}
@@ -122,7 +138,7 @@ FIGURES = {"all/loss": 2.5, "all/accuracy": 0.75, "bach/loss": 3.25, "bach/accur
 
 def evaluated_line(width, figures, lines_max=15):
     view = run_view(evaluated=figures, evaluated_step=900)
-    lines = text_of(frame(view, width=width, lines_max=lines_max))
+    lines = text_of(drawn(view, width=width, lines_max=lines_max))
     return next((line.strip() for line in lines if line.startswith(" evaluated")), "")
 
 
@@ -144,7 +160,7 @@ def test_ranks_go_before_figures_where_there_is_no_room():
     """A small terminal keeps the rows of its ranks."""
     assert evaluated_line(120, FIGURES, lines_max=10)
     view = run_view(8, evaluated=FIGURES, evaluated_step=900)
-    assert not any("evaluated" in line for line in text_of(frame(view, width=120, lines_max=10)))
+    assert not any("evaluated" in line for line in text_of(drawn(view, width=120, lines_max=10)))
 
 
 def test_progress_line():
@@ -268,7 +284,7 @@ def test_a_start_says_what_it_is_at():
     view = run_view(
         3, ranks=ranks, state="starting", step=0, max_steps=0, doing="building model", doing_s=75.2
     )
-    lines = frame(view, width=80, lines_max=15)
+    lines = drawn(view)
     assert text_of(lines)[2].endswith("  building model 1:15")
     assert "epoch -  loss" in text_of(lines)[3], "how many there are is not known yet"
     assert "90s" not in "".join(text_of(lines))
@@ -277,13 +293,13 @@ def test_a_start_says_what_it_is_at():
         ["starting", "0", "checkpoint"],
         ["waiting", "0", "-"],
     ]
-    assert role_of(lines, "waiting") is Role.QUIET
+    assert style_of(lines, "waiting") == "dim"
 
 
 def test_a_script_has_no_epochs_to_show():
     """Nobody knows of any: its optimizer steps stand for them, in the frame and in the line."""
     view = run_view(2, epochs=None, max_steps=0, step=12, loss=None, eta_s=None)
-    lines = "\n".join(text_of(frame(view, width=80, lines_max=15)))
+    lines = "\n".join(text_of(drawn(view)))
     assert "optimizer steps 12" in lines
     assert "epoch" not in lines
     assert "epoch" not in progress_line(view)

@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.core.gpu_reading import GpuReading
-from ddp_runner.observe.frame import frame
-from ddp_runner.observe.frame_spans import ASCII, UNICODE, Role
 from ddp_runner.observe.loss_history import POINTS_MAX, LossHistory, by_steps
 from ddp_runner.observe.unusual import in_groups, unusual
 from ddp_runner.observe.view import FaultView, GpuView, NodeView
-from tests.observe.views import rank_view, run_view
+from tests.observe.views import drawn, rank_view, run_view, style_of, text_of
 
 MANY = 64
 
@@ -24,12 +22,8 @@ def many(changed=None, **changes):
     return run_view(MANY, ranks=ranks, **changes)
 
 
-def text_of(lines):
-    return ["".join(span.text for span in line) for line in lines]
-
-
-def shown(view, *, width=100, lines_max=30, glyphs=UNICODE):
-    return text_of(frame(view, width=width, lines_max=lines_max, glyphs=glyphs))
+def shown(view, *, width=100, lines_max=30, encoding="utf-8"):
+    return text_of(drawn(view, width=width, lines_max=lines_max, encoding=encoding))
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
@@ -55,7 +49,7 @@ def test_the_frame_fits_whatever_there_is_to_show(width, lines_max, odd):
     lines = shown(view, width=width, lines_max=lines_max)
     assert len(lines) <= max(10, lines_max)
     assert max(map(len, lines)) <= max(40, width)
-    assert "".join(shown(view, width=width, lines_max=lines_max, glyphs=ASCII)).isascii()
+    assert "".join(shown(view, width=width, lines_max=lines_max, encoding="ascii")).isascii()
 
 
 def fault(text="rank 1 killed (SIGKILL)", **changes):
@@ -192,13 +186,13 @@ def test_machines_are_named_with_their_way_and_who_is_gone():
         NodeView(number=2, host="c", is_there=False, round_trip_s=None),
         NodeView(number=-1, host="d", is_there=True, round_trip_s=0.0004),
     )
-    lines = frame(run_view(2, nodes=nodes), width=100, lines_max=20)
+    lines = drawn(run_view(2, nodes=nodes), width=100, lines_max=20)
     said = " nodes 2 of 3 are there, node 2 is not, node 1 b 1.2 ms, 1 more waits for a place"
     assert said in text_of(lines)
     often = replace(nodes[1], losses=3, left_out_s=250.0)
     said = " nodes 1 of 2 are there, node 2 is not (lost 3 times, left out for 4m 10s)"
     assert said in shown(run_view(2, nodes=(often,)))
-    assert [span.role for line in lines for span in line if "2 is not" in span.text] == [Role.BAD]
+    assert style_of(lines, ", node 2 is not") == "bold red"
     many_nodes = tuple(
         NodeView(number=one, host=f"h{one}", is_there=True, round_trip_s=one / 1000)
         for one in range(1, 8)

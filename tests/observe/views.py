@@ -1,8 +1,13 @@
 """Views and summaries for the tests of the displays."""
 
+import io
 from typing import Any
 
+from rich.console import Console
+from rich.segment import Segment
+
 from ddp_runner.core.exits import RunStatus
+from ddp_runner.observe.frame import frame
 from ddp_runner.observe.summary import ExactProof, FaultRecord, RunSummary, TimeShares
 from ddp_runner.observe.view import RankView, RunView
 
@@ -86,3 +91,22 @@ def run_summary(**changes: Any) -> RunSummary:
         "figures": {"validation_bits_per_byte": 2.4971},
     }
     return RunSummary(**{**fields, **changes})
+
+
+def drawn(
+    view: RunView, *, width: int = 80, lines_max: int = 15, encoding: str = "utf-8"
+) -> list[list[Segment]]:
+    """The live display's frame on a terminal with colours."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=width, height=99, force_terminal=True, legacy_windows=False)
+    return frame(view, console, lines_max=lines_max)
+
+
+def text_of(lines: list[list[Segment]]) -> list[str]:
+    """Lines as they are read."""
+    return ["".join(segment.text for segment in line) for line in lines]
+
+
+def style_of(lines: list[list[Segment]], text: str) -> str:
+    """The style of the first piece that is ``text``."""
+    return next(str(one.style) for line in lines for one in line if one.text.strip() == text)

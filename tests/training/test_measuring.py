@@ -108,6 +108,33 @@ class Declaring:
         return self.hits
 
 
+class Ordered:
+    """Declares states that are no sums: the largest and the smallest score, and the scores themselves."""
+
+    def __init__(self):
+        def dim_zero_max(values):
+            return values.max(0).values
+
+        def dim_zero_min(values):
+            return values.min(0).values
+
+        def dim_zero_cat(values):
+            return torch.cat(values)
+
+        self._reductions = {"top": dim_zero_max, "low": dim_zero_min, "scores": dim_zero_cat}
+        self.reset()
+
+    def reset(self):
+        self.top, self.low, self.scores = torch.tensor(-math.inf), torch.tensor(math.inf), []
+
+    def update(self, scores):
+        self.top, self.low = torch.max(self.top, scores.max()), torch.min(self.low, scores.min())
+        self.scores.append(scores)
+
+    def compute(self):
+        return {"top": self.top, "low": self.low, "median": torch.cat(self.scores).median()}
+
+
 class Keeping(Confusion):
     """Keeps the samples themselves."""
 
@@ -137,13 +164,20 @@ class Classifier:
             "score": scores[:, 0],
             "nested": scores[:, 0],
             "declaring": (found, labels),
+            "ordered": scores[:, 0],
         }
         return {
             name: one for name, one in given.items() if name == "accuracy" or name in self._objects
         }
 
 
-KINDS = {"confusion": Confusion, "score": MeanScore, "nested": Nested, "declaring": Declaring}
+KINDS = {
+    "confusion": Confusion,
+    "score": MeanScore,
+    "nested": Nested,
+    "declaring": Declaring,
+    "ordered": Ordered,
+}
 
 
 def batches_of(samples, *, size=5, seed=0):
@@ -164,6 +198,9 @@ class Ranks:
         ranks = self
 
         class One:
+            def __init__(self):
+                self.rank = rank
+
             def exchange(self, name, value):
                 return ranks.meet(rank, (name, value), lambda one: one[1])
 
@@ -224,6 +261,9 @@ def by_hand(samples):
         "score": score,
         "nested": score,
         "declaring": float(hits.sum()),
+        "ordered_top": float(scores[:, 0].max()),
+        "ordered_low": float(scores[:, 0].min()),
+        "ordered_median": float(scores[:, 0].median()),
     }
 
 
@@ -249,6 +289,35 @@ def test_what_cannot_be_summed_ends_the_run_on_all_ranks():
         with pytest.raises(FaultError, match=words):
             raise error
         assert not error.fault.may_retry
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_metrics_of_torchmetrics_need_nothing_of_ours(world):
+    """Sums, a largest value, and the scores of all samples, of its own classes; one rank has no sample."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Binary:
+        def build_metrics(self):
+            return {
+                "exact": torchmetrics.classification.BinaryAUROC(),  # keeps each score
+                "binned": torchmetrics.classification.BinaryAUROC(thresholds=20),
+                "top": torchmetrics.MaxMetric(),
+            }
+
+        def metrics(self, model, batch):
+            scores, labels = batch
+            pair = (scores[:, 0], (labels % 2).long())
+            return {"exact": pair, "binned": pair, "top": scores[:, 0]}
+
+    batches = batches_of(23)
+    shards = [batches] if world == 1 else [batches[::2], batches[1::2], []]
+    answers = measured(Binary(), shards)
+    alone = Binary().build_metrics()
+    for batch in batches:
+        for name, given in Binary().metrics(None, batch).items():
+            alone[name].update(*(given if isinstance(given, tuple) else (given,)))
+    expected = {name: float(one.compute()) for name, one in alone.items()}
+    assert all(one == pytest.approx(expected, abs=1e-7) for one in answers)
 
 
 @pytest.mark.parametrize(
@@ -314,8 +383,8 @@ def test_nothing_that_counts_is_no_number():
         (Classifier(confusion=dict), r"'confusion' a dict without reset\(\)"),
         (Classifier(loss=MeanScore), "has the name 'loss'"),
         (
-            Classifier(declaring=lambda: Declaring("dim_zero_cat")),
-            "'declaring': hits is to be put together by dim_zero_cat: only states that are summed",
+            Classifier(declaring=lambda: Declaring("dim_zero_mean")),
+            "'declaring': hits is to be put together by dim_zero_mean: only states that are summed",
         ),
         (SimpleNamespace(build_metrics=list, metrics=lambda m, b: {}), "gave a list"),
     ],

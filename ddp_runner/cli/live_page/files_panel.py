@@ -6,11 +6,10 @@ from collections.abc import Awaitable, Callable
 
 from nicegui import run, ui
 
-from ddp_runner.cli.live_page.checkpoint_rows import COLUMNS, checkpoint_rows
-from ddp_runner.cli.live_page.verification import Verifications
+from ddp_runner.cli.live_page.verification import COLUMNS, Verifications, checkpoint_rows
 from ddp_runner.observe.format import duration, percent, setting_value
-from ddp_runner.observe.history.figures import time_shares
 from ddp_runner.observe.history.run_history import RunHistory, SettingRow
+from ddp_runner.observe.reports.text_report import time_parts
 
 
 class CheckpointsPanel:
@@ -77,7 +76,7 @@ class TimePanel:
 
     def update(self) -> None:
         """Bring them up to date; what has not changed is not sent."""
-        shares = time_shares(self._run.state.time_s)
+        shares = time_parts(self._run.state.time_s)
         total = sum(seconds for _, seconds in shares)
         self._title.set_visibility(bool(shares))
         if [name for name, _ in shares] != list(self._bars):

@@ -89,11 +89,10 @@ class Figures:
                     self._labels[name] = ui.label("-").classes("ddp-value")
 
     def set(self, values: dict[str, str]) -> None:
-        """Show these; what has not changed is not sent."""
-        for name, value in values.items():
-            label = self._labels[name]
-            if label.text != value:
-                label.set_text(value)
+        """Show those of these that it has; what has not changed is not sent."""
+        for name, label in self._labels.items():
+            if label.text != values[name]:
+                label.set_text(values[name])
 
 
 def state_badge() -> ui.badge:

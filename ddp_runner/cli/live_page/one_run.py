@@ -12,12 +12,10 @@ from ddp_runner.cli.live_page.access import ACTIONS
 from ddp_runner.cli.live_page.actions import INJECTIONS
 from ddp_runner.cli.live_page.files_panel import CheckpointsPanel, SettingsPanel, TimePanel
 from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, set_state, state_badge
-from ddp_runner.cli.live_page.overview import figures_of
 from ddp_runner.cli.live_page.plot import Plot
 from ddp_runner.cli.live_page.shared_figures import SharedFigures, Wanted
 from ddp_runner.cli.live_page.training_panel import CurvesPanel, FaultsPanel
 from ddp_runner.cli.live_page.verification import Verifications
-from ddp_runner.observe.format import duration, rate
 from ddp_runner.observe.history.device_rows import (
     GPU_COLUMNS,
     RANK_COLUMNS,
@@ -176,14 +174,7 @@ class OneRun:
         if abs(self._bar.value - share) > 1e-4:
             self._bar.set_value(share)
         self._actions.set_visibility(state.is_live)
-        speed, elapsed = state.samples_per_s, state.elapsed_s
-        self._figures.set(
-            figures_of(state)
-            | {
-                "samples/s": "-" if speed is None else rate(speed),
-                "elapsed": "-" if elapsed is None else duration(elapsed),
-            }
-        )
+        self._figures.set(state.shown)
 
     async def _draw_timeline(self, *, dark: bool) -> None:
         tick = int(time.time() / _TIMELINE_EVERY_S) if self._run.state.is_live else 0

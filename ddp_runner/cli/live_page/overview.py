@@ -9,24 +9,10 @@ from nicegui import run, ui
 
 from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, set_state, state_badge
 from ddp_runner.cli.live_page.known_runs import KnownRuns
-from ddp_runner.observe.format import count, duration, figure, percent
-from ddp_runner.observe.history.run_history import RunHistory, RunStanding
+from ddp_runner.observe.history.run_history import RunHistory
 
 _EVERY_S = 1.0
 _FIGURES = ("step", "loss", "faults", "goodput", "ranks", "time left")
-
-
-def figures_of(state: RunStanding) -> dict[str, str]:
-    """What a list shows of a run, as text."""
-    total = f" / {count(state.max_steps)}" if state.max_steps else ""
-    return {
-        "step": f"{count(state.step)}{total}",
-        "loss": "-" if state.loss is None else figure(state.loss),
-        "faults": count(state.faults),
-        "goodput": "-" if state.goodput is None else percent(state.goodput),
-        "ranks": count(state.world_size),
-        "time left": "-" if state.eta_s is None else duration(state.eta_s),
-    }
 
 
 @dataclass(slots=True)
@@ -41,7 +27,7 @@ class _Card:
         share = min(1.0, state.step / state.max_steps) if state.max_steps > 0 else 0.0
         if abs(self.bar.value - share) > 1e-4:
             self.bar.set_value(share)
-        self.figures.set(figures_of(state))
+        self.figures.set(state.shown)
 
 
 class Overview:

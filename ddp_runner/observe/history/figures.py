@@ -11,10 +11,8 @@ from typing import Any
 
 from ddp_runner.core.monitor import ALONE, LOSS, figure_name, is_of_evaluation, parts_of
 from ddp_runner.observe.history.fault_rows import MARK_KINDS, Mark
-from ddp_runner.observe.history.json_lines import number
 from ddp_runner.observe.history.metrics_history import Curves, Series
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
-from ddp_runner.observe.summary import TIME_NAMES
 
 Figure = dict[str, Any]
 POINTS_MAX = 2_000  # of a curve: more than a screen has columns
@@ -435,12 +433,6 @@ def _between(row: float, look: Look) -> Figure:
         "y1": row,
         "line": {"color": "#E6E6E6" if look.dark else "#222222", "width": 1.5},
     }
-
-
-def time_shares(time_s: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Where the time of a run went, as (what, seconds), in the order of a run."""
-    found = ((shown, number(time_s.get(name))) for name, shown in TIME_NAMES.items())
-    return [(shown, seconds) for shown, seconds in found if seconds]
 
 
 # Fewer points that look the same, and smooth ones. Pure.

@@ -19,7 +19,7 @@ from ddp_runner.config.stage_list import own_settings
 from ddp_runner.config.usual import is_usual
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.secrets import masked
-from ddp_runner.observe.format import printable
+from ddp_runner.observe.format import count, duration, figure, percent, printable, rate
 from ddp_runner.observe.history.fault_rows import FaultRow, FaultRows
 from ddp_runner.observe.history.json_lines import GrowingLines, number, opened, read_at, whole
 from ddp_runner.observe.history.metrics_history import MetricsHistory
@@ -64,6 +64,21 @@ class RunStanding:
     )  # how many times as slow as the others
     inexact_reasons: tuple[str, ...] = ()
     is_script: bool = False  # of whose weights nothing is known
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """Its figures as people are shown them, by name."""
+        total = f" / {count(self.max_steps)}" if self.max_steps else ""
+        return {
+            "step": f"{count(self.step)}{total}",
+            "loss": "-" if self.loss is None else figure(self.loss),
+            "samples/s": "-" if self.samples_per_s is None else rate(self.samples_per_s),
+            "elapsed": "-" if self.elapsed_s is None else duration(self.elapsed_s),
+            "time left": "-" if self.eta_s is None else duration(self.eta_s),
+            "faults": count(self.faults),
+            "goodput": "-" if self.goodput is None else percent(self.goodput),
+            "ranks": count(self.world_size),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from ddp_runner.core.secrets import masked, masked_words
-from ddp_runner.observe.format import count, duration, figure, percent, rate, setting_value
+from ddp_runner.observe.format import count, duration, percent, setting_value
 from ddp_runner.observe.history.device_rows import (
     GPU_COLUMNS,
     RANK_COLUMNS,
@@ -94,20 +94,14 @@ def _both(light: Mapping[str, Any], dark: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head(state: RunStanding) -> str:
-    total = f" / {count(state.max_steps)}" if state.max_steps else ""
-    shown = (
-        ("step", f"{count(state.step)}{total}"),
-        ("loss", "-" if state.loss is None else figure(state.loss)),
-        ("samples/s", "-" if state.samples_per_s is None else rate(state.samples_per_s)),
-        ("time", "-" if state.elapsed_s is None else duration(state.elapsed_s)),
-        ("faults", count(state.faults)),
-        ("goodput", "-" if state.goodput is None else percent(state.goodput)),
-        ("ranks", count(state.world_size)),
-        *(() if state.is_script else [("exact", "no" if state.inexact_reasons else "yes")]),
-    )
+    shown = {name: state.shown[name] for name in ("step", "loss", "samples/s")}
+    shown["time"] = state.shown["elapsed"]
+    shown |= {name: state.shown[name] for name in ("faults", "goodput", "ranks")}
+    if not state.is_script:
+        shown["exact"] = "no" if state.inexact_reasons else "yes"
     grid = "".join(
         f"<div><span class=small>{text(name)}</span><span>{text(value)}</span></div>"
-        for name, value in shown
+        for name, value in shown.items()
     )
     reasons = "".join(f"<li>{text(reason)}</li>" for reason in state.inexact_reasons)
     inexact = f"<p>Not exact:</p><ul>{reasons}</ul>" if reasons else ""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
 from ddp_runner.core.monitor import LOSS, is_of_evaluation, parts_of
 from ddp_runner.observe.format import byte_size, count, duration, figure, percent
+from ddp_runner.observe.history.json_lines import number
 from ddp_runner.observe.history.metrics_history import Curves
 from ddp_runner.observe.reports.improvements import Improvement
 from ddp_runner.observe.reports.text_charts import bar, sparkline
@@ -43,16 +45,20 @@ def _losses_first(name: str) -> tuple[bool, str]:
 def time_lines(time_s: TimeShares, *, wall_s: float, labels: int, unicode: bool) -> Iterator[str]:
     """A bar for each part of the time, longest first."""
     shares = sorted(time_parts(time_s), key=lambda one: -one[1])
-    for number, (name, seconds) in enumerate(shares if wall_s > 0 else ()):
+    for place, (name, seconds) in enumerate(shares if wall_s > 0 else ()):
         drawn = bar(seconds / wall_s, columns=BAR_COLUMNS, unicode=unicode)
-        label = "where it went" if number == 0 else ""
+        label = "where it went" if place == 0 else ""
         text = f"{name:<12} {duration(seconds):>8} {percent(seconds / wall_s):>4}  {drawn}"
         yield f"{label:<{labels}}{text}".rstrip()
 
 
-def time_parts(time_s: TimeShares) -> list[tuple[str, float]]:
-    """The parts of the time that there were, by the names that people are shown, in the order of a run."""
-    parts = [(shown, float(getattr(time_s, name))) for name, shown in TIME_NAMES.items()]
+def time_parts(time_s: TimeShares | Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The parts of the time that there were, by the names that people are shown, in the order of a run.
+
+    ``time_s``: also as a file has it, with whatever stands there.
+    """
+    given = asdict(time_s) if isinstance(time_s, TimeShares) else time_s
+    parts = [(shown, number(given.get(name)) or 0.0) for name, shown in TIME_NAMES.items()]
     return [(shown, seconds) for shown, seconds in parts if seconds > 0]
 
 
@@ -82,8 +88,8 @@ def improvement_lines(found: Sequence[Improvement], *, labels: int) -> Iterator[
     """What to change first, the setting below what it costs; a line that says so where nothing stands out."""
     if not found:
         yield f"{'improve':<{labels}}nothing stands out: data, saves, ranks and restarts took little"
-    for number, one in enumerate(found[:IMPROVEMENTS_SHOWN_MAX]):
-        label = "improve" if number == 0 else ""
-        yield f"{label:<{labels}}{number + 1}. {one.what}"
+    for place, one in enumerate(found[:IMPROVEMENTS_SHOWN_MAX]):
+        label = "improve" if place == 0 else ""
+        yield f"{label:<{labels}}{place + 1}. {one.what}"
         for line in wrap(f"-> {one.change}", max(30, _LINE_COLUMNS - labels - 3)):
             yield f"{'':<{labels}}   {line}"

@@ -21,7 +21,6 @@ from ddp_runner.observe.history.figures import (
     panels,
     smoothed,
     thinned,
-    time_shares,
     timeline_figure,
 )
 from ddp_runner.observe.history.log_lines import LINES_MAX, last_lines
@@ -32,6 +31,7 @@ from ddp_runner.observe.history.metrics_history import (
 )
 from ddp_runner.observe.history.run_history import ROOT, RunHistory, runs_below
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
+from ddp_runner.observe.reports.text_report import time_parts
 from ddp_runner.system.run_directories import LOG_LOCK_NAME
 from ddp_runner.system.run_holder import holder_of, signal_holder
 
@@ -367,13 +367,11 @@ def test_log_lines_are_searched_and_obeyed_by_nobody(tmp_path):
 
 def test_where_the_time_went_is_what_the_run_says(tmp_path):
     """In the order of a run, by its status while it lives, else by its summary; nothing of a run without either."""
-    assert time_shares(
-        {"data_wait": 1, "lost": 0, "startup": 2.5, "other": 3, "recovery": "x"}
-    ) == [
+    assert time_parts({"data_wait": 1, "lost": 0, "startup": 2.5, "other": 3, "recovery": "x"}) == [
         ("start-up", 2.5),
         ("data wait", 1.0),
     ]
-    assert time_shares({}) == []
+    assert time_parts({}) == []
     status = {"state": "running", "goodput": 0.5, "time_s": {"startup": 2}}
     (tmp_path / "status.json").write_text(json.dumps(status))
     run = RunHistory(tmp_path)

@@ -1,4 +1,9 @@
-"""The table of ranks in the live display: a row each, or where they are too many a row for neighbours. Draws nothing."""
+"""The table of ranks in the live display: a row each, or where they are too many a row for neighbours.
+
+Its columns have fixed widths, so that none moves when a figure changes, and the least important ones are
+left out where there is no room. What ``rich.table`` would do for the rest takes six times as long, four
+times a second, in a process that has faults to watch for.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from rich.text import Text
+
 from ddp_runner.observe import format as fmt
-from ddp_runner.observe.frame_spans import ROLE_OF_STATE, Line, Role, Span
+from ddp_runner.observe.format import printable
 from ddp_runner.observe.unusual import DATA_WAIT_MANY, in_groups, unusual
 from ddp_runner.observe.view import GpuView, RankView, RunView
 
 AGE_SHOWN_FROM_S = 1.0
 _GROUPS_MAX = 8
 _HOT_C = 85.0
-Cell = tuple[str, Role]
+# Styles by what they mean, as rich knows them.
+PLAIN, STRONG = "", "bold"
+QUIET = "dim"  # labels and what is as expected
+GOOD, BAD = "green", "bold red"
+BUSY = "cyan"  # on its way to being good
+CARE = "yellow"  # being repaired, or worth a look
+STYLE_OF_STATE = {
+    **dict.fromkeys(("running", "training", "done", "finished"), GOOD),
+    **dict.fromkeys(("starting", "ready", "forming", "stopping", "saving"), BUSY),
+    **dict.fromkeys(("recovering", "restarting"), CARE),
+    **dict.fromkeys(("faulted", "dead", "lost", "failed"), BAD),
+    "waiting": QUIET,
+}
+Cell = tuple[str, str]  # a text and its style
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +70,16 @@ _DROP_ORDER_ON_GPUS = (
 )
 
 
-def rank_table(view: RunView, *, width: int, lines_max: int) -> list[Line]:
+def line(*parts: str | Cell) -> Text:
+    """One line of the frame, and never two: what a terminal would obey is written out."""
+    found = Text()
+    for part in parts:
+        text, style = (part, PLAIN) if isinstance(part, str) else part
+        found.append(printable(text).replace("\n", " ").replace("\t", " "), style)
+    return found
+
+
+def rank_table(view: RunView, *, width: int, lines_max: int) -> list[Text]:
     """Its title and rows, at most ``lines_max`` (3 at least) lines of ``width`` columns."""
     room = max(2, lines_max - 1)
     gpus = {rank: gpu for gpu in view.gpus for rank in gpu.ranks}
@@ -62,7 +91,7 @@ def rank_table(view: RunView, *, width: int, lines_max: int) -> list[Line]:
     return _summed_up(view, gpus, width=width, room=room)
 
 
-def _summed_up(view: RunView, gpus: Mapping[int, GpuView], *, width: int, room: int) -> list[Line]:
+def _summed_up(view: RunView, gpus: Mapping[int, GpuView], *, width: int, room: int) -> list[Text]:
     """A row for each group of ranks, and below it those that differ from the others."""
     odd = unusual(view)
     groups = in_groups(view.ranks, max(1, min(_GROUPS_MAX, room // 2)))
@@ -73,13 +102,13 @@ def _summed_up(view: RunView, gpus: Mapping[int, GpuView], *, width: int, room: 
         lines.append(_line(_group_row(label, group, gpus), columns, 0))
     left = room - len(groups) - 1
     if not odd:
-        return [*lines, [Span(f" all {len(view.ranks)} ranks are alike", Role.QUIET)]]
+        return [*lines, line((f" all {len(view.ranks)} ranks are alike", QUIET))]
     shown = odd[:left] if len(odd) <= left else odd[: max(0, left)]
     more = len(odd) - len(shown)
     title = f" {len(odd)} of {len(view.ranks)} ranks differ from the others"
     if more:
         title += f"; {more} more than are shown" if shown else f": {_kinds(odd)}"
-    lines.append([Span(title, Role.CARE)])
+    lines.append(line((title, CARE)))
     for rank, why in sorted(shown, key=lambda one: one[0].rank):
         lines.append(_line(_row(rank, gpus.get(rank.rank), why=why), columns, 0))
     return lines
@@ -94,19 +123,19 @@ def _row(rank: RankView, gpu: GpuView | None, why: str = "") -> dict[str, Cell]:
     aged = rank.phase_age_s >= AGE_SHOWN_FROM_S and not rank.building
     rate = "-" if rank.samples_per_s is None else fmt.rate(rank.samples_per_s)
     return {
-        "rank": (str(rank.rank), Role.STRONG),
-        "device": (rank.device, Role.QUIET),
-        "state": (rank.state, ROLE_OF_STATE.get(rank.state, Role.PLAIN)),
-        "step": (fmt.count(rank.step), Role.PLAIN),
-        "phase": (_phase(rank), Role.PLAIN),
-        "": (_age(rank.phase_age_s) if aged else "", Role.CARE),
-        "loss": ("-" if rank.loss is None else fmt.figure(rank.loss), Role.PLAIN),
-        "samples/s": (rate, Role.PLAIN),
+        "rank": (str(rank.rank), STRONG),
+        "device": (rank.device, QUIET),
+        "state": (rank.state, STYLE_OF_STATE.get(rank.state, PLAIN)),
+        "step": (fmt.count(rank.step), PLAIN),
+        "phase": (_phase(rank), PLAIN),
+        "": (_age(rank.phase_age_s) if aged else "", CARE),
+        "loss": ("-" if rank.loss is None else fmt.figure(rank.loss), PLAIN),
+        "samples/s": (rate, PLAIN),
         "data": _data_cell(rank.data_wait_share),
-        "memory": (fmt.byte_size(rank.rss_bytes) if rank.rss_bytes else "-", Role.PLAIN),
+        "memory": (fmt.byte_size(rank.rss_bytes) if rank.rss_bytes else "-", PLAIN),
         "cpu": _cpu_cell(rank.cpu_share),
         **_gpu_cells([] if gpu is None else [gpu]),
-        _WHY.title: (why, Role.CARE),
+        _WHY.title: (why, CARE),
     }
 
 
@@ -116,7 +145,7 @@ def _group_row(
     """Of neighbours: how most of them are, and of a figure the one that is worth a look."""
     state, states = _most([rank.state for rank in group])
     phase, _ = _most([_phase(rank) for rank in group])
-    role = ROLE_OF_STATE.get(state, Role.PLAIN)
+    role = STYLE_OF_STATE.get(state, PLAIN)
     known = [rank.loss for rank in group if rank.loss is not None]
     rates = [rank.samples_per_s for rank in group if rank.samples_per_s is not None]
     waits = [rank.data_wait_share for rank in group if rank.data_wait_share is not None]
@@ -126,21 +155,21 @@ def _group_row(
     devices = {rank.device.partition(":")[0] for rank in group}
     most_bytes = max(rank.rss_bytes for rank in group)
     return {
-        "rank": (label, Role.STRONG),
-        "device": (devices.pop() if len(devices) == 1 else "mixed", Role.QUIET),
+        "rank": (label, STRONG),
+        "device": (devices.pop() if len(devices) == 1 else "mixed", QUIET),
         "state": (state if states == len(group) else f"{states} {state}", role),
-        "step": (fmt.count(min(rank.step for rank in group)), Role.PLAIN),
-        "phase": (phase, Role.PLAIN),
-        "": (_age(youngest_s) if is_aged else "", Role.CARE),
-        "loss": (fmt.figure(known[0]) if known else "-", Role.PLAIN),
-        "samples/s": (fmt.rate(fmean(rates)) if rates else "-", Role.PLAIN),
+        "step": (fmt.count(min(rank.step for rank in group)), PLAIN),
+        "phase": (phase, PLAIN),
+        "": (_age(youngest_s) if is_aged else "", CARE),
+        "loss": (fmt.figure(known[0]) if known else "-", PLAIN),
+        "samples/s": (fmt.rate(fmean(rates)) if rates else "-", PLAIN),
         "data": _data_cell(max(waits, default=None)),
-        "memory": (fmt.byte_size(most_bytes) if most_bytes else "-", Role.PLAIN),
+        "memory": (fmt.byte_size(most_bytes) if most_bytes else "-", PLAIN),
         "cpu": _cpu_cell(fmean(shares) if shares else None),
         **_gpu_cells(
             list({id(gpu): gpu for rank in group if (gpu := gpus.get(rank.rank))}.values())
         ),
-        _WHY.title: ("", Role.PLAIN),
+        _WHY.title: ("", PLAIN),
     }
 
 
@@ -150,10 +179,10 @@ def _gpu_cells(gpus: Sequence[GpuView]) -> dict[str, Cell]:
     uses = [one.use for one in readings if one.use is not None]
     taken = [one.memory_used_bytes for one in readings if one.memory_used_bytes is not None]
     warm = [one.temperature_c for one in readings if one.temperature_c is not None]
-    hot = Role.CARE if warm and max(warm) >= _HOT_C else Role.PLAIN
+    hot = CARE if warm and max(warm) >= _HOT_C else PLAIN
     return {
-        "gpu": (fmt.percent(fmean(uses)) if uses else "-", Role.PLAIN),
-        "gpu mem": (fmt.byte_size(max(taken)) if taken else "-", Role.PLAIN),
+        "gpu": (fmt.percent(fmean(uses)) if uses else "-", PLAIN),
+        "gpu mem": (fmt.byte_size(max(taken)) if taken else "-", PLAIN),
         "temp": (f"{max(warm):.0f}" if warm else "-", hot),
     }
 
@@ -177,21 +206,21 @@ def _age(seconds: float) -> str:
 
 def _data_cell(share: float | None) -> Cell:
     if share is None:
-        return "-", Role.PLAIN
-    return fmt.percent(share), Role.CARE if share >= DATA_WAIT_MANY else Role.PLAIN
+        return "-", PLAIN
+    return fmt.percent(share), CARE if share >= DATA_WAIT_MANY else PLAIN
 
 
 def _cpu_cell(share: float | None) -> Cell:
     """Cores, as people know them from top: 150% is one and a half."""
-    return ("-" if share is None else fmt.percent(share)), Role.PLAIN
+    return ("-" if share is None else fmt.percent(share)), PLAIN
 
 
-def _titles(columns: Sequence[_Column], gap: int) -> Line:
-    return [Span("".join(_pad(column.title, column, gap) for column in columns), Role.QUIET)]
+def _titles(columns: Sequence[_Column], gap: int) -> Text:
+    return line(("".join(_pad(column.title, column, gap) for column in columns), QUIET))
 
 
-def _line(row: Mapping[str, Cell], columns: Sequence[_Column], gap: int) -> Line:
-    return [Span(_pad(row[one.title][0], one, gap), row[one.title][1]) for one in columns]
+def _line(row: Mapping[str, Cell], columns: Sequence[_Column], gap: int) -> Text:
+    return line(*((_pad(row[one.title][0], one, gap), row[one.title][1]) for one in columns))
 
 
 def _pad(text: str, column: _Column, gap: int) -> str:
