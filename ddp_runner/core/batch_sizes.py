@@ -1,4 +1,4 @@
-"""How many samples a step has, and how many are computed at once. Values only."""
+"""Computes how many samples a step has, and how many of them run through the model at once. Values only."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def evaluation_batch(data: DataSettings) -> int:
 
 
 def cut(total: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """How many of ``total`` samples fall to each rank, in proportion to ``shares``.
+    """Return how many of ``total`` samples each rank gets, in proportion to ``shares``.
 
-    What cannot be parted goes to those with the largest remainders, of equal ones to the first.
+    The remainder goes to the ranks with the largest fractions; equal fractions favour the lower rank.
     """
     whole = sum(shares)
     counts = [total * share // whole for share in shares]

@@ -110,7 +110,7 @@ class Slot:
         self._floats[self._base + Cell.LOSS] = value
 
     def memory(self, cell: Cell) -> memoryview[int]:
-        """Where an integer cell lies, for a writer that is no thread."""
+        """Return the memory of an integer cell, for a writer that is not a thread of this process."""
         at = self._base + cell
         return self._ints[at : at + 1]
 
@@ -141,7 +141,7 @@ class Slot:
         self.add(Cell.DONE_BETWEEN, 1)
 
     def done_between(self, step: int) -> int:
-        """How much was done since ``step`` was committed."""
+        """Return how much was done since ``step`` was committed."""
         at, count = divmod(self.get(Cell.DONE_BETWEEN), 1 << _COUNT_BITS)
         return count if at == step else 0
 

@@ -1,4 +1,4 @@
-"""How long to wait between saves: from what a save costs and how often a fault has needed one.
+"""Computes the time between saves, from the cost of a save and the rate of faults that needed one.
 
 ``CheckpointInterval`` is fed with times and figures; it reads no clock.
 """
@@ -29,7 +29,10 @@ _NEWEST_SHARE = 0.5  # of the newest cost in the smoothed one
 
 
 def mean_time_between_faults_s(*, faults: int, observed_s: float) -> float:
-    """With one assumed fault in :data:`PRIOR_FAULT_S`, so that no fault yet does not mean never."""
+    """Return the mean time between faults in seconds, with a prior of one fault in :data:`PRIOR_FAULT_S`.
+
+    The prior keeps a run without faults from expecting none at all.
+    """
     return (observed_s + PRIOR_FAULT_S) / (faults + 1)
 
 
@@ -59,7 +62,7 @@ class SaveCost:
 
     @property
     def training_s(self) -> float:
-        """What a save takes from training."""
+        """The time that a save takes from training, in seconds."""
         return self.compare_s + self.blocked_s + self.slowed_s
 
     def towards(self, newest: SaveCost) -> SaveCost:
@@ -88,7 +91,7 @@ class CheckpointInterval:
         self._reported_s = 0.0
 
     def is_due(self, *, now_s: float, step_s: float) -> bool:
-        """Whether the interval since the last save, or since the start, is over."""
+        """Return whether the interval since the last save, or since the start, is over."""
         return now_s - self._last_s >= self.interval_s(now_s=now_s, step_s=step_s)
 
     def began(self, *, now_s: float) -> None:
@@ -124,7 +127,7 @@ class CheckpointInterval:
         self._cost = newest if self._cost is None else self._cost.towards(newest)
 
     def _slowed_s(self) -> float:
-        """What the steps beside the save took longer than as many without one."""
+        """Return how much longer the steps during the save took than as many steps without one."""
         if len(self._usual_s) < USUAL_STEPS_MIN:
             return 0.0
         usual_s = sum(self._usual_s) / len(self._usual_s)

@@ -1,4 +1,4 @@
-"""Who is the odd one out among the ranks: by the hash of a replica, or by its collectives."""
+"""Finds the ranks that differ from the majority, by replica hashes or by counts of collectives."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def compare_replicas(hashes: Sequence[str]) -> Comparison:
 
 
 def disagreement(begun: Mapping[int, int]) -> str:
-    """How many each rank that is not like most has begun, in words; empty where all agree.
+    """Describe the ranks whose count of collectives differs from the majority's; "" if all agree.
 
-    Ranks that wait for each other for ever are mostly in different collectives.
+    Ranks that wait for each other endlessly have usually entered different collectives.
     """
     ranks = sorted(rank for rank, count in begun.items() if count >= 0)
     compared = compare_replicas([str(begun[rank]) for rank in ranks]) if ranks else None

@@ -1,4 +1,4 @@
-"""What a run on several machines does about those that are missing. Decides; the coordinator performs."""
+"""Decides what a run on several machines does about missing ones; the coordinator performs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestCheckpoint:
-    """What a machine has in its checkpoint folder: ``step`` of the newest one, and whose it is."""
+    """The newest checkpoint in a machine's folder: its ``step`` and the run that wrote it."""
 
     step: int
     run_id: str
@@ -18,10 +18,10 @@ class NewestCheckpoint:
 def loads_own(
     theirs: NewestCheckpoint | None, ours: NewestCheckpoint | None, *, resume: str
 ) -> bool:
-    """Whether a machine loads its own newest checkpoint beside the coordinator, which loads ours.
+    """Return whether a machine loads its own newest checkpoint, while the coordinator loads ours.
 
-    The newest state of all is what the ranks agree on when they form. What a folder holds of another
-    run than ours is no newer state of it. Only where nothing else was asked for: ``resume`` auto.
+    The ranks agree on the newest state of all when they form. A checkpoint of another run is not a newer
+    state of this one. This happens only if nothing else was requested: ``resume`` is auto.
     """
     if resume != "auto" or theirs is None:
         return False
@@ -41,7 +41,7 @@ def who_completes(folders: Sequence[int], *, steps: Sequence[int]) -> dict[int, 
 
 
 class NodesPlan(enum.Enum):
-    """What to do now."""
+    """The next move about missing machines."""
 
     WAIT = "wait"  # all are there, or the missing ones still have time
     GO_ON = "go on"  # without those that are missing
@@ -88,7 +88,7 @@ class ReturnFacts:
 
 
 def keeps_memory(facts: ReturnFacts) -> bool:
-    """Whether what the ranks of a node that comes back have in memory belongs to this run still."""
+    """Return whether the state in memory on a returning node still belongs to this run."""
     # INVARIANT one-course: a memory is taken back only where no step was committed without it. Broken
     # if: a node returns with a step that others have done differently since.
     # Guarded by: test_a_memory_is_kept_only_where_nobody_went_on_without_it.

@@ -1,6 +1,6 @@
-"""How an engine's machines are used, and what follows when one is lost or its supervisor ends. Decides; a driver performs.
+"""Decides how an engine's machines are used, and what follows a loss or an end there; a driver performs it.
 
-An engine, such as Ray, has the machines: it places a supervisor on each, and restarts it elsewhere when its
+An engine, such as Ray, owns the machines: it places a supervisor on each, and restarts it elsewhere when its
 machine dies.
 """
 
@@ -35,18 +35,18 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What is asked for on each machine: one of ``kind`` a rank."""
+    """The resources that a run needs on each machine: one of ``kind`` per rank."""
 
     kind: str  # the engine's name for it: GPU or CPU
     ranks: int
 
     def fits(self, machine: Machine) -> bool:
-        """Whether ``machine`` has it."""
+        """Return whether ``machine`` has these resources."""
         return (machine.gpus if self.kind == "GPU" else machine.cpus) >= self.ranks
 
 
 def engine_options(options: Mapping[str, str], environment: Mapping[str, str]) -> NodeOptions:
-    """What is asked for of machines. Raises BadInputError for what the engine decides itself."""
+    """Return the machines that the options ask for. Raises BadInputError for an option that the engine decides."""
     engine = options[ENGINE]
     if engine != RAY:
         raise BadInputError(
@@ -142,7 +142,7 @@ def without_engine(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class Next(enum.Enum):
-    """What to do when a machine is lost, or the supervisor on it has ended."""
+    """The next move after a machine is lost, or its supervisor has ended."""
 
     WAIT = "wait"  # the coordinator says how the run ends
     AGAIN = "again"  # start it again
@@ -172,7 +172,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is next; where that is the end, its exit code and why in words."""
+    """The next move; for the end of the run also its exit code and the reason in words."""
 
     next: Next
     exit_code: int = 0

@@ -1,4 +1,4 @@
-"""Whether this process is one rank of an outside launcher, from the environment alone. Looks nothing up."""
+"""Decides from the environment alone if this process is a rank of another launcher. Looks nothing up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plain_rank(environment: Mapping[str, str]) -> PlainRank | None:
 
 
 def restarts_of(environment: Mapping[str, str]) -> int:
-    """How often the launcher has started this very job again; it keeps its store, whose keys must differ."""
+    """Return how often the launcher has restarted this job; it keeps its store, so keys must differ each time."""
     return sum(int(environment.get(name, "0")) for name in _RESTART_COUNTS)
 
 

@@ -48,12 +48,12 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldFacts:
-    """Who is left.
+    """The ranks that remain after a fault.
 
     ``lost`` ranks have no usable process; ``filled`` says whether another one has a state, or is
-    loading one, and ``newest_step`` what the newest of them has committed; ``present`` counts the
-    ranks of the generation, the lost ones included. ``parked`` ranks raised an exception of their
-    own and wait; they count neither as lost nor as filled. ``unending`` ranks were killed, and their
+    loading one, and ``newest_step`` is the last step that the newest of them committed; ``present`` counts the
+    ranks of the generation, the lost ones included. ``parked`` ranks raised an exception themselves
+    and wait; they count neither as lost nor as filled. ``unending`` ranks were killed, but their
     processes (rank -> pid) do not end; they are lost too.
     """
 
@@ -105,7 +105,7 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     history: Sequence[Incident],
     settings: RecoverySettings,
 ) -> Plan:
-    """What to do about ``incident``; ``history`` holds the earlier ones, oldest first."""
+    """Return the plan for ``incident``; ``history`` holds the earlier ones, oldest first."""
     fault = incident.culprit
     world, kept = judge_parked(incident, world=world, history=history)
     if fault.kind in NEVER_RETRIED or not fault.may_retry:
@@ -225,9 +225,9 @@ def _repeated(incident: Incident, history: Sequence[Incident]) -> list[tuple[Fau
 
 
 def _has_come_again(incident: Incident, history: Sequence[Incident]) -> bool:
-    """Whether an error came again in a process that took the place of one which had raised it.
+    """Return whether an error came again in a process that replaced one which had raised it.
 
-    One that was late when others raised it, and went on into the step, raises it for the first time.
+    A rank that was late when others raised the error, and then continued into the step, raises it for the first time.
     """
     return any(
         fault.kind is FaultKind.RANK_RAISED
@@ -240,25 +240,25 @@ def _has_come_again(incident: Incident, history: Sequence[Incident]) -> bool:
 
 
 def _disagree_again(incident: Incident, history: Sequence[Incident]) -> bool:
-    """Whether the ranks did different things at a step twice: no process is to blame for that."""
+    """Return whether the ranks did different things at a step twice; no single process is to blame for that."""
     earlier = [one.culprit.step for one in history if one.culprit.is_disagreement]
     return incident.culprit.is_disagreement and incident.culprit.step in earlier
 
 
 def is_short_for_steps(fault: Fault) -> bool:
-    """Whether a rank has too little memory for what it computes, so that half a batch may help.
+    """Return whether a rank has too little memory for its step, so that half a batch may help.
 
-    While it starts or forms it has none of a step's: a process that has just died may still hold it.
+    A rank that starts or forms has no batch in memory yet: a process that has just died may still hold it.
     """
     is_short = fault.kind is FaultKind.OUT_OF_MEMORY
     return is_short and fault.phase not in (Phase.STARTUP.label, Phase.FORMING.label)
 
 
 def _is_bounded_by_itself(incident: Incident) -> bool:
-    """Whether neither budget nor lack of progress counts.
+    """Return whether neither the budget nor a lack of progress counts.
 
-    Each try changes something that can be changed only so often (a batch is halved, a flag is set),
-    and ``may_retry`` is False after the last. One that only tries ``plain_retry`` changes nothing.
+    Each try changes something that can be changed only a limited number of times (a batch is halved, a flag is
+    set), and ``may_retry`` is False after the last. A try with ``plain_retry`` changes nothing.
     """
     fault = incident.culprit
     is_set_once = fault.kind in (FaultKind.REDUCTION_UNFINISHED, FaultKind.COMPILATION_FAILED)
@@ -267,12 +267,12 @@ def _is_bounded_by_itself(incident: Incident) -> bool:
 
 
 def _is_of_the_network(incident: Incident) -> bool:
-    """Whether a machine was lost: that is not the run's doing, and only a lack of progress counts."""
+    """Return whether a machine was lost, which the run does not cause; only a lack of progress counts then."""
     return incident.culprit.kind is FaultKind.NODE_LOST
 
 
 def _will_change_nothing(fault: Fault, history: Sequence[Incident]) -> bool:
-    """Whether the last try of this kind changed nothing; what a replacement changes it reports only later."""
+    """Return whether the last try for this kind changed nothing; a replacement reports its changes only later."""
     earlier = [one.plain_retry for one in history if one.culprit.kind is fault.kind]
     return earlier[-1:] == [True]
 

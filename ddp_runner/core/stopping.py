@@ -27,7 +27,7 @@ MARGIN_SHARE_MAX = 0.1  # of what is left of a job, for its last save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """After ``seconds`` of a launch it is asked to stop; ``why``, for people."""
+    """A time limit: the launch is asked to stop after ``seconds``; ``why`` is the reason for people."""
 
     seconds: float
     why: str
@@ -67,7 +67,7 @@ def time_limit(
 
 
 class StopSignal(Enum):
-    """What a signal that stops a run is, for the question whether it may end the run at once."""
+    """The kinds of signals that stop a run; they differ in whether a second one ends the run at once."""
 
     INTERRUPT = "Ctrl-C"
     TERMINATE = "SIGTERM"
@@ -97,7 +97,7 @@ class StopSignals:
         self._newest_s = now_s
 
     def ends_at_once(self, now_s: float) -> bool:
-        """Whether somebody has asked again: the second press of Ctrl-C, or a late second SIGTERM."""
+        """Return whether the user asked again: a second press of Ctrl-C, or a late second SIGTERM."""
         self._end_press(now_s)
         return self._has_terminated_again or self._presses > 1
 

@@ -1,7 +1,7 @@
-"""Which points a tracker is given: each step once, however often it was done. Reads nothing.
+"""Chooses the points that a tracker gets: each step once, even if it was repeated. Reads nothing.
 
-``metrics.jsonl`` has every logged step in the order in which it was done. After a roll-back or a resume
-steps come again: what stood there of them, and of all later ones, is undone first.
+``metrics.jsonl`` has every logged step in the order in which it was made. After a roll-back or a resume
+steps come again: the earlier points of these steps, and of all later ones, are undone first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Values = Mapping[str, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a line makes of a course: first all behind ``undo_after`` goes (None: nothing), then ``values`` come."""
+    """The change that a line makes: drop all points after ``undo_after`` (None: drop none), then add ``values``."""
 
     undo_after: int | None
     values: Values
@@ -106,7 +106,7 @@ class Settled:
         return self._hand_out(last)
 
     def rest(self) -> list[tuple[int, dict[str, float | None]]]:
-        """As :meth:`due`, at the end of a run: nothing comes after its newest checkpoint."""
+        """Return the remaining points, as :meth:`due`, at the end of a run; its newest checkpoint is final."""
         return self._hand_out(self.safe)
 
     def _hand_out(self, last: int) -> list[tuple[int, dict[str, float | None]]]:
@@ -122,6 +122,6 @@ class Lead:
     given_up: set[int] = field(default_factory=set)
 
     def is_it(self, rank: int) -> bool:
-        """Whether a line of this rank, which has just come, is the run's."""
+        """Return whether a line of this rank, which has just arrived, is the run's."""
         self.given_up.discard(rank)  # it is back
         return all(other in self.given_up for other in range(rank))
