@@ -66,7 +66,7 @@ def latest_logs(root: Path = Path(LOGS)) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderChange:
-    """What became of a folder of a live run. ``is_new``: it was removed, and is there again, empty."""
+    """A change to a folder of a live run. ``is_new``: it was removed, and exists again, empty."""
 
     option: str
     folder: Path
@@ -133,7 +133,7 @@ class DirectoryLock:
 
     @property
     def is_of_another_folder(self) -> bool:
-        """Whether the lock that is held is not, any more, the one that others would find."""
+        """True if the lock that is held is no longer the one that other processes would find."""
         return self._descriptor >= 0 and not is_named(self._descriptor, self._path)
 
     def renew(self) -> FolderChange | None:

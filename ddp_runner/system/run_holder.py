@@ -1,4 +1,4 @@
-"""Which live process holds a run's folder, as the kernel's list of locks has it. Takes no lock, signals only its holder."""
+"""Finds the live process that holds a run's folder in the kernel's list of locks. Takes no lock, signals only its holder."""
 
 from __future__ import annotations
 
