@@ -1,4 +1,4 @@
-"""What ``accelerate launch`` would hand to a script: its options and the file of ``accelerate config``, for ``run``."""
+"""Reads the options of ``accelerate launch`` and the file of ``accelerate config``, for ``run``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def accelerate_variables(
 
 
 def _stored_file(environment: Mapping[str, str]) -> Path:
-    """Where ``accelerate config`` writes by default."""
+    """Return the file that ``accelerate config`` writes by default."""
     caches = environment.get("XDG_CACHE_HOME") or str(Path(environment.get("HOME", "/"), ".cache"))
     home = environment.get("HF_HOME") or str(Path(caches, "huggingface"))
     folder = Path(home, "accelerate")

@@ -101,7 +101,7 @@ def _train_and_compare(script: Script, folder: Path) -> ExitCode:
 
 
 def _are_all_there(repairs: Sequence[Repaired], blows: tuple[Blow, ...]) -> bool:
-    """Whether each fault of the act has a row of its own."""
+    """Return whether each fault of the act has its own row."""
     asked = Counter(InjectKind(spec.partition(":")[0]) for blow in blows for spec in blow)
     found = Counter(repair.injected for repair in repairs)
     seen = sum(min(count, found[kind]) for kind, count in asked.items())

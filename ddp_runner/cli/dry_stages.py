@@ -1,4 +1,4 @@
-"""``--dry-run`` of a run in stages: each in a process of its own, with the weights that the one before has built."""
+"""Runs ``--dry-run`` for a run in stages: each in a separate process, with the weights that the one before built."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TryOne = Callable[["LaunchPlan", Handed], int]
 
 
 def try_stages(plan: LaunchPlan, try_one: TryOne) -> int:
-    """From the stage in which the run would begin to the last. The first that fails ends it, with its exit code."""
+    """Try the stages from the run's first to its last. A stage that fails ends the trial, with its exit code."""
     begin = plan.settings.stage
     assert begin is not None, "there are stages"
     source, names = "", dict[str, str]()

@@ -43,7 +43,7 @@ _BEGINS = _NOT_HERE + "from ddp_runner.start import clean_search_path; clean_sea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. ``summary`` is the content of summary.json, None if the run wrote none."""
+    """The result of a run. ``summary`` is the content of summary.json, None if the run wrote none."""
 
     exit_code: int
     summary: dict[str, Any] | None
@@ -111,7 +111,7 @@ class Prepared:
 
     @property
     def log_dir(self) -> Path:
-        """Of the run."""
+        """The log folder of the run."""
         return Path(self.settings.run.log_dir).absolute()
 
     def result(self, exit_code: int) -> RunResult:
@@ -137,7 +137,7 @@ def prepared(
     config: Mapping[str, object] | None,
     arguments: Sequence[str],
 ) -> Iterator[Prepared]:
-    """What :func:`launch` starts; its configuration file is gone afterwards. Raises BadInputError."""
+    """Prepare the command for :func:`launch`, and delete its configuration file afterwards. Raises BadInputError."""
     words = ["--nproc-per-node", str(nproc)]
     if task is not None:
         words += ["--task", task if isinstance(task, str) else task_spec(task)]
@@ -255,7 +255,7 @@ def _settings(words: Sequence[str]) -> Settings:
 
 
 def identity(log_dir: str | Path) -> tuple[int, int] | None:
-    """What distinguishes a newly written summary.json from an older one; None if there is none."""
+    """Return a key that tells a newly written summary.json from an older one; None if there is none."""
     try:
         status = (Path(log_dir) / "summary.json").stat()
     except FileNotFoundError:

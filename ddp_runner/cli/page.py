@@ -77,7 +77,7 @@ def refuse_if_missing() -> None:
 
 
 def how_to_install() -> str:
-    """What is missing, and the command that brings it; empty where it is there."""
+    """Return the missing package, with the command that installs it; empty if it is installed."""
     if util.find_spec("nicegui") is not None:
         return ""
     wanted = "`pip install 'ddp_runner[page]'`"

@@ -97,7 +97,7 @@ def _unnoticed(injected: InjectedRecord) -> Repaired:
 
 
 def _kind_of(injected: InjectedRecord | None, kind: str) -> InjectKind | None:
-    """What was injected; a bad sample is in the data, and nothing of it happens at a moment."""
+    """Return the kind of the injected fault; a bad sample lies in the data, and is not injected at a moment."""
     if injected is not None:
         return InjectKind(injected.kind)
     return InjectKind.BAD_SAMPLE if kind == FaultKind.BAD_SAMPLE.value else None

@@ -1,4 +1,4 @@
-"""What trackers need of this machine, found out before any process starts. Imports none of them."""
+"""Checks that this machine has what trackers need, before any process starts. Imports none of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _how_to_install(name: str) -> str:
 
 
 def _can_log_in(environment: Mapping[str, str]) -> bool:
-    """Whether W&B finds a key where it looks for one, or looks for none."""
+    """Return whether W&B finds a key in one of its places, or needs none."""
     if environment.get("WANDB_MODE", "") in _OFFLINE or environment.get("WANDB_API_KEY"):
         return True
     path = environment.get("NETRC") or str(Path("~/.netrc").expanduser())

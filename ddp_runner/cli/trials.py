@@ -77,7 +77,7 @@ class Trial:
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """What its faults were, in words."""
+        """The causes of its faults, in words."""
         return tuple(fault["cause"] for fault in self.summary.get("faults", ()))
 
     @property
@@ -121,7 +121,7 @@ def train(words: Sequence[str], *more: str, ranks: int, folder: Path, look: Look
 
 
 def steps_of(log_dir: Path) -> dict[int, list[dict[str, Any]]]:
-    """What ``metrics.jsonl`` has of each step: a record of each rank, of steps done again the newer ones.
+    """Return the records of each step in ``metrics.jsonl``: one for each rank, the newest if a step was repeated.
 
     Evaluations are left out.
     """

@@ -25,7 +25,7 @@ UNHEARD_OF_BYTES = 1 << 62  # more than any address space: the system refuses it
 
 
 class InjectedError(RuntimeError):
-    """What ``raise`` raises."""
+    """The exception that the injection ``raise`` raises."""
 
 
 class InjectingSlot(Slot):
@@ -167,7 +167,7 @@ class InjectingSlot(Slot):
 
 
 def flip_a_bit(model: nn.Module) -> None:
-    """As bad memory would: one bit in the fraction of the model's first weight."""
+    """Flip one bit in the fraction of the model's first weight, as bad memory would."""
     weight = next(model.parameters()).data
     itemsize = weight.element_size()
     # Little-endian: this bit belongs to the fraction of every floating-point type of 2 to 8 bytes.

@@ -110,7 +110,7 @@ class _Driver:
         )
 
     def run(self) -> int:
-        """Until the coordinator has ended for good."""
+        """Run until the coordinator has ended for good, and return its exit code."""
         try:
             self._place()
             while self._end is None:
@@ -308,7 +308,7 @@ class _Driver:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether a coordinator of this run has taken the checkpoints."""
+        """True if a coordinator of this run has taken the checkpoints."""
         return self._owners[0] != self._owners[1]
 
     def _refused(self, seat: Seat, problem: str) -> None:
