@@ -185,7 +185,7 @@ def _wrong(machine: Machine, before: Mapping[str, str], key: str, answer: str) -
 
 
 def _problems(machine: Machine, answers: Mapping[str, str], *, knows_place: bool) -> list[str]:
-    """Return the problems that a run with these answers has, a line each. ``knows_place``: of the machines."""
+    """Return the problems of a run with these answers, a line each. ``knows_place``: the machines' endpoint is given."""
     try:
         resolve(command_line=list(answers.items()))
         if answers.get("nnodes", "1") != "1":

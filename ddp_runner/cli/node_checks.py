@@ -174,7 +174,7 @@ class WrongTokenError(Exception):
 def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
     """Return the answer of the coordinator at the other end. Blocks for at most ``limit_s``, and hangs up.
 
-    Raises WrongTokenError, or LinkLostError where it is no coordinator of this version.
+    Raises WrongTokenError, or LinkLostError if the other end is not a coordinator of this version.
     """
     link = NodeLink(connection, token=token, listens=False)
     give_up_s = time.monotonic() + limit_s

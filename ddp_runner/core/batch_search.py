@@ -41,8 +41,8 @@ def outcome(
 ) -> Outcome:
     """Return the outcome for a batch size, from how a run of a few steps ended.
 
-    ``faults``: their kinds. ``was_ended``: a rank grew beyond the limit and was ended for it. ``used_share``:
-    of the memory that ``share`` is a share of, by the rank that used most.
+    ``faults``: the kinds of its faults. ``was_ended``: a rank grew beyond the limit and was ended for it.
+    ``used_share``: the largest use of memory by a rank, in the same unit as ``share``.
     """
     if was_ended or FaultKind.OUT_OF_MEMORY.value in faults:
         return Outcome.TOO_LARGE

@@ -110,7 +110,7 @@ class Slot:
         self._floats[self._base + Cell.LOSS] = value
 
     def memory(self, cell: Cell) -> memoryview[int]:
-        """Return the memory of an integer cell, for a writer that is not a thread of this process."""
+        """Return the memory of an integer cell, for a writer that is not a thread, such as a GPU."""
         at = self._base + cell
         return self._ints[at : at + 1]
 

@@ -30,8 +30,8 @@ class Surroundings:
 
     ``settings``: of the run, as a record. ``local_world_size``: ranks of this machine. ``node``: its number;
     ``log_folder``: that of the machine whose folder has the logs. ``local_addr``: its address among several;
-    ``term``: of :class:`~ddp_runner.system.folder_owner.FolderOwner`. The last four are paths to memory that
-    the ranks of a machine share.
+    ``term``: of :class:`~ddp_runner.system.folder_owner.FolderOwner`. The last four describe what the ranks of a
+    machine share.
     """
 
     settings: dict[str, object]

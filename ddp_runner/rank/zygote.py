@@ -261,7 +261,7 @@ def what_forks_inherit() -> str:
 def driver_has_started(library: str = "libcuda.so.1") -> bool:
     """Return whether code in this process has initialised CUDA's driver, after which no fork can use it.
 
-    ``torch.cuda.is_available()`` does, and ``torch.cuda.is_initialized()`` does not show.
+    ``torch.cuda.is_available()`` initialises it, and ``torch.cuda.is_initialized()`` does not show that.
     """
     try:
         driver = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

@@ -35,7 +35,7 @@ class Herald:
 
 
 class Reporter:
-    """Replaces the repair: reports missing processes, which the coordinator decides about."""
+    """Replaces the repair: collects the ranks without a process, which the coordinator decides about."""
 
     def __init__(self) -> None:
         self.never_came: list[RankHandle] = []
