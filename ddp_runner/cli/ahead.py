@@ -1,7 +1,7 @@
-"""Has torch imported from the first moment of a launch on, before its words are judged. Never judges any.
+"""Imports torch from the first moment of a launch on, before its words are judged. Never judges any.
 
-What is wrong with a launch is found as before; then, and where the run needs other variables than were
-guessed here, the import has been in vain, on a core that had nothing else to do.
+Errors of a launch are found as before; then, and if the run needs other variables than were
+guessed here, the import was in vain, on a core that was idle anyway.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class _Talk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A run that has ended: its result, how long it took and what it printed."""
+    """A finished run: its result, its duration and its output."""
 
     result: RunResult
     seconds: float
@@ -262,7 +262,7 @@ class _Check:
         return rows
 
     def _killed(self) -> list[Checked]:
-        """All kills in one run; where that is not as it should be, each in one of its own."""
+        """Test all kills in one run; if that fails, test each kill in a separate run."""
         specs = [
             _at(spec, (number + 1) * self._steps // (len(KILLS) + 1))
             for number, (_, spec) in enumerate(KILLS)

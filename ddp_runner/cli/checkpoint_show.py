@@ -81,7 +81,7 @@ def _best_so_far(manifest: Manifest) -> dict[str, object] | None:
 
 
 def changed_settings(manifest: Manifest) -> dict[str, object]:
-    """The settings that somebody has set, by dotted name; empty where a file does not say."""
+    """Return the settings that the user has set, by dotted name; empty if a file does not record them."""
     given = manifest.about.get("settings")
     if not isinstance(given, dict):
         return {}

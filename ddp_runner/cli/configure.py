@@ -84,7 +84,7 @@ class Machine:
 
 
 def run(words: Sequence[str]) -> int:
-    """Ask and write. Raises BadInputError, also where nobody can be asked."""
+    """Ask and write. Raises BadInputError, also if there is no terminal to ask at."""
     arguments = parse_small(words, valued=(_PRESET,))
     if arguments.wants_help:
         print(HELP)
@@ -230,7 +230,7 @@ def _words(value: object) -> str:
 
 def _asking(console: Console) -> Callable[[str, str, str], str]:
     class Shown(Prompt):
-        """Shows an empty default as such; an answer may say that it is to be empty."""
+        """Shows an empty default as such, so that an answer may clear it."""
 
         def render_default(self, default: object) -> Text:
             return Text(f"({default})" if default else "(empty)", "prompt.default")
@@ -247,7 +247,7 @@ def _asking(console: Console) -> Callable[[str, str, str], str]:
 
 
 def written(answers: Mapping[str, str], kept: Mapping[str, object], *, machine: Machine) -> str:
-    """The file: what was answered, what is usual as comments, and what stood there besides."""
+    """Return the file: the answers, the defaults as comments, and the file's other content."""
     settings = machine.usual(answers)
     lines = [f"# {COMMAND} configure; a line with # is as it is anyway."]
     for key in QUESTIONS:

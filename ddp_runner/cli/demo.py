@@ -202,11 +202,11 @@ class Script:
 
 
 def script_for(world_size: int) -> Script:
-    """Every kind of fault, in the act where it belongs for so many ranks.
+    """Return every kind of fault for this number of ranks, each in the act where it belongs.
 
-    A replica that changes is no majority of two: they go back to a checkpoint, and it leaves no
-    trace. Of more it is healed by the others, which have summed its gradients by then. What damages
-    a checkpoint shows where one is loaded.
+    Of two replicas none is the majority if one changes: both go back to a checkpoint, and the change leaves no
+    trace. With more ranks the others heal it, which have summed its gradients by then. Damage to
+    a checkpoint shows when one is loaded.
     """
     lost = "diverge" if world_size == 2 else "kill:rank=all,phase=backward"
     harmless = (*_HARMLESS, ("corrupt_checkpoint:rank=0", lost))

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed:
-    """``weights_to``: where what is built goes for the next stage; None: nowhere. ``names``: of paths, for people."""
+    """The exchange of weights between stages. ``names``: of paths, for people.
+
+    ``weights_to``: the file for the next stage; None: no file.
+    """
 
     weights_to: Path | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, text: str) -> str:
-        """``text`` with names in the place of paths that nobody has given."""
+        """Return ``text`` with names in place of the temporary paths."""
         for path, name in self.names.items():
             text = text.replace(path, name)
         return text
@@ -56,7 +59,7 @@ def try_stages(plan: LaunchPlan, try_one: TryOne) -> int:
 
 
 def _later(plan: LaunchPlan, number: int, source: str) -> LaunchPlan:
-    """The plan of a stage that begins with what has been built of the one before, if with any of its weights."""
+    """Return the plan of a stage that begins with the weights that the stage before built, if it uses any of them."""
     trial = plan.in_stage(number, first_step=0, first_generation=1)
     trial = replace(trial, notes=())  # they have been shown with the first
     place = trial.settings.stage

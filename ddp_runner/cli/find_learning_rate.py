@@ -208,7 +208,7 @@ class _Test:
         self._write(curve, found)
 
     def _write(self, curve: Curve, found: Suggestion | None) -> None:
-        """The curve as a file, beside the logs of the run."""
+        """Write the curve to a file next to the run's logs."""
         record: dict[str, Any] = {
             "task": self._plan.settings.run.task,
             "ranks": self._plan.world_size,

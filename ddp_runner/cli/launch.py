@@ -52,10 +52,10 @@ class RunResult:
     settings: Settings | None = field(default=None, repr=False)
 
     def load_model(self) -> Any:
-        """The task's model, a ``torch.nn.Module`` with the weights of the last checkpoint, on the CPU, ready for use.
+        """Return the task's model, a ``torch.nn.Module`` with the weights of the last checkpoint, on the CPU, ready for use.
 
-        With the average, where ``ema_decay`` keeps one. Raises BadInputError where there is none, or
-        where the launch was refused: what is in its folder is then of another run.
+        With ``ema_decay`` the weights are the average. Raises BadInputError if there is no checkpoint, or if
+        the launch was refused: its folder's content then belongs to another run.
         """
         if self.exit_code == ExitCode.BAD_USAGE:
             raise BadInputError("launch", "", "was refused and trained nothing: see its error line")
@@ -319,7 +319,7 @@ def run_child(
 
 @contextmanager
 def _interrupts_held() -> Iterator[set[signal.Signals]]:
-    """Hold interrupts of this thread back; gives what was held back before, as it is afterwards."""
+    """Hold back this thread's interrupts; yield the earlier signal mask, which is restored afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield {signal.Signals(number) for number in before}
@@ -381,9 +381,9 @@ def writes_to_descriptor_1() -> bool:
 
 
 def child_environment(config_file: str) -> dict[str, str]:
-    """Our environment, able to import what this process can, marked for ``launch``.
+    """Return our environment, able to import what this process can, marked for ``launch``.
 
-    The mark says which configuration nobody has written by hand: no ``.env`` is looked for beside it.
+    The mark names the generated configuration, so that no ``.env`` is looked for next to it.
     """
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     search = [IMPORT_FOLDER, *(part for part in before if part != IMPORT_FOLDER)]

@@ -1,4 +1,4 @@
-"""``launch_async()``: a run from a program with an event loop, which goes on meanwhile."""
+"""``launch_async()``: runs training for a program with an event loop, which continues meanwhile."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def _to_its_end(work: Coroutine[None, None, _T], *, when_cancelled: Callab
 
 
 class _Child:
-    """The process of a run, and what it has been asked for."""
+    """The process of a run, and the stops that it was asked for."""
 
     def __init__(self, ready: Prepared) -> None:
         self._ready = ready

@@ -1,4 +1,4 @@
-"""``page``: a live page over the files of runs, served by a process of its own. Needs the extra ``page``."""
+"""``page``: serves a live page over the files of runs from a separate process. Needs the extra ``page``."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def at_its_begin(stages: tuple[Settings, ...]) -> Settings:
 
 
 def alone(plan: LaunchPlan) -> LaunchPlan:
-    """The begin of the stage that is trained as if it were a run's, for what only tries it out."""
+    """Return the plan to train this stage from its beginning as a run without stages, for trials."""
     if plan.settings.stage is None:
         return plan
     settings = with_start_weights(plan.settings)
@@ -164,7 +164,7 @@ def _named(error: BadInputError, stage: str) -> BadInputError:
 
 
 def _found(folder: Path, *, resume: str) -> list[Found]:
-    """The checkpoints that a launch may go on from, or begin with; without those that do not say what they are."""
+    """Return the checkpoints that a launch may resume from, or begin with; unreadable manifests are left out."""
     catalog = Catalog(folder)
     try:
         entries: Sequence[Entry] = catalog.resolve("auto" if resume == "none" else resume)

@@ -194,7 +194,7 @@ def plan_launch(
 ) -> LaunchPlan:
     """Decide devices, preset and settings. Touches nothing. Raises BadInputError.
 
-    ``has_modes``: what is run is a task, which may also be one rank over several devices.
+    ``has_modes``: this runs a task, which may also be one rank over several devices.
     """
     environment = dict(os.environ)
     several, choice = None, None

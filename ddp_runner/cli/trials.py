@@ -172,9 +172,9 @@ def _watch(look: Look, over: threading.Event, is_ended: threading.Event) -> None
 
 
 class MemoryWatch:
-    """Watches the host memory of a run's ranks, and ends them once one takes too much: before the machine suffers.
+    """Watches the host memory of a run's ranks, and ends them if one takes too much, before the machine suffers.
 
-    ``limit_bytes``: of a rank, 0 for none. ``floor_bytes``: what is to stay free on the machine.
+    ``limit_bytes``: of a rank, 0 for none. ``floor_bytes``: the memory that must stay free on the machine.
     """
 
     def __init__(self, *, limit_bytes: int, floor_bytes: int) -> None:

@@ -122,7 +122,7 @@ class Slot:
         self._ints[self._base + Cell.PHASE] = phase
 
     def reach(self, moment: Moment) -> None:
-        """Be at ``moment``: for those who inject faults, and nothing to anybody else."""
+        """Mark the moment ``moment``, which only fault injection uses."""
 
     def release(self) -> None:
         """Let go of the board's memory; the slot is of no use afterwards."""

@@ -53,7 +53,7 @@ def save_interval_s(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCost:
-    """Seconds: of training that waits, of steps that are slower beside the write, and of the write."""
+    """The cost of a save in seconds: training that waits, steps that the write slows down, and the write."""
 
     compare_s: float
     blocked_s: float
@@ -104,7 +104,7 @@ class CheckpointInterval:
         self._compare_s = compare_s
 
     def stepped(self, step_s: float, *, beside_save: bool) -> None:
-        """A step has taken so long, less what it waited for a save."""
+        """Note the time of a step, less what it waited for a save."""
         if beside_save:
             self._beside_s += step_s
             self._beside_steps += 1
@@ -112,7 +112,7 @@ class CheckpointInterval:
             self._usual_s.append(step_s)
 
     def measured(self, *, blocked_s: float, write_s: float) -> None:
-        """A save has taken so long of training, and so long in all; the steps beside it are known."""
+        """Note the time that a save took from training, and in all; the steps during it are known."""
         newest = SaveCost(
             compare_s=self._compare_s,
             blocked_s=blocked_s,
@@ -134,7 +134,7 @@ class CheckpointInterval:
         return max(0.0, self._beside_s - self._beside_steps * usual_s)
 
     def interval_s(self, *, now_s: float, step_s: float) -> float:
-        """The interval by what is known now."""
+        """Return the interval that follows from the measurements so far."""
         if self._cost is None:
             return max(FIRST_INTERVAL_S, STEPS_MIN * step_s)
         return save_interval_s(
@@ -173,7 +173,7 @@ class CopyInterval(CheckpointInterval):
         self._costs_s.append(newest.training_s)
 
     def interval_s(self, *, now_s: float, step_s: float) -> float:
-        """The interval by what is known now."""
+        """Return the interval that follows from the measurements so far."""
         del now_s
         if not self._costs_s:
             return max(FIRST_COPY_S, STEPS_MIN * step_s)

@@ -102,7 +102,7 @@ def _signal_in_words(end: RankExit, number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """``culprit`` began it; ``causes`` are all faults that are nobody's consequence, by time."""
+    """The first fault and the others. ``culprit`` began it; ``causes`` are all faults that no other caused, by time."""
 
     culprit: Fault
     causes: tuple[Fault, ...]

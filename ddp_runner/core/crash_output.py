@@ -41,9 +41,9 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrashOutput:
-    """``reason`` is the first line that says why; ``text`` what is worth keeping, bounded.
+    """The report of a crash. ``reason`` is the first line that says why; ``text`` the excerpt worth keeping, bounded.
 
-    ``mismatch``: the bytes that gloo was sent and expected, where it ended the process for that.
+    ``mismatch``: the bytes that gloo was sent and expected, if it ended the process for that.
     """
 
     reason: str

@@ -11,7 +11,7 @@ from ddp_runner.core.faults import Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """``odd`` ranks differ from a majority; ``has_majority`` is False where nobody can be believed."""
+    """A comparison of the ranks. ``odd`` ranks differ from a majority; without ``has_majority`` no rank can be trusted."""
 
     odd: tuple[int, ...]
     has_majority: bool
@@ -42,7 +42,7 @@ def disagreement(begun: Mapping[int, int]) -> str:
 
 
 def where_each_was(places: Mapping[int, str]) -> str:
-    """Ranks by what they were doing, such as ``rank 1 in loss, task.py:31; ranks 0,2 in backward``."""
+    """Group the ranks by their place, such as ``rank 1 in loss, task.py:31; ranks 0,2 in backward``."""
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(rank for rank, place in places.items() if place):
         ranks_at.setdefault(places[rank], []).append(rank)

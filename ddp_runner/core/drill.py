@@ -1,7 +1,7 @@
-"""Decides when a fire drill is due and of which rank, and says in words what came of it. Never forks.
+"""Decides when a fire drill is due and for which rank, and words its result. Never forks.
 
 In a drill a process like a replacement loads a state that was just written, computes one rank's share of
-the step that begins with it, beside the run, and compares that with what the rank has computed.
+the step that begins with it, in the background, and compares that with the rank's own result.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DrillFacts:
 
 
 def must_end(facts: DrillFacts) -> str:
-    """Why the drill that is running is to be ended, in words; empty where it goes on."""
+    """Return why the running drill must end, in words; empty if it continues."""
     if not facts.is_running:
         return ""
     if not facts.fault_free or not facts.is_wanted:

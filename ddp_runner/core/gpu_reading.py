@@ -123,7 +123,7 @@ class Tally:
         self._seen = {}
 
     def add(self, figures: Mapping[str, float | None]) -> None:
-        """One look; what is None or not finite is left out."""
+        """Add one reading; values that are None or not finite are left out."""
         for name, value in figures.items():
             if value is None or not math.isfinite(value):
                 continue

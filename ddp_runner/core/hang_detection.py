@@ -116,7 +116,7 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
 
 
 def shortest_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
-    """No phase of any rank has a shorter one now: who is younger than that is not late."""
+    """Return the shortest deadline of any phase and rank now: a younger phase cannot be late."""
     return min(
         _usual_deadline_s(pace, settings),
         settings.first_step_timeout_s,
@@ -216,10 +216,10 @@ class SharedPauses:
 
 
 class LongPhases:
-    """Remembers how long ranks stayed in a phase of their own work and went on by themselves.
+    """Remembers how long ranks stayed in a phase of their own work and then continued by themselves.
 
-    The pace is of the steps that a look happens upon, which a slow one among many fast ones is
-    seldom. One for whose step a rank was called hung before was no hang: it is never forgotten.
+    The pace comes from the steps that a reading happens to see, which a slow one among many fast ones is
+    seldom. A rank whose step was called hung before and then went well was no hang: it is never forgotten.
     """
 
     def __init__(self) -> None:
@@ -253,9 +253,9 @@ class LongPhases:
                 self._paused[rank] = self._now.pop(rank)[1]
 
     def doubt(self, look: RankLook) -> None:
-        """A rank was called hung there: should that be done in spite of it, it was slow.
+        """Note that a rank was called hung at a place: if it finishes that place after all, it was slow.
 
-        Whoever comes there once more has the time of a first step.
+        A rank that reaches the place again has the time of a first step.
         """
         self._doubted.add(look.step)
         self.doubted_places |= {look.place}

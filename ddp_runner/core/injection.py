@@ -191,7 +191,7 @@ def flips_bits(texts: Sequence[str], *, world_size: int) -> bool:
 def bad_sample_places(
     specs: Sequence[str], *, world_size: int, total_steps: int
 ) -> tuple[tuple[int, int], ...]:
-    """``(rank, step)`` of each sample that is to be bad; every process of the run knows them all."""
+    """Return ``(rank, step)`` of each injected bad sample; every process of the run knows them all."""
     places: list[tuple[int, int]] = []
     for text in specs:
         one = parse_injection(text, world_size=world_size)

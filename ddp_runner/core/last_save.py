@@ -25,12 +25,12 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitForRanks:
-    """Somebody may still come with a newer state."""
+    """Wait, since a rank with a newer state may still come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskToSave:
-    """Have this rank write the state of ``step``; nobody else may write meanwhile."""
+    """Have this rank write the state of ``step``; no other process may write meanwhile."""
 
     rank: int
     step: int
@@ -38,7 +38,7 @@ class AskToSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NothingToSave:
-    """It is all on disk, or nobody is left who has more."""
+    """Save nothing: the newest state is on disk, or no rank with a newer one is left."""
 
 
 Move = WaitForRanks | AskToSave | NothingToSave
@@ -95,7 +95,7 @@ class SaveOutcome:
 def closing_words(
     outcome: SaveOutcome, *, newest: tuple[int, str] | None, committed_step: int, resume: str
 ) -> str:
-    """The last line of a run that ends before its time: which step is on disk, and how to go on.
+    """Word the last line of a run that ends early: the step on disk, and how to resume.
 
     ``newest`` is the step and path of the newest checkpoint, ``resume`` the word of this command.
     """

@@ -38,7 +38,7 @@ NCCL_BACKENDS = ("nccl", "nccl2")  # two classes of torch's for one library
 
 
 def group_backend(settings: Settings, *, is_on_gpu: bool) -> str:
-    """The process group's backend; NCCL worlds keep gloo beside it for tensors on the CPU."""
+    """Return the process group's backend; NCCL groups keep gloo too, for tensors on the CPU."""
     wanted = settings.ddp.backend
     is_shared = wanted == "auto" and names_a_gpu_twice(settings.run.gpus)
     if wanted == "gloo" or is_shared or not is_on_gpu:

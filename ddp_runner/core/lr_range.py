@@ -45,9 +45,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """Rates that a curve suggests.
+    """The rates that a curve suggests.
 
-    ``steepest``: where the loss falls fastest; ``valley``: amid its longest fall; ``tenth``: a tenth of the
+    ``steepest``: where the loss falls fastest; ``valley``: within its longest fall; ``tenth``: a tenth of the
     rate at which it is lowest.
     """
 
@@ -116,9 +116,9 @@ def suggestion(curve: Curve) -> Suggestion | None:
 
 
 def _valley(losses: Sequence[float]) -> int:
-    """The place amid the longest fall, rises in between left out, as fastai has it.
+    """Return the place within the longest fall, ignoring rises in between, as fastai does.
 
-    It ends where the longest falling subsequence does, and is taken to begin as many points before as that has.
+    The fall ends where the longest falling subsequence does, and is taken to begin as many points before as that has.
     """
     tails: list[
         float

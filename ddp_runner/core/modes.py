@@ -60,9 +60,9 @@ def choose_mode(
     collectives: Collectives | None = None,
     machines: int = 1,
 ) -> ModeChoice:
-    """The mode of a run that could use so many ``devices``. Raises BadInputError for a contradiction.
+    """Return the mode of a run that could use ``devices`` devices. Raises BadInputError for a contradiction.
 
-    ``collectives``: where :func:`asks_for_collectives` says so.
+    ``collectives``: needed if :func:`asks_for_collectives` says so.
     """
     asked = settings.run.mode
     raise_first(mode_problems(settings))

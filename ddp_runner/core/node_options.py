@@ -126,7 +126,7 @@ class _Asked:
         self._settings = settings
 
     def text(self, option: str) -> tuple[str, str]:
-        """The name that was used, and what it was given; two empty texts for nothing."""
+        """Return the name that was used, and its value; two empty texts if there is none."""
         if option in self._options:
             return option, self._options[option]
         for name in VARIABLES[option]:

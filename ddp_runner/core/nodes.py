@@ -29,9 +29,9 @@ def loads_own(
 
 
 def who_completes(folders: Sequence[int], *, steps: Sequence[int]) -> dict[int, int]:
-    """Folder of logs -> the rank that completes its records: the lowest one that is at the newest step.
+    """Return for each log folder the rank that completes its records: the lowest one at the newest step.
 
-    ``folders`` and ``steps`` by rank. A folder whose ranks are all behind has nobody.
+    ``folders`` and ``steps`` by rank. A folder whose ranks are all behind has none.
     """
     found: dict[int, int] = {}
     for rank, (folder, step) in enumerate(zip(folders, steps, strict=True)):
@@ -67,13 +67,13 @@ class NodesFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnFacts:
-    """A node comes back with ranks that it has kept. ``term``: of the coordinator that last formed them.
+    """The facts about a node that returns with parked ranks. ``term``: of the coordinator that last formed them.
 
     ``generation``: the newest that they were asked to form. ``is_same_node``: it gets the number that it
-    had; ``are_members``: the run has not gone on without its ranks. ``ours``: the term of this
+    had; ``are_members``: the run has not continued without its ranks. ``ours``: the term of this
     coordinator; ``formed_in``: the newest generation that has formed here. ``may_resume``: nothing has
-    trained here yet, and what was trained before is to go on. ``before``: the term that had the checkpoint
-    folder before, and the numbers of the nodes that it went on without; None: nobody knows.
+    trained here yet, and earlier training is to be resumed. ``before``: the term that had the checkpoint
+    folder before, and the numbers of the nodes that it continued without; None: unknown.
     """
 
     term: str

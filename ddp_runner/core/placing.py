@@ -75,9 +75,9 @@ def engine_options(options: Mapping[str, str], environment: Mapping[str, str]) -
 def share_of_a_machine(
     machines: Sequence[Machine], *, asked: NodeOptions, ranks: int | str, device: str
 ) -> Share:
-    """GPUs where enough machines have them, else cores. ``ranks`` may be "auto".
+    """Return the share in GPUs if enough machines have them, else in cores. ``ranks`` may be "auto".
 
-    Raises BadInputError where fewer machines than ``asked`` have so many.
+    Raises BadInputError if fewer machines than ``asked`` have that many.
     """
     count = 1 if ranks == "auto" else int(ranks)
     on_gpus = device != "cpu" and _enough(machines, Share(kind="GPU", ranks=count), asked)
@@ -153,11 +153,11 @@ class Next(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A supervisor that has ended, with ``code``; None: with its machine, and the engine has another one.
+    """The end of a supervisor, with ``code``; None: its machine was lost, and the engine has another one.
 
     ``has_begun``: whether the run had its folders; ``has_its_state``: whether the new machine has
     them, or another one has ranks that wait with their memory.
-    ``starts_again_from_newest``: whether the same command goes on, and begins nothing a second time.
+    ``starts_again_from_newest``: whether the same command resumes, and begins nothing a second time.
     ``recent``: how often the like has happened within an hour.
     """
 

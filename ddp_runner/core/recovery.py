@@ -67,12 +67,12 @@ class WorldFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaceRanks:
-    """Fork ``ranks`` again, then form the next generation; everybody else keeps process and state.
+    """Fork ``ranks`` again, then form the next generation; all other ranks keep process and state.
 
     ``loader`` is the one of them that reads the newest checkpoint, because no replica is left;
-    None where a survivor will be the source. With no ranks at all the world just forms again.
+    None if a survivor will be the source. With no ranks at all the world just forms again.
     ``dropped`` ranks are given up: the others take over their share of the global batch. ``kept``
-    has raised an exception, and goes on because its state is the newest.
+    has raised an exception, and continues because its state is the newest.
     """
 
     ranks: tuple[int, ...]
@@ -181,10 +181,10 @@ def budget_spent(count: int, what: str, settings: RecoverySettings) -> str:
 def judge_parked(
     incident: Incident, *, world: WorldFacts, history: Sequence[Incident]
 ) -> tuple[WorldFacts, int | None]:
-    """``world`` without parked ranks, and which of them is kept.
+    """Return ``world`` without parked ranks, and the parked rank that is kept.
 
-    They are lost, except for one that is ahead of all others: with it a committed step would be
-    lost. Never one that was kept once and raised the same again: its process may be what is wrong.
+    They are lost, except for one that is ahead of all others: without it a committed step would be
+    lost. A rank that was kept once and raised the same again is never kept: its process may be the fault.
     """
     tired = {
         fault.rank for fault, earlier in _repeated(incident, history) if fault.rank == earlier.kept
@@ -313,9 +313,9 @@ def _loader(ranks: Sequence[int], world: WorldFacts) -> int | None:
 
 
 def backoff_s(failures_in_a_row: int, settings: RecoverySettings) -> float:
-    """Wait before the next try: ``backoff_first_s`` at first, then doubling from half a second.
+    """Return the wait before the next try: ``backoff_first_s`` at first, then doubling from half a second.
 
-    Only the same cause again makes it longer: who is hit by others gains nothing by waiting.
+    Only a repetition of the same cause makes it longer: faults from outside do not get rarer by waiting.
     """
     if failures_in_a_row <= 0:
         return settings.backoff_first_s

@@ -37,11 +37,11 @@ class Tries:
 
 
 def row_without_progress(incident: Incident, history: Sequence[Incident]) -> list[Incident]:
-    """The incidents up to and with this one between which nothing was got done, oldest first.
+    """Return the incidents up to and including this one without progress between them, oldest first.
 
-    Progress is a committed step, or what comes between two steps (:attr:`Incident.done_between`)
-    where it goes further than ever at that step: what is redone is none. A run that went back to a
-    checkpoint stands at a lower step than before: that is no lack of progress yet, but dying at the
+    Progress is a committed step, or work between two steps (:attr:`Incident.done_between`)
+    that gets further than ever at that step: repeated work is none. A run that went back to a
+    checkpoint is at a lower step than before: that is no lack of progress yet, but dying at the
     same step again is.
     """
     same_step = [incident]

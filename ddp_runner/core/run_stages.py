@@ -1,7 +1,7 @@
-"""A run of several stages: where settings stand in it, where it begins and goes on. Reads no file.
+"""A run of several stages: the place of settings in it, its beginning and its resumption. Reads no file.
 
 A stage ends as a run does, and the next one begins as a run with ``--init-from`` does, with ranks that are
-new processes; only steps, samples and tokens go on counting. So a process knows one stage alone, and a
+new processes; only the counts of steps, samples and tokens continue. So a process knows one stage alone, and a
 replacement learns which by the settings that it is given.
 """
 
@@ -142,7 +142,7 @@ class StageOfFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherStage:
-    """Rank -> supervisor: the newest checkpoint is of this stage, in which all ranks are to go on."""
+    """Rank -> supervisor: the newest checkpoint is of this stage, which all ranks must resume."""
 
     rank: int
     number: int
@@ -221,7 +221,7 @@ def changed_stages(place: StagePlace, stage: StageOfFile) -> tuple[str, ...]:
 
 
 def stage_to_enter(place: StagePlace, found: Found | None) -> StageOfFile | None:
-    """The other stage that the newest sound checkpoint is of; None where this one goes on, or begins with it."""
+    """Return the other stage that the newest sound checkpoint is of; None if this stage resumes, or begins with it."""
     if found is None or found.stage is None:
         return None
     stage = found.stage

@@ -56,7 +56,7 @@ def run_length(
 
 
 def steps_of(steps: float, *, of: int) -> int:
-    """``steps`` as a number: below 1 it is a share of so many."""
+    """Return ``steps`` as a number: a value below 1 is a share of all steps."""
     return round(steps * of) if 0 < steps < 1 else int(steps)
 
 

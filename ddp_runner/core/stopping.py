@@ -50,10 +50,10 @@ def seconds_of(text: str) -> float:
 def time_limit(
     *, max_time_s: float | None, job_end: str, now_utc_s: float, stop_timeout_s: float
 ) -> TimeLimit | None:
-    """When a launch that begins now is to stop; None for never.
+    """Return the time limit of a launch that begins now; None if it has none.
 
-    ``job_end``: SLURM_JOB_END_TIME, seconds since 1970, empty or not understood where nobody has
-    announced an end. Before that there must be time for a save.
+    ``job_end``: SLURM_JOB_END_TIME, seconds since 1970; empty or unreadable if no end was
+    announced. Time for a save is left before that.
     """
     limits = []
     if max_time_s is not None:

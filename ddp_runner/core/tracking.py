@@ -49,13 +49,13 @@ class Course:
         return Change(undo_after=undo, values=fresh)
 
     def begin(self, step: int) -> int | None:
-        """A launch goes on from ``step``: behind which step all is undone; None where nothing is."""
+        """Undo all points after ``step``, where a launch resumes; return that step, or None if there are none."""
         undo = step if step < self.newest else None
         self.undo(undo)
         return undo
 
     def undo(self, after: int | None) -> None:
-        """Forget what is behind that step."""
+        """Forget all points behind that step."""
         if after is not None:
             self.newest = min(self.newest, after)
             self.evaluated = {step: seen for step, seen in self.evaluated.items() if step <= after}
@@ -73,9 +73,9 @@ class Settled:
     waiting: dict[int, dict[str, float | None]] = field(default_factory=dict)
 
     def take(self, step: int, change: Change, *, is_new: bool) -> bool:
-        """Keep a point. False where what was handed out is undone: that takes another place to write to.
+        """Keep a point. Returns False if it undoes a point that was handed out: then another place must be written to.
 
-        Not ``is_new``: a process of before has seen to it.
+        Without ``is_new`` an earlier process has taken care of that.
         """
         is_whole = self.undo(change.undo_after, is_new=is_new)
         if step > self.written:
@@ -83,7 +83,7 @@ class Settled:
         return is_whole
 
     def undo(self, after: int | None, *, is_new: bool) -> bool:
-        """Forget what is behind that step. False as in :meth:`take`."""
+        """Forget all points behind that step. Returns False as :meth:`take` does."""
         if after is None:
             return True
         self.waiting = {step: values for step, values in self.waiting.items() if step <= after}

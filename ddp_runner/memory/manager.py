@@ -292,7 +292,7 @@ class MemoryManager:
         )
 
     def _report_kills(self, reading: Reading) -> None:
-        """Say when the kernel has killed for memory beside this rank since the last look."""
+        """Report that the kernel has killed other processes for memory since the last reading."""
         if reading.oom_kills is None:
             return
         known, self._oom_kills = self._oom_kills, reading.oom_kills
@@ -303,7 +303,7 @@ class MemoryManager:
             )
 
     def _report_leaks(self, step: int, reading: Reading) -> None:
-        """Feed the leak windows and report what they suspect."""
+        """Feed the leak windows and report the leaks that they suspect."""
         sizes = (reading.rss_bytes, reading.loader_bytes, reading.device_allocated_bytes or 0)
         for (name, window), size in zip(self._leaks.items(), sizes, strict=True):
             suspicion = window.observe(step=step, size_bytes=size)

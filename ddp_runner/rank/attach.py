@@ -1,4 +1,4 @@
-"""``ddp_runner.attach()``: finds out who has started this process, and gives its loop a run."""
+"""``ddp_runner.attach()``: finds out which launcher started this process, and gives its loop a run."""
 
 from __future__ import annotations
 

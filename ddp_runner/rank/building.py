@@ -1,4 +1,4 @@
-"""A spare's building of what it may have to train: what it costs, and that it is the same for every rank."""
+"""A spare's building of data and model in advance: its cost, and the proof that it is the same for every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
 class AsksForRankError(Exception):
-    """A task whose building asks which rank it is; nobody knows that yet."""
+    """Raised if a task's building asks for its rank, which is not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

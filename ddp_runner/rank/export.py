@@ -1,4 +1,4 @@
-"""Writes a checkpoint's weights as files for other programs. Trains nothing; a process of its own."""
+"""Writes a checkpoint's weights as files for other programs. Trains nothing; runs as a separate process."""
 
 from __future__ import annotations
 

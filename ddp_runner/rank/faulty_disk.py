@@ -19,9 +19,9 @@ _FULL_UNTIL_NS, _DELAY_NS, _FAILS_SYNC, _NEWEST = range(4)
 
 
 class FaultyDisk(FencedDisk):
-    """The system's own disk until it is asked for trouble. Asked by the training thread, used by any.
+    """The system's own disk until a fault is injected. The training thread injects, any thread uses it.
 
-    ``trouble``: what is asked, where it is another process that writes; ``folder``: where checkpoints are.
+    ``trouble``: the injected faults, if another process writes; ``folder``: the checkpoints' folder.
     """
 
     def __init__(

@@ -25,10 +25,10 @@ def may_not_publish(slot: Slot, now_ns: int) -> bool:
 
 
 class FencedDisk(RealDisk):
-    """The operating system's own until ``is_fenced``, which any thread may ask.
+    """The operating system's disk until ``is_fenced``, which any thread may ask.
 
-    A rank that was stopped is woken to write its stacks before it is killed. Its save would go on
-    for that long: put a checkpoint in place that nobody has heard of, and delete older ones.
+    A rank that was stopped is woken to write its stacks before it is killed. Its save would continue
+    for that long: put a checkpoint in place that no other process has heard of, and delete older ones.
     """
 
     def __init__(self, is_fenced: Callable[[], bool] = never) -> None:

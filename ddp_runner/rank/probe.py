@@ -1,7 +1,7 @@
 """A trial repair, before any run: ranks form, sum, are aborted, form again and sum again.
 
-The process that is started has a rank forked for each device, is their supervisor in small, and
-reports to its parent by a pipe what came of it. It ends all that it has started, whatever becomes of them.
+The started process forks a rank for each device, acts as their supervisor in small, and
+reports the result to its parent by a pipe. It ends all processes that it has started, whatever becomes of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The clock that whoever measures or waits is handed, so that a test can pass another one."""
+"""The clock as an argument, so that a test can pass another one."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def digest_of(files: Mapping[str, str]) -> str:
 
 
 class _Search:
-    """Follows import statements, those inside functions too, through files that nobody installed."""
+    """Follows import statements, those inside functions too, through files that are not installed packages."""
 
     def __init__(self, path: Sequence[str]) -> None:
         self._path = list(path)

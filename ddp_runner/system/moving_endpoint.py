@@ -16,7 +16,7 @@ def endpoint_bytes(host: str, port: int) -> bytes:
 
 
 def read_endpoint(descriptor: int | None) -> tuple[str, int] | None:
-    """Host and port; None where nobody has written any, or there is no descriptor."""
+    """Return host and port; None if none were written, or there is no descriptor."""
     if descriptor is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""The actor that runs a machine's supervisor as its child process; it is sent to the machine as it stands here.
+"""The actor that runs a machine's supervisor as its child process; Ray ships this file's code to the machine.
 
-It imports nothing but the standard library and Ray: whether this package is there is what it finds out.
+It imports nothing but the standard library and Ray, since it must find out whether this package is installed.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class NodeActor:
 
 
 def _free_port(address: str) -> int:
-    """A port at ``address`` that nobody has; 0 where none was found."""
+    """Return a free port at ``address``; 0 if none was found."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for _ in range(64):
         port = random.randrange(*_PORTS)  # noqa: S311 - no secret

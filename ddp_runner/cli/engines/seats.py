@@ -1,4 +1,4 @@
-"""A supervisor that an engine has placed, as its driver sees it: where it stands, and what it has written."""
+"""A supervisor that an engine has placed, as its driver sees it: its phase, and its output."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ class Terminal:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Seat:
-    """``number``: 0 is the coordinator's. ``handle``: of the actor. ``answer``: what is waited for of it.
+    """One placed supervisor. ``number``: 0 is the coordinator's. ``handle``: of the actor.
 
-    ``found``: how it introduced itself. ``code``: how its supervisor has ended, until another one begins.
+    ``answer``: the call that the driver waits for. ``found``: how it introduced itself. ``code``: how its
+    supervisor has ended, until another one begins.
     """
 
     number: int
