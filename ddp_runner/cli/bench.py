@@ -1,4 +1,4 @@
-"""``bench``: runs a few steps next to the real run, and reports the parts of a step's time, its bottleneck and remedies."""
+"""``bench``: runs a few steps next to the real run, and reports the parts of a step's time, its bottleneck and what to try."""
 
 from __future__ import annotations
 

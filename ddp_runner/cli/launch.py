@@ -255,7 +255,7 @@ def _settings(words: Sequence[str]) -> Settings:
 
 
 def identity(log_dir: str | Path) -> tuple[int, int] | None:
-    """Return a key that tells a newly written summary.json from an older one; None if there is none."""
+    """Return a key that distinguishes a newly written summary.json from an older one; None if there is none."""
     try:
         status = (Path(log_dir) / "summary.json").stat()
     except FileNotFoundError:

@@ -55,7 +55,7 @@ async def launch_async(
 
 
 async def _to_its_end(work: Coroutine[None, None, _T], *, when_cancelled: Callable[[], None]) -> _T:
-    """Await ``work`` to its end. A cancelled call tells it so, and is cancelled once the work has ended."""
+    """Await ``work`` to its end. A cancelled call calls ``when_cancelled``, and is cancelled once the work has ended."""
     # INVARIANT nothing-left-behind: nobody but the work itself ends it, however often the call is cancelled.
     # Broken if: the work is awaited as it is; its thread then leaves the configuration with its
     # secrets behind, or its process goes on unseen.

@@ -54,7 +54,7 @@ def next_saver(
     """Return the next move towards a last save.
 
     ``parked`` ranks wait outside a generation; ``saved_step`` is the step of the newest checkpoint.
-    ``may_wait``: ranks that were told to leave still have time to do so. A rank that saves may use all of it.
+    ``may_wait``: ranks that were asked to leave still have time to do so. A rank that saves may use all of it.
     """
     filled = [one for one in parked if one.committed_step > EMPTY_STEP]
     newer = [one for one in leaving if one.progress.committed_step > saved_step]

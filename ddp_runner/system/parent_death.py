@@ -77,7 +77,7 @@ def mark_own_children() -> None:
     """Mark what user code starts in this rank from here on with the rank's mark, in a separate session.
 
     The names that multiprocessing gives to semaphores carry the mark too. It removes each at once, but a rank
-    that is killed in between leaves one behind, and only the mark tells whose it was.
+    that is killed in between leaves one behind, and only the mark shows whose it was.
     """
     from multiprocessing import current_process  # noqa: PLC0415 - a launch need not wait for it
 

@@ -20,7 +20,7 @@ LEFT_OUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The terms on which nodes meet: what a node shares with the coordinator, and what it is told then."""
+    """The terms on which nodes meet: what a node shares with the coordinator, and what it learns from it."""
 
     options: NodeOptions
     ranks: int

@@ -34,7 +34,7 @@ _OURS = (Cell.FENCED, Cell.LEASE_NS)
 
 
 def machine_of(hello: Hello) -> str:
-    """Return the machine's name; several nodes of one host are told apart by their numbers."""
+    """Return the machine's name; their numbers distinguish several nodes of one host."""
     return hello.host if hello.node_rank is None else f"{hello.host}, node {hello.node_rank}"
 
 
