@@ -1,4 +1,4 @@
-"""What ``accelerate launch`` would hand to a script: its options and the file of ``accelerate config``, for ``run``."""
+"""Reads the options of ``accelerate launch`` and the file of ``accelerate config``, for ``run``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _IMPORTS = re.compile(rb"^\s*(?:from|import)\s+accelerate\b", re.MULTILINE)
 def accelerate_variables(
     source: bytes, *, asked: str, is_on_cpu: bool | None, environment: Mapping[str, str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The variables for the ranks of a script with this text, and what there is to say.
+    """Return the variables for the ranks of a script with this text, and notes for people.
 
-    ``asked`` is the value of ``--mixed-precision``, ``is_on_cpu`` what was said of the device: None, nothing.
-    Raises BadInputError for a precision that accelerate has not, or that nobody reads.
+    ``asked`` is the value of ``--mixed-precision``, ``is_on_cpu`` the user's choice of device; None: no choice.
+    Raises BadInputError for a precision that accelerate lacks, or that the script does not read.
     """
     if asked and asked not in _PRECISIONS:
         raise BadInputError("--mixed-precision", asked, f"must be {', '.join(_PRECISIONS)}")
@@ -58,7 +58,7 @@ def accelerate_variables(
 
 
 def _stored_file(environment: Mapping[str, str]) -> Path:
-    """Where ``accelerate config`` writes by default."""
+    """Return the file that ``accelerate config`` writes by default."""
     caches = environment.get("XDG_CACHE_HOME") or str(Path(environment.get("HOME", "/"), ".cache"))
     home = environment.get("HF_HOME") or str(Path(caches, "huggingface"))
     folder = Path(home, "accelerate")

@@ -1,7 +1,7 @@
-"""Has torch imported from the first moment of a launch on, before its words are judged. Never judges any.
+"""Imports torch from the first moment of a launch on, before its words are judged. Never judges any.
 
-What is wrong with a launch is found as before; then, and where the run needs other variables than were
-guessed here, the import has been in vain, on a core that had nothing else to do.
+Errors of a launch are found as before; then, and if the run needs other variables than were
+guessed here, the import was in vain, on a core that was idle anyway.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def start(words: Sequence[str], environment: Mapping[str, str]) -> ZygoteAhead | None:
-    """For ``train`` with these words; None where they ask for no training by this process.
+    """Start a zygote in advance for ``train`` with these words; None if they ask for no training by this process.
 
-    Whoever gets one ends it. None too where no process can be started: it is tried again, and reported, later.
+    The caller ends the process. None too if no process can be started: the launch tries again and reports it.
     """
     names = {_name(word) for word in words}
     if names & _NO_TRAINING or any(name in environment for name in _OF_RANKS):
@@ -51,14 +51,14 @@ def start(words: Sequence[str], environment: Mapping[str, str]) -> ZygoteAhead |
 
 
 def _threads(words: Sequence[str], *, on_cpu: bool, own: str) -> int:
-    """Of a rank, as most runs have them."""
+    """Return the number of threads of a rank, as most runs have them."""
     cores = core_count()
     ranks = _number(words, _RANKS) or min(AUTO_CPU_RANKS, cores)
     return _number(words, _THREADS) or share_of_cores(cores, ranks=ranks, on_cpu=on_cpu, own=own)
 
 
 def _name(word: str) -> str:
-    """Of an option or a setting, without its section."""
+    """Return the name of an option or a setting, without its section."""
     return word.partition("=")[0].lstrip("-").replace("-", "_").rpartition(".")[2]
 
 

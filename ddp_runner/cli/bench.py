@@ -1,4 +1,4 @@
-"""``bench``: a short run beside the real one, and what a step's time is made of, bound by, and may gain from."""
+"""``bench``: runs a few steps next to the real run, and reports the parts of a step's time, its bottleneck and what to try."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _VALUED, _JSON = "--steps", "--json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The words of train, and what is asked beside them."""
+    """The words of train, and the options of ``bench``."""
 
     words: tuple[str, ...]
     steps: int = STEPS

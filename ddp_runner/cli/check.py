@@ -129,7 +129,7 @@ def _steps(given: Mapping[str, str]) -> int:
 
 
 class _Talk:
-    """What people see while it runs; with ``--json`` beside what programs read."""
+    """Prints progress for people; with ``--json`` to stderr, since stdout is for programs."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         self._stream = sys.stderr if to_stderr else sys.stdout
@@ -141,7 +141,7 @@ class _Talk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A run that has ended: its result, how long it took and what it printed."""
+    """A finished run: its result, its duration and its output."""
 
     result: RunResult
     seconds: float
@@ -250,7 +250,7 @@ class _Check:
         return f"{weights}exact: false, as without faults"
 
     def _proof(self, summary: Mapping[str, Any]) -> list[Checked]:
-        """What the run without faults has proved of itself, where it does so."""
+        """Return the rows that the run without faults has proved itself, if it does so."""
         proof = summary.get("exact_proof") or {}
         rows = []
         if proof.get("repeated"):
@@ -262,7 +262,7 @@ class _Check:
         return rows
 
     def _killed(self) -> list[Checked]:
-        """All kills in one run; where that is not as it should be, each in one of its own."""
+        """Test all kills in one run; if that fails, test each kill in a separate run."""
         specs = [
             _at(spec, (number + 1) * self._steps // (len(KILLS) + 1))
             for number, (_, spec) in enumerate(KILLS)
@@ -300,7 +300,7 @@ def _at(spec: str, step: int) -> str:
 
 
 def _repaired_s(run: _Run, number: int) -> float | None:
-    """How long after fault ``number`` of ``--inject`` all trained again; None if it never came so far."""
+    """Return the seconds from fault ``number`` of ``--inject`` until all ranks trained again; None if they never did."""
     summary = run.result.summary or {"injected": (), "faults": ()}
     struck_s = next((one["at_s"] for one in summary["injected"] if one["number"] == number), None)
     if struck_s is None:

@@ -81,7 +81,7 @@ def _best_so_far(manifest: Manifest) -> dict[str, object] | None:
 
 
 def changed_settings(manifest: Manifest) -> dict[str, object]:
-    """The settings that somebody has set, by dotted name; empty where a file does not say."""
+    """Return the settings that the user has set, by dotted name; empty if a file does not record them."""
     given = manifest.about.get("settings")
     if not isinstance(given, dict):
         return {}
@@ -95,7 +95,7 @@ def changed_settings(manifest: Manifest) -> dict[str, object]:
 
 
 def task_facts(manifest: Manifest) -> dict[str, object]:
-    """What the task has said of itself, by its own names, and the fingerprint of its data."""
+    """Return the facts that the task describes about itself, by its own names, and its data's fingerprint."""
     return {
         key.removeprefix(config.described_key("")): HIDDEN if holds_secret(key, value) else value
         for key, value in manifest.meaning.items()
@@ -132,7 +132,7 @@ def lines_of(record: Mapping[str, object]) -> Iterator[str]:
 
 
 def _figures(record: Mapping[str, object]) -> Iterator[str]:
-    """What was measured by then, and where else it stands."""
+    """Yield lines with the values measured so far, and the trackers that have them too."""
     figures, monitor = record.get("figures"), record["monitor"]
     losses = {"training loss": record.get("loss"), "monitored": record["monitored"]}
     if isinstance(figures, dict):

@@ -159,7 +159,7 @@ def _prune(catalog: Catalog, arguments: SmallArguments) -> int:
 
 
 def _keep_every(entries: Sequence[Entry]) -> int:
-    """What the newest that says so has as checkpoint.keep_every; 0 where none does."""
+    """Return checkpoint.keep_every of the newest entry that records it; 0 if none does."""
     for entry in entries:
         settings = {} if entry.manifest is None else entry.manifest.about.get("settings")
         section = settings.get("checkpoint") if isinstance(settings, dict) else None
@@ -249,10 +249,10 @@ def plan_pruning(
     of_stages: Collection[int] = (),
     takes_all: bool = False,
 ) -> Pruning:
-    """What to delete of ``entries``, newest first, so that the newest ``keep`` sound ones stay.
+    """Return which of ``entries``, newest first, to delete, so that the newest ``keep`` sound ones stay.
 
-    The best one, those of a step that ``keep_every`` divides and ``of_stages`` that are over stay too, unless it
-    ``takes_all``.
+    The best one, those of a step that ``keep_every`` divides and those of completed stages (``of_stages``) stay too,
+    unless ``takes_all`` is set.
     """
     sound, removed, spared = 0, [], []
     for entry in entries:
@@ -326,7 +326,7 @@ def export(
 
 
 def _counts(entry: Entry) -> dict[str, object]:
-    """How far the training was, by the names that readers of other trainers look for."""
+    """Return the training progress of an entry, under the names that readers of other trainers look for."""
     found: dict[str, object] = {"step": entry.step, "global_step": entry.step}
     if (manifest := entry.manifest) is not None:
         found |= {"epoch": manifest.epoch, "samples": manifest.samples}

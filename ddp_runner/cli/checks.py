@@ -1,4 +1,4 @@
-"""What ``doctor`` says of one thing. The checks themselves are in the modules beside this one."""
+"""The result of one check of ``doctor``. The checks themselves are in the modules next to this one."""
 
 from __future__ import annotations
 

@@ -69,13 +69,13 @@ QUESTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What ``doctor`` knows of it that answers depend on."""
+    """The facts of ``doctor`` about the machine that answers depend on."""
 
     gpus: VisibleGpus
     cores: int
 
     def usual(self, answers: Mapping[str, str]) -> Settings:
-        """What the settings are where only these are given. Raises BadInputError as a run would."""
+        """Return the settings that a run has if only these answers are given. Raises BadInputError as a run would."""
         given = list(answers.items())
         asked = resolve(command_line=given).settings
         devices = plan_devices(asked, found=self.gpus, cores=self.cores)
@@ -84,7 +84,7 @@ class Machine:
 
 
 def run(words: Sequence[str]) -> int:
-    """Ask and write. Raises BadInputError, also where nobody can be asked."""
+    """Ask and write. Raises BadInputError, also if there is no terminal to ask at."""
     arguments = parse_small(words, valued=(_PRESET,))
     if arguments.wants_help:
         print(HELP)
@@ -132,7 +132,7 @@ def _use(preset: str | None) -> str:
 
 
 def _known(path: Path) -> tuple[dict[str, object], dict[str, str]]:
-    """Of a file that is there: what is not asked for, which stays, and the answers of then."""
+    """Return the content of an existing file: the settings that are not asked for, and the earlier answers."""
     kept: dict[str, object] = {}
     answers: dict[str, str] = {}
     if not path.is_file():
@@ -175,7 +175,7 @@ def ask_all(
 
 
 def _wrong(machine: Machine, before: Mapping[str, str], key: str, answer: str) -> list[str]:
-    """What does not fit once ``key`` is answered so; without what was wrong before, as a folder may be."""
+    """Return the problems that ``key`` with this answer adds; problems from before, as of a folder, are left out."""
     known = _problems(machine, before, knows_place=False)
     return [
         one
@@ -185,7 +185,7 @@ def _wrong(machine: Machine, before: Mapping[str, str], key: str, answer: str) -
 
 
 def _problems(machine: Machine, answers: Mapping[str, str], *, knows_place: bool) -> list[str]:
-    """What a run with these answers would be refused for, a line each. ``knows_place``: of the machines."""
+    """Return the problems of a run with these answers, a line each. ``knows_place``: the machines' endpoint is given."""
     try:
         resolve(command_line=list(answers.items()))
         if answers.get("nnodes", "1") != "1":
@@ -220,7 +220,7 @@ def _value(settings: Settings, key: str) -> object:
 
 
 def _words(value: object) -> str:
-    """As a person types it."""
+    """Return the value as a person types it."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     if value is None:
@@ -230,7 +230,7 @@ def _words(value: object) -> str:
 
 def _asking(console: Console) -> Callable[[str, str, str], str]:
     class Shown(Prompt):
-        """Shows an empty default as such; an answer may say that it is to be empty."""
+        """Shows an empty default as such, so that an answer may clear it."""
 
         def render_default(self, default: object) -> Text:
             return Text(f"({default})" if default else "(empty)", "prompt.default")
@@ -247,7 +247,7 @@ def _asking(console: Console) -> Callable[[str, str, str], str]:
 
 
 def written(answers: Mapping[str, str], kept: Mapping[str, object], *, machine: Machine) -> str:
-    """The file: what was answered, what is usual as comments, and what stood there besides."""
+    """Return the file: the answers, the defaults as comments, and the file's other content."""
     settings = machine.usual(answers)
     lines = [f"# {COMMAND} configure; a line with # is as it is anyway."]
     for key in QUESTIONS:

@@ -101,7 +101,7 @@ def _train_and_compare(script: Script, folder: Path) -> ExitCode:
 
 
 def _are_all_there(repairs: Sequence[Repaired], blows: tuple[Blow, ...]) -> bool:
-    """Whether each fault of the act has a row of its own."""
+    """Return whether each fault of the act has its own row."""
     asked = Counter(InjectKind(spec.partition(":")[0]) for blow in blows for spec in blow)
     found = Counter(repair.injected for repair in repairs)
     seen = sum(min(count, found[kind]) for kind, count in asked.items())
@@ -202,11 +202,11 @@ class Script:
 
 
 def script_for(world_size: int) -> Script:
-    """Every kind of fault, in the act where it belongs for so many ranks.
+    """Return every kind of fault for this number of ranks, each in the act where it belongs.
 
-    A replica that changes is no majority of two: they go back to a checkpoint, and it leaves no
-    trace. Of more it is healed by the others, which have summed its gradients by then. What damages
-    a checkpoint shows where one is loaded.
+    Of two replicas none is the majority if one changes: both go back to a checkpoint, and the change leaves no
+    trace. With more ranks the others heal it, which have summed its gradients by then. Damage to
+    a checkpoint shows when one is loaded.
     """
     lost = "diverge" if world_size == 2 else "kill:rank=all,phase=backward"
     harmless = (*_HARMLESS, ("corrupt_checkpoint:rank=0", lost))

@@ -1,4 +1,4 @@
-"""Which GPUs are visible, and which rank computes where. Asks their vendor's tools; imports no torch."""
+"""Finds the visible GPUs and assigns them to ranks. Asks the vendors' tools; imports no torch."""
 
 from __future__ import annotations
 

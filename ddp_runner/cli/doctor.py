@@ -115,7 +115,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _of_several(arguments: SmallArguments) -> Iterator[Check]:
-    """What there is to say of a run on several machines, where one is named."""
+    """Return the checks for a run on several machines, if an endpoint is given."""
     values = arguments.values
     if _ENDPOINT not in values:
         return iter(())
@@ -140,7 +140,7 @@ def _lines(check: Check) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """On what ranks are to be tried, and how they meet there."""
+    """The devices on which ranks are tried, and their backend."""
 
     places: tuple[DevicePlan, ...]
     backend: str
@@ -149,7 +149,7 @@ class Tried:
 
 
 def _tried(arguments: SmallArguments, seen: VisibleGpus) -> Tried:
-    """As training would choose. Raises BadInputError for what that would refuse."""
+    """Choose devices and backend as training would. Raises BadInputError for choices that training would refuse."""
     given = [
         (name, arguments.values[option])
         for option, name in (("--gpus", "run.gpus"), ("--backend", "ddp.backend"))
@@ -214,7 +214,7 @@ def check_packages() -> Check:
 
 
 def wanted_packages() -> list[str]:
-    """What this package requires: by its checkout's file, or by what it was installed with."""
+    """Return the package's requirements, from its checkout's file or from its installed metadata."""
     file = REPOSITORY / "requirements.txt"
     if IS_CHECKOUT and file.is_file():
         return requirement_lines(file.read_text(encoding="utf-8"))
@@ -355,7 +355,7 @@ def check_host_name() -> Check:
 
 
 def check_folder(name: str, folder: Path) -> Check:
-    """Whether ``folder`` can be made and written, and has room."""
+    """Check that ``folder`` can be created and written, and has room."""
     reason = unwritable_reason(folder)
     if reason:
         cure = f"choose another folder with --{name.removesuffix('s')}-dir"
@@ -424,7 +424,7 @@ def check_access(root: Path = _ROOT) -> Check:
 
 
 def check_variables(environment: Mapping[str, str]) -> Check:
-    """Those of the user's environment that matter."""
+    """Check the variables of the user's environment that matter."""
     found = [f"{name}={environment[name]}" for name in WATCHED if name in environment]
     shown = ", ".join(found) or "none of ROCm's is set"
     if HIP in environment and CUDA in environment and environment[HIP] != environment[CUDA]:

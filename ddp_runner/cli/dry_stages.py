@@ -1,4 +1,4 @@
-"""``--dry-run`` of a run in stages: each in a process of its own, with the weights that the one before has built."""
+"""Runs ``--dry-run`` for a run in stages: each in a separate process, with the weights that the one before built."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed:
-    """``weights_to``: where what is built goes for the next stage; None: nowhere. ``names``: of paths, for people."""
+    """The exchange of weights between stages. ``names``: of paths, for people.
+
+    ``weights_to``: the file for the next stage; None: no file.
+    """
 
     weights_to: Path | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, text: str) -> str:
-        """``text`` with names in the place of paths that nobody has given."""
+        """Return ``text`` with names in place of the temporary paths."""
         for path, name in self.names.items():
             text = text.replace(path, name)
         return text
@@ -38,7 +41,7 @@ TryOne = Callable[["LaunchPlan", Handed], int]
 
 
 def try_stages(plan: LaunchPlan, try_one: TryOne) -> int:
-    """From the stage in which the run would begin to the last. The first that fails ends it, with its exit code."""
+    """Try the stages from the run's first to its last. A stage that fails ends the trial, with its exit code."""
     begin = plan.settings.stage
     assert begin is not None, "there are stages"
     source, names = "", dict[str, str]()
@@ -56,7 +59,7 @@ def try_stages(plan: LaunchPlan, try_one: TryOne) -> int:
 
 
 def _later(plan: LaunchPlan, number: int, source: str) -> LaunchPlan:
-    """The plan of a stage that begins with what has been built of the one before, if with any of its weights."""
+    """Return the plan of a stage that begins with the weights that the stage before built, if it uses any of them."""
     trial = plan.in_stage(number, first_step=0, first_generation=1)
     trial = replace(trial, notes=())  # they have been shown with the first
     place = trial.settings.stage

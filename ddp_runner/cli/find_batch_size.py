@@ -36,7 +36,7 @@ _REASON_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What a rank may take. ``bytes`` is 0 on a device, whose memory only its rank knows."""
+    """The memory limit of a rank. ``bytes`` is 0 on a device, whose memory only its rank knows."""
 
     share: float
     bytes: int
@@ -69,7 +69,7 @@ def share_of(text: str) -> float:
 
 
 def limit_of(plan: LaunchPlan, *, share: float) -> Limit:
-    """What ``share`` is a share of, as it is now."""
+    """Return the current limit, of which a rank may take ``share``."""
     most_gb = plan.settings.memory.max_memory_gb
     if plan.devices[0].visible_index is not None:
         return Limit(share=share, bytes=0, of="its device's memory")
@@ -166,7 +166,7 @@ class _Search:
         return outcome
 
     def _samples_per_s(self, trial: Trial) -> float:
-        """Of the steps after the first ones, by the slowest rank of each."""
+        """Return the samples per second after the first steps, by the slowest rank of each step."""
         steps = list(steps_of(trial.log_dir).values())[_UNTIMED:]
         seconds = [max(float(one["step_s"]) for one in ranks) for ranks in steps]
         samples = trial.summary.get("samples") or 0

@@ -37,7 +37,7 @@ _REST_FACTOR = 10  # times the length of a look, between two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """From ``low`` at the first of ``steps`` to ``high`` at the last."""
+    """The range of the test: from ``low`` at the first of ``steps`` to ``high`` at the last."""
 
     low: float = 1e-7
     high: float = 10.0
@@ -46,7 +46,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """What the test starts from. ``path`` is empty for the first weights."""
+    """The start of the test. ``path`` is empty for the initial weights."""
 
     path: str = ""
     step: int = 0
@@ -98,7 +98,7 @@ def begin_of(plan: LaunchPlan) -> Begin:
 
 
 def _refuse_other_run(plan: LaunchPlan, entry: Entry) -> None:
-    """What its own run would say as well, but with a cure that names folders of the test."""
+    """Refuse a checkpoint of a run with other settings, with a cure that does not name the test's folders."""
     settings = plan.settings
     old = {} if entry.manifest is None else entry.manifest.meaning
     key_now = resume_key(settings, world_size=plan.computing_devices)
@@ -158,7 +158,7 @@ class _Test:
         return ExitCode.DONE
 
     def _look(self, run: psutil.Process) -> bool:
-        """Whether the loss has exploded; most of the time without looking, which a long test would make slow."""
+        """Return whether the loss has exploded; it is computed only now and then, so as not to slow a long test."""
         del run
         began_s = time.monotonic()
         if began_s < self._look_s:
@@ -208,7 +208,7 @@ class _Test:
         self._write(curve, found)
 
     def _write(self, curve: Curve, found: Suggestion | None) -> None:
-        """The curve as a file, beside the logs of the run."""
+        """Write the curve to a file next to the run's logs."""
         record: dict[str, Any] = {
             "task": self._plan.settings.run.task,
             "ranks": self._plan.world_size,
@@ -252,7 +252,7 @@ _HEADROOM = 1.3  # above the first loss, in units of what the loss falls; what i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyphs:
-    """What is drawn with."""
+    """The characters that the curve is drawn with."""
 
     point: str
     side: str

@@ -21,7 +21,7 @@ _VALUE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """``option``: what is looked for, "" for nothing; ``value``: its text; ``words``: all other words."""
+    """The search that is asked for. ``option``: its name, "" for none; ``value``: its text; ``words``: all other words."""
 
     option: str = ""
     value: str = ""

@@ -1,4 +1,4 @@
-"""What ``doctor`` finds out about GPUs and their libraries. Asks nvidia-smi; imports no torch."""
+"""The checks of ``doctor`` about GPUs and their libraries. Asks nvidia-smi; imports no torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gpu_checks(
 
 
 def ask(words: Sequence[str]) -> str:
-    """What nvidia-smi answers; "" where it does not."""
+    """Return the answer of nvidia-smi; "" if it fails."""
     try:
         answer = subprocess.run(  # noqa: S603 - fixed commands
             (_COMMAND, *words),
@@ -97,7 +97,7 @@ def installed_nccl() -> str:
 
 
 def judge_nccl(version: str, *, cuda: str) -> Check:
-    """Whether repairs can rest on this NCCL's abort."""
+    """Judge whether repairs can rely on this NCCL's abort."""
     if not version:
         found = "inside torch, which shows its version when the collectives are tried"
         return Check(name="NCCL", verdict=Verdict.OK, found=found)
@@ -132,7 +132,7 @@ def parse_peers(text: str) -> Mapping[tuple[int, int], str]:
 
 
 def judge_peers(matrix: Mapping[tuple[int, int], str], chosen: Sequence[int]) -> Check:
-    """Whether the chosen GPUs, by nvidia-smi's numbers, read each other's memory."""
+    """Judge whether the chosen GPUs, by nvidia-smi's numbers, read each other's memory."""
     pairs = [(one, other) for one in chosen for other in chosen if one < other]
     known = {pair: matrix[pair] for pair in pairs if pair in matrix}
     if len(known) < len(pairs):
@@ -177,7 +177,7 @@ def parse_holders(text: str) -> tuple[Holder, ...]:
 def judge_memory(
     gpus: Iterable[Gpu], memory: Mapping[int, tuple[int, int]], holders: Sequence[Holder]
 ) -> Check:
-    """What of each GPU's memory is free, and who holds the rest."""
+    """Judge how much of each GPU's memory is free, and name the processes that hold the rest."""
     known = [gpu for gpu in gpus if gpu.index in memory]
     if not known:
         return _unknown("GPU memory", "nvidia-smi does not say what is free")

@@ -43,7 +43,7 @@ _BEGINS = _NOT_HERE + "from ddp_runner.start import clean_search_path; clean_sea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. ``summary`` is the content of summary.json, None if the run wrote none."""
+    """The result of a run. ``summary`` is the content of summary.json, None if the run wrote none."""
 
     exit_code: int
     summary: dict[str, Any] | None
@@ -52,10 +52,10 @@ class RunResult:
     settings: Settings | None = field(default=None, repr=False)
 
     def load_model(self) -> Any:
-        """The task's model, a ``torch.nn.Module`` with the weights of the last checkpoint, on the CPU, ready for use.
+        """Return the task's model, a ``torch.nn.Module`` with the weights of the last checkpoint, on the CPU, ready for use.
 
-        With the average, where ``ema_decay`` keeps one. Raises BadInputError where there is none, or
-        where the launch was refused: what is in its folder is then of another run.
+        With ``ema_decay`` the weights are the average. Raises BadInputError if there is no checkpoint, or if
+        the launch was refused: its folder's content then belongs to another run.
         """
         if self.exit_code == ExitCode.BAD_USAGE:
             raise BadInputError("launch", "", "was refused and trained nothing: see its error line")
@@ -111,7 +111,7 @@ class Prepared:
 
     @property
     def log_dir(self) -> Path:
-        """Of the run."""
+        """The log folder of the run."""
         return Path(self.settings.run.log_dir).absolute()
 
     def result(self, exit_code: int) -> RunResult:
@@ -137,7 +137,7 @@ def prepared(
     config: Mapping[str, object] | None,
     arguments: Sequence[str],
 ) -> Iterator[Prepared]:
-    """What :func:`launch` starts; its configuration file is gone afterwards. Raises BadInputError."""
+    """Prepare the command for :func:`launch`, and delete its configuration file afterwards. Raises BadInputError."""
     words = ["--nproc-per-node", str(nproc)]
     if task is not None:
         words += ["--task", task if isinstance(task, str) else task_spec(task)]
@@ -255,7 +255,7 @@ def _settings(words: Sequence[str]) -> Settings:
 
 
 def identity(log_dir: str | Path) -> tuple[int, int] | None:
-    """What distinguishes a newly written summary.json from an older one; None if there is none."""
+    """Return a key that distinguishes a newly written summary.json from an older one; None if there is none."""
     try:
         status = (Path(log_dir) / "summary.json").stat()
     except FileNotFoundError:
@@ -319,7 +319,7 @@ def run_child(
 
 @contextmanager
 def _interrupts_held() -> Iterator[set[signal.Signals]]:
-    """Hold interrupts of this thread back; gives what was held back before, as it is afterwards."""
+    """Hold back this thread's interrupts; yield the earlier signal mask, which is restored afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield {signal.Signals(number) for number in before}
@@ -381,9 +381,9 @@ def writes_to_descriptor_1() -> bool:
 
 
 def child_environment(config_file: str) -> dict[str, str]:
-    """Our environment, able to import what this process can, marked for ``launch``.
+    """Return our environment, able to import what this process can, marked for ``launch``.
 
-    The mark says which configuration nobody has written by hand: no ``.env`` is looked for beside it.
+    The mark names the generated configuration, so that no ``.env`` is looked for next to it.
     """
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     search = [IMPORT_FOLDER, *(part for part in before if part != IMPORT_FOLDER)]

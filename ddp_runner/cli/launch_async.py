@@ -1,4 +1,4 @@
-"""``launch_async()``: a run from a program with an event loop, which goes on meanwhile."""
+"""``launch_async()``: runs training for a program with an event loop, which continues meanwhile."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ async def launch_async(
     config: Mapping[str, object] | None = None,
     arguments: Sequence[str] = (),
 ) -> RunResult:
-    """As :func:`launch`, for ``await`` in a program with an event loop: the same arguments, result and errors.
+    """Launch a run for ``await``, with the same arguments, result and errors as :func:`launch`.
 
-    The loop goes on meanwhile, and several runs may be awaited at once, each with folders of its own. A
+    The event loop continues meanwhile, and several runs may be awaited at once, each with its own folders. A
     cancelled call (``task.cancel()``, ``asyncio.wait_for``, Ctrl-C under ``asyncio.run``) asks its run to finish the
-    step, save and end, as SIGTERM would, waits for that, and raises CancelledError; cancelled once more, the run
-    ends at once. No signal handler of the program is changed, and nothing is read from its input. The run dies
+    step, save and end, as SIGTERM would, waits for that, and raises CancelledError; a second cancellation ends the
+    run at once. No signal handler of the program is changed, and its input is not read. The run dies
     with the thread of this loop.
 
     Raises BadInputError for wrong settings and RuntimeError when called by the ranks themselves.
@@ -55,7 +55,7 @@ async def launch_async(
 
 
 async def _to_its_end(work: Coroutine[None, None, _T], *, when_cancelled: Callable[[], None]) -> _T:
-    """What ``work`` gives. A cancelled call hears of it, and is cancelled once the work has ended."""
+    """Await ``work`` to its end. A cancelled call calls ``when_cancelled``, and is cancelled once the work has ended."""
     # INVARIANT nothing-left-behind: nobody but the work itself ends it, however often the call is cancelled.
     # Broken if: the work is awaited as it is; its thread then leaves the configuration with its
     # secrets behind, or its process goes on unseen.
@@ -74,7 +74,7 @@ async def _to_its_end(work: Coroutine[None, None, _T], *, when_cancelled: Callab
 
 
 class _Child:
-    """The process of a run, and what it has been asked for."""
+    """The process of a run, and the stops that it was asked for."""
 
     def __init__(self, ready: Prepared) -> None:
         self._ready = ready

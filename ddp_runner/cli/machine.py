@@ -1,4 +1,4 @@
-"""What this machine offers: cores, memory, the installed torch's build. Imports no torch."""
+"""The resources of this machine: cores, memory, the installed torch's build. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def torch_has(module: str) -> bool:
-    """Whether the installed torch has this module of its own; True where there is no torch to ask."""
+    """Return whether the installed torch includes this module; True if there is no torch to ask."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return True
@@ -21,7 +21,7 @@ def torch_has(module: str) -> bool:
 
 
 def has_nccl2() -> bool:
-    """Whether the installed torch has NCCL's newer class, ProcessGroupNCCL2."""
+    """Return whether the installed torch has NCCL's newer class, ProcessGroupNCCL2."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

@@ -33,9 +33,9 @@ _NCCL, _GLOO = "cpu:gloo,cuda:nccl", "gloo"
 
 
 def find_collectives(devices: Sequence[str], environment: Mapping[str, str]) -> Collectives:
-    """By what ranks on ``devices`` can meet: known by NCCL's package, else tried, which takes some seconds.
+    """Return the backend for ranks on ``devices``: known by NCCL's package, else tried, which takes some seconds.
 
-    Of ROCm there is RCCL, under NCCL's name; that it is there says little of whether a GPU can use it.
+    ROCm has RCCL under NCCL's name; an installed RCCL does not prove that a GPU can use it.
     """
     build = torch_build()
     library = "RCCL" if build is not None and build.hip else "NCCL"

@@ -1,4 +1,4 @@
-"""What ``doctor`` says of a run on several machines: the endpoint, the token, the network and the folders.
+"""The checks of ``doctor`` for a run on several machines: the endpoint, the token, the network and the folders.
 
 Starts nothing, listens nowhere, and takes no part in a run that it asks.
 """
@@ -32,7 +32,7 @@ _LIMIT_S = 5.0  # for a connection, and for the answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What ``doctor`` was given of such a run; folders that are empty are the coordinator's."""
+    """The options of ``doctor`` for such a run; empty folders mean the coordinator's."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class Asked:
 
     @property
     def endpoint(self) -> str:
-        """For people."""
+        """The endpoint for people."""
         return f"{self.host}:{self.port}"
 
 
@@ -76,7 +76,7 @@ def _checks(asked: Asked, token: bytes) -> Iterator[Check]:
 
 
 def check_interface(asked: Asked) -> Check:
-    """Which address of this machine leads to the endpoint, and on which interface it is."""
+    """Check which address of this machine leads to the endpoint, and on which interface it is."""
     address = asked.local_addr or address_towards(asked.host)
     interface = interface_of(address)
     if not interface:
@@ -93,7 +93,7 @@ def check_interface(asked: Asked) -> Check:
 
 
 def check_endpoint(asked: Asked) -> tuple[socket.socket | None, Check]:
-    """Whether somebody listens there, with the connection if so."""
+    """Check whether a process listens at the endpoint; return the connection too if so."""
     try:
         connection = socket.create_connection((asked.host, asked.port), timeout=_LIMIT_S)
     except socket.gaierror as error:
@@ -110,7 +110,7 @@ def check_endpoint(asked: Asked) -> tuple[socket.socket | None, Check]:
 
 
 def _token(asked: Asked, environment: Mapping[str, str]) -> bytes:
-    """As training would find it; empty where there is none. Raises BadInputError for an unusable one."""
+    """Return the token as training would find it; empty if there is none. Raises BadInputError for an unusable one."""
     token = given_token(environment, asked.token_file)
     if not token and asked.checkpoint_dir:
         token = shared_token(Path(asked.checkpoint_dir)) or b""
@@ -126,7 +126,7 @@ def _check_token_alone(token: bytes) -> Check:
 
 
 def _checks_of(asked: Asked, answer: Answer) -> Iterator[Check]:
-    """What the coordinator's answer shows."""
+    """Yield the checks that follow from the coordinator's answer."""
     found = f"run {answer.run_id}, {answer.there} of {answer.most} machines are there"
     yield Check(name="run", verdict=Verdict.OK, found=found)
     mine = versions_here()
@@ -145,7 +145,7 @@ def _checks_of(asked: Asked, answer: Answer) -> Iterator[Check]:
 
 
 def check_shared(name: str, folder: Path, term: str) -> Check:
-    """Whether a folder here is the one that the coordinator has."""
+    """Check whether a folder here is the coordinator's."""
     if is_shared(folder, term):
         found = f"{folder} is shared with the coordinator"
         return Check(name=f"{name} there", verdict=Verdict.OK, found=found)
@@ -171,9 +171,9 @@ class WrongTokenError(Exception):
 
 
 def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
-    """What the coordinator at the other end says. Blocks for at most that time, and hangs up.
+    """Return the answer of the coordinator at the other end. Blocks for at most ``limit_s``, and hangs up.
 
-    Raises WrongTokenError, or LinkLostError where it is no coordinator of this version.
+    Raises WrongTokenError, or LinkLostError if the other end is not a coordinator of this version.
     """
     link = NodeLink(connection, token=token, listens=False)
     give_up_s = time.monotonic() + limit_s

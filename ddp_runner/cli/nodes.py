@@ -1,4 +1,4 @@
-"""Which machine of a run on several this one is: names are resolved and addresses tried here, before any process."""
+"""Decides which machine of a run this one is; resolves names and tries addresses before any process starts."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ _NAMED_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Where the coordinator listens on this machine, and the address that its store is bound to."""
+    """The socket on which the coordinator listens on this machine, and the address that its store is bound to."""
 
     listening: socket.socket
     address: str
 
 
 def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
-    """As the coordinator, or as a machine that follows it; the exit code. Raises BadInputError."""
+    """Train as the coordinator, or as its follower, and return the exit code. Raises BadInputError."""
     options = plan.nodes
     assert options is not None
     given = given_token(os.environ, token_file)
@@ -99,7 +99,7 @@ def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
 
 
 def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
-    """What this machine must have in common with the others."""
+    """Return the terms that this machine must share with the others."""
     assert plan.nodes is not None
     shared = shared_settings(plan.settings)
     return Meeting(
@@ -121,7 +121,7 @@ def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
 
 
 def code_here(plan: LaunchPlan) -> dict[str, str]:
-    """What this machine runs: digests of files by name, and versions of what else computes."""
+    """Return the code of this machine: digests of files by name, and versions of other packages that compute."""
     task = task_code(plan.settings.run.task, folder=Path.cwd())
     packages = {"numpy": version_of("numpy"), **task.packages}
     packages.pop("torch", None)  # which versions_here() has
@@ -129,7 +129,7 @@ def code_here(plan: LaunchPlan) -> dict[str, str]:
 
 
 def versions_here() -> dict[str, str]:
-    """What all machines must have the same of."""
+    """Return the versions that must be the same on all machines."""
     build = torch_build()
     return {
         "Python": platform.python_version(),
@@ -139,7 +139,7 @@ def versions_here() -> dict[str, str]:
 
 
 def _meaning(plan: LaunchPlan, token: bytes) -> dict[str, object]:
-    """What the steps follow from; folders, displays and the like may differ.
+    """Return the settings that determine the steps; folders, displays and the like may differ.
 
     Each machine salts its hash of a secret differently, so an HMAC with the run's token stands for it.
     """
@@ -163,7 +163,7 @@ def _meaning(plan: LaunchPlan, token: bytes) -> dict[str, object]:
 
 
 def given_token(environment: Mapping[str, str], token_file: str) -> bytes:
-    """What all machines of the run were given; empty for nothing. Raises BadInputError."""
+    """Return the token that all machines of the run were given; empty if there is none. Raises BadInputError."""
     name, value = TOKEN_VARIABLE, ""
     token = environment.get(TOKEN_VARIABLE, "").strip().encode()
     if token_file:
@@ -205,7 +205,7 @@ def await_token(folder: Path, options: NodeOptions, *, say: Callable[[str], None
 
 
 def answers(options: NodeOptions) -> bool:
-    """Whether somebody listens at the endpoint."""
+    """Return whether a process listens at the endpoint."""
     try:
         socket.create_connection((options.host, options.port), timeout=_DIAL_S).close()
     except OSError:
@@ -243,7 +243,7 @@ def coordinators_door(options: NodeOptions) -> Door | None:
 
 
 def _door_of_a_service(options: NodeOptions, addresses: Sequence[str]) -> Door | None:
-    """Where the address of the endpoint's name is no machine's."""
+    """Return the door if the address of the endpoint's name belongs to no machine; None if the port is taken."""
     address = options.local_addr or address_towards(options.host)
     if not address:
         raise BadInputError(
@@ -258,7 +258,7 @@ def _door_of_a_service(options: NodeOptions, addresses: Sequence[str]) -> Door |
 
 
 def _door_for_others(options: NodeOptions, loopback: str) -> Door | None:
-    """Where this machine's own name is a loopback address to itself, as Debian's /etc/hosts has it."""
+    """Return the door if this machine's name is a loopback address to itself, as in Debian's /etc/hosts."""
     address = options.local_addr or address_leading_out() or loopback
     where = address
     if not options.local_addr and address != loopback:
@@ -292,7 +292,7 @@ def _refuse_unless_taken(options: NodeOptions, error: OSError) -> None:
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether who gives this name wants this machine alone."""
+    """Return whether a host name means this machine alone."""
     try:
         return is_loopback(host)
     except ValueError:

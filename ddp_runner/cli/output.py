@@ -18,5 +18,5 @@ def show(text: str) -> None:
 
 
 def is_unicode() -> bool:
-    """Whether standard output takes more than ASCII."""
+    """Return whether standard output takes more than ASCII."""
     return "utf" in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()

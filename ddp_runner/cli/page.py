@@ -1,4 +1,4 @@
-"""``page``: a live page over the files of runs, served by a process of its own. Needs the extra ``page``."""
+"""``page``: serves a live page over the files of runs from a separate process. Needs the extra ``page``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def refuse_if_missing() -> None:
 
 
 def how_to_install() -> str:
-    """What is missing, and the command that brings it; empty where it is there."""
+    """Return the missing package, with the command that installs it; empty if it is installed."""
     if util.find_spec("nicegui") is not None:
         return ""
     wanted = "`pip install 'ddp_runner[page]'`"

@@ -31,7 +31,7 @@ _NAME = "collectives"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What came of it. ``failure`` is empty where all went well; ``nccl`` where there is none."""
+    """The result of the trial. ``failure`` is empty if all went well; ``nccl`` if there is none."""
 
     failure: str
     seconds: float = 0.0
@@ -76,7 +76,7 @@ def probe(
 
 
 def _heard(pipe: int, *, limit_s: float) -> Probed | None:
-    """What it says; None where it ends without a word."""
+    """Return the trial's report; None if it ends without one."""
     deadline_s, text = time.monotonic() + _IMPORT_LIMIT_S, b""
     is_imported = False
     while True:
@@ -105,7 +105,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _why(code: int | None, output: int) -> str:
-    """Of one that ended without a word: what it wrote last."""
+    """Explain the end of a trial without a report, by the last line that it wrote."""
     size = os.fstat(output).st_size
     text = os.pread(output, 4000, max(0, size - 4000)).decode(errors="replace").strip()
     said = text.splitlines()[-1] if text else "it wrote nothing"
@@ -115,9 +115,9 @@ def _why(code: int | None, output: int) -> str:
 def check_collectives(
     backend: str, devices: Sequence[str], probed: Probed, *, library: str = "NCCL"
 ) -> Check:
-    """Whether ranks on ``devices`` can do together what training and a repair need.
+    """Check that ranks on ``devices`` can do together what training and a repair need.
 
-    ``library``: what the backend nccl is here.
+    ``library``: the library behind the backend nccl here.
     """
     is_nccl = "nccl" in backend
     shown = f"{library} {probed.nccl}" if is_nccl else "gloo"

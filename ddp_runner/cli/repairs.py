@@ -35,10 +35,10 @@ _NOTICED_BY = {
 class Repaired:
     """One fault and its repair.
 
-    ``injected`` is the kind that caused it, None where nobody did; ``others`` are ranks that it hit
-    at the same moment. ``noticed_s`` counts from the injection to the first sign of it; None where
-    nobody injected it, or where nobody had to notice. ``repaired_s`` from there until every rank
-    trained again, or a save succeeded; None where they never did, or nothing had to be repaired.
+    ``injected`` is the kind of injection that caused it, None for a fault that was not injected; ``others`` are ranks
+    that it hit at the same moment. ``noticed_s`` counts from the injection to the first sign of it; None if
+    it was not injected, or did not need noticing. ``repaired_s`` counts from there until every rank
+    trained again, or a save succeeded; None if that never happened, or no repair was needed.
     """
 
     injected: InjectKind | None
@@ -54,7 +54,7 @@ class Repaired:
 
 
 def read_repairs(summary: RunSummary) -> list[Repaired]:
-    """Every fault of a run, in the order in which they were noticed, and injections that nobody had to notice."""
+    """Return every fault of a run, in the order of notice, and the injections that did not need noticing."""
     rows = [(fault.detected_s, _of_fault(fault)) for fault in (*summary.faults, *summary.tolerated)]
     rows += [
         (one.at_s, _unnoticed(one))
@@ -97,7 +97,7 @@ def _unnoticed(injected: InjectedRecord) -> Repaired:
 
 
 def _kind_of(injected: InjectedRecord | None, kind: str) -> InjectKind | None:
-    """What was injected; a bad sample is in the data, and nothing of it happens at a moment."""
+    """Return the kind of the injected fault; a bad sample lies in the data, and is not injected at a moment."""
     if injected is not None:
         return InjectKind(injected.kind)
     return InjectKind.BAD_SAMPLE if kind == FaultKind.BAD_SAMPLE.value else None

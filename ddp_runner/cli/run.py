@@ -160,7 +160,7 @@ def _thread_notes(threads: int) -> tuple[str, ...]:
 
 
 def _torchrun_notes(own: Mapping[str, str]) -> tuple[str, ...]:
-    """What options of torchrun's do here instead, where it is not the same."""
+    """Return notes about torchrun's options that behave differently here."""
     notes = []
     if "--monitor-interval" in own:
         _seconds(own, "--monitor-interval", otherwise=0.0)
@@ -260,7 +260,7 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
 
 
 def _take_of_others(long: str, attached: str, rest: list[str], found: _Words) -> None:
-    """What says what the run is goes with the settings; the rest says it is so in any case, or is refused."""
+    """Take a foreign option: settings that define the run are kept, others must match what holds anyway."""
     if long in REFUSED:
         _refuse_unless_so_anyhow(long, attached, rest)
         return
@@ -335,7 +335,7 @@ def _refuse_with_program(own: Mapping[str, str]) -> None:
 
 
 def _shown(own: Mapping[str, str]) -> tuple[tuple[int, ...] | None, bool]:
-    """Whose lines the console has, None: all ranks', and whether each line says whose it is."""
+    """Return the ranks that the console shows (None: all), and whether each line names its rank."""
     shown: tuple[int, ...] | None = (0,)
     tee = own.get("--tee", "0")
     if re.fullmatch(r"[0-3]", tee):
@@ -403,7 +403,7 @@ def _seconds(own: Mapping[str, str], option: str, *, otherwise: float) -> float:
 
 
 def _settings(words: _Words, script: ScriptPlan) -> list[str]:
-    """What is parsed as settings: a run is called as the script is."""
+    """Return the words to parse as settings; the script names the run unless a name is given."""
     names = (
         []
         if any(w.startswith("--name") for w in words.shared)

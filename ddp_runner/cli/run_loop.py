@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def attaches(script: ScriptPlan) -> bool:
-    """Whether the program's own file calls ``ddp_runner.attach()``, as far as its text says."""
+    """Return whether the program's own file calls ``ddp_runner.attach()``, as far as its text says."""
     return not script.is_program and calls_attach(source_of(script))
 
 
 def calls_attach(source: bytes) -> bool:
-    """Whether a call in a Python file goes to ``attach`` of this package, by the names that it imports."""
+    """Return whether a Python file calls ``attach`` of this package, by the names that it imports."""
     if b"attach" not in source:
         return False
     packages, functions, called = set(), set(), []
@@ -88,7 +88,7 @@ def source_of(script: ScriptPlan) -> bytes:
 
 
 def may_be_run(module: str) -> bool:
-    """Whether ``python -m`` may find it, from the working directory: what a parent does at its import is not known."""
+    """Return whether ``python -m`` may find the module from here; a parent's import may change that."""
     above = module.rpartition(".")[0]
     return _found(module) is not None or b"__path__" in (_text(_found(above)) if above else b"")
 
@@ -99,7 +99,7 @@ def _text(found: ModuleSpec | None) -> bytes:
 
 
 def _found(module: str) -> ModuleSpec | None:
-    """What python would find, by its files alone: no parent is imported, as that is the user's code."""
+    """Return the module that python would find, by files alone: parents are user code, and are not imported."""
     names = module.split(".")
     sys.path.insert(0, str(Path.cwd()))
     try:

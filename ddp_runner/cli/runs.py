@@ -1,4 +1,4 @@
-"""Which run a small command is about: the folder that is named, the run's name, or the newest."""
+"""Finds the run that a small command is about: the folder that is named, the run's name, or the newest."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _recorded(logs: Path) -> Path | None:
-    """Where the newest run in ``logs`` saves, by its config.yaml; None where that cannot be read."""
+    """Return where the newest run in ``logs`` saves, by its config.yaml; None if that cannot be read."""
     try:
         text = read_small(logs / "config.yaml", bytes_max=_CONFIG_BYTES_MAX)
         found = yaml.safe_load(text)["run"]["checkpoint_dir"]

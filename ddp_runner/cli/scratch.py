@@ -1,4 +1,4 @@
-"""What the commands share that train for show: a temporary folder, its end, and signals that end all."""
+"""Runs the work of commands that train for show: a temporary folder, its removal, and signals that end all."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def in_temporary_folder(
     keep: bool,
     say: Callable[[str], None] | None = None,
 ) -> ExitCode:
-    """What ``work`` returns for a folder of its own, which is kept if so asked or where it has failed.
+    """Return the result of ``work`` in a temporary folder, which is kept on request or after a failure.
 
-    Ctrl-C, SIGTERM and SIGHUP end it: 130, and the folder goes unless it is to be kept.
+    Ctrl-C, SIGTERM and SIGHUP end it: the result is 130, and the folder is removed unless it is to be kept.
     """
     say = say or say_now
     with _signals_reach_work_alone() as came:

@@ -56,7 +56,7 @@ def checked(resolved: Resolved) -> tuple[tuple[Settings, ...], tuple[str, ...]]:
 
 
 def _whose(notes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """What is said of each stage, and of which one where it is not of all."""
+    """Return the notes about stages, each with its stage's name unless it holds for all."""
     lines = [
         note if all(note in every for every in notes.values()) else f"stage {name}: {note}"
         for name, found in notes.items()
@@ -93,7 +93,7 @@ def at_its_begin(stages: tuple[Settings, ...]) -> Settings:
 
 
 def alone(plan: LaunchPlan) -> LaunchPlan:
-    """The begin of the stage that is trained as if it were a run's, for what only tries it out."""
+    """Return the plan to train this stage from its beginning as a run without stages, for trials."""
     if plan.settings.stage is None:
         return plan
     settings = with_start_weights(plan.settings)
@@ -138,7 +138,7 @@ def _refuse_no_average(before: Settings, after: Settings) -> None:
 
 
 def _refuse_profile_beyond(stages: Sequence[Settings]) -> None:
-    """By the stages' steps together; where one ends by its epochs, the data says how many those are."""
+    """Refuse a profile beyond the sum of the stages' steps, if every stage ends by its steps and not its epochs."""
     steps = [one.run.max_steps for one in stages]
     if all(steps):
         text = stages[0].log.profile
@@ -164,7 +164,7 @@ def _named(error: BadInputError, stage: str) -> BadInputError:
 
 
 def _found(folder: Path, *, resume: str) -> list[Found]:
-    """The checkpoints that a launch may go on from, or begin with; without those that do not say what they are."""
+    """Return the checkpoints that a launch may resume from, or begin with; unreadable manifests are left out."""
     catalog = Catalog(folder)
     try:
         entries: Sequence[Entry] = catalog.resolve("auto" if resume == "none" else resume)

@@ -1,4 +1,4 @@
-"""What trackers need of this machine, found out before any process starts. Imports none of them."""
+"""Checks that this machine has what trackers need, before any process starts. Imports none of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OFFLINE = ("offline", "disabled", "dryrun")
 
 
 def take_keys(files: Sequence[Path]) -> tuple[str, ...]:
-    """Set what a ``.env`` beside the configuration has and nobody has set; a line for people names it."""
+    """Set the keys of a ``.env`` next to the configuration that the environment lacks; return a line that names it."""
     # Beside the file that launch() has written others may have put theirs: it lies in /tmp. A preset's
     # folder is one of the working folder.
     by_program = Path(os.environ.get(start.LAUNCHED_VARIABLE, ""))
@@ -64,7 +64,7 @@ def _how_to_install(name: str) -> str:
 
 
 def _can_log_in(environment: Mapping[str, str]) -> bool:
-    """Whether W&B finds a key where it looks for one, or looks for none."""
+    """Return whether W&B finds a key in one of its places, or needs none."""
     if environment.get("WANDB_MODE", "") in _OFFLINE or environment.get("WANDB_API_KEY"):
         return True
     path = environment.get("NETRC") or str(Path("~/.netrc").expanduser())
@@ -85,7 +85,7 @@ _OF_TRACKERS = "WANDB_"  # its project, its mode: no secrets, and of use nowhere
 
 
 def env_keys(files: Sequence[Path], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add: keys of the ``.env`` beside each of ``files``, or of the working folder's.
+    """Return the variables to add: keys of the ``.env`` next to each of ``files``, or in the working folder.
 
     Names with KEY, TOKEN, SECRET or PASSWORD, and those of W&B; other lines are left alone, and so is
     what ``environment`` has, even if it is empty. Raises BadInputError for a file that cannot be read.
@@ -102,7 +102,7 @@ def env_keys(files: Sequence[Path], environment: Mapping[str, str]) -> dict[str,
 
 
 def parse_env(text: str) -> dict[str, str]:
-    """The lines ``NAME=VALUE``, as a shell has them without its substitutions; what is none is left out."""
+    """Parse lines ``NAME=VALUE``, as a shell does but without substitutions; other lines are left out."""
     found = {}
     for line in text.splitlines():
         match = _LINE.fullmatch(line.strip())

@@ -83,7 +83,7 @@ def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
 
 
 def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteAhead | None) -> int:
-    """On this one, and on others that start the command themselves."""
+    """Train on this machine, or on several that each start the command themselves."""
     rank = plain_rank(os.environ)
     not_trained = _not_trained(arguments)
     keys = take_keys(arguments.files)
@@ -142,7 +142,7 @@ def _find(plan: LaunchPlan, finding: Finding, *, is_rank: bool) -> int:
 
 
 def _dry_run(plan: LaunchPlan, *, is_rank: bool) -> int:
-    """In this process, which is one rank; of stages in one for each."""
+    """Run the dry run in this process as the only rank; a run in stages uses one process for each."""
     if is_rank:
         raise BadInputError("--dry-run", "", "is for one process: start it without a launcher")
     return try_stages(plan, _try_out) if plan.stages else _try_out(plan, Handed())
@@ -168,9 +168,9 @@ def allow_open_files(world_size: int) -> None:
 
 
 def _rank_module() -> ModuleType:
-    """What is a rank under an outside launcher, with torch, imported as fast as it can be.
+    """Import the module of a rank under another launcher, with torch, as fast as possible.
 
-    Looking for garbage meanwhile, and in what was imported ever after, takes a third of the time. The first
+    Garbage collection during the import, and later in what was imported, takes a third of the time. The first
     optimizer would import torch._dynamo. By name, since a rank needs torch and the command line must not.
     """
     gc.disable()
@@ -194,7 +194,7 @@ def plan_launch(
 ) -> LaunchPlan:
     """Decide devices, preset and settings. Touches nothing. Raises BadInputError.
 
-    ``has_modes``: what is run is a task, which may also be one rank over several devices.
+    ``has_modes``: this runs a task, which may also be one rank over several devices.
     """
     environment = dict(os.environ)
     several, choice = None, None
@@ -294,7 +294,7 @@ def plan_launch(
 def _said_of_machines(
     arguments: TrainArguments, environment: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """What files, variables and words of settings say of machines."""
+    """Return the settings about machines from files, variables and words."""
     files = (*home_files(environment), *arguments.files)
     found = resolve(files=files, environment=environment, command_line=arguments.assignments)
     return machines_said(found.facts)
@@ -359,7 +359,7 @@ def with_nproc(
 
 
 def _of_environment(environment: Mapping[str, str], *, is_alone: bool) -> tuple[str, ...]:
-    """What a launcher's variables, which a shell may have from elsewhere, mean here: a line each."""
+    """Return notes on a launcher's variables, which a shell may have inherited: a line each."""
     unused = unused_on_one_machine(environment) if is_alone else ""
     return tuple(line for line in (what_is_ignored(environment), unused) if line)
 
@@ -389,7 +389,7 @@ def asked_settings(arguments: TrainArguments, environment: Mapping[str, str]) ->
 def _kept_variables(
     settings: Settings, devices: Sequence[DevicePlan], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """What of a user's environment is left as it is, against what GPUs need."""
+    """Return the variables of the user's environment that stay although GPUs need other values."""
     if devices[0].visible_index is None:
         return ()
     kept: tuple[str, ...] = _environments().kept_against_advice(
@@ -399,7 +399,7 @@ def _kept_variables(
 
 
 def _environments() -> ModuleType:
-    """What a run's processes are given of variables. Imported late, as the supervisor is."""
+    """Return the module that sets the variables of a run's processes. Imported late, as the supervisor is."""
     from ddp_runner.supervisor.processes import environment  # noqa: PLC0415
 
     return environment
@@ -424,7 +424,7 @@ def nccl_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, 
 
 
 def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, ...]:
-    """What of ``recovery.warm_spare`` is not as its word says."""
+    """Return a note if ``recovery.warm_spare`` does not do what its value says."""
     wanted = settings.recovery.warm_spare
     if isinstance(wanted, bool) or devices[0].visible_index is None:
         return ()
@@ -432,7 +432,7 @@ def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str,
 
 
 def page_notes(settings: Settings) -> tuple[str, ...]:
-    """What keeps the page from being shown; the run goes on without it."""
+    """Return a note if the page cannot be shown; the run continues without it."""
     missing = how_to_install() if settings.log.page else ""
     return (f"no page, the run goes on without it: {missing}",) if missing else ()
 

@@ -77,7 +77,7 @@ class Trial:
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """What its faults were, in words."""
+        """The causes of its faults, in words."""
         return tuple(fault["cause"] for fault in self.summary.get("faults", ()))
 
     @property
@@ -121,7 +121,7 @@ def train(words: Sequence[str], *more: str, ranks: int, folder: Path, look: Look
 
 
 def steps_of(log_dir: Path) -> dict[int, list[dict[str, Any]]]:
-    """What ``metrics.jsonl`` has of each step: a record of each rank, of steps done again the newer ones.
+    """Return the records of each step in ``metrics.jsonl``: one for each rank, the newest if a step was repeated.
 
     Evaluations are left out.
     """
@@ -172,9 +172,9 @@ def _watch(look: Look, over: threading.Event, is_ended: threading.Event) -> None
 
 
 class MemoryWatch:
-    """Watches the host memory of a run's ranks, and ends them once one takes too much: before the machine suffers.
+    """Watches the host memory of a run's ranks, and ends them if one takes too much, before the machine suffers.
 
-    ``limit_bytes``: of a rank, 0 for none. ``floor_bytes``: what is to stay free on the machine.
+    ``limit_bytes``: of a rank, 0 for none. ``floor_bytes``: the memory that must stay free on the machine.
     """
 
     def __init__(self, *, limit_bytes: int, floor_bytes: int) -> None:

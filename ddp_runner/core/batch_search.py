@@ -1,4 +1,4 @@
-"""Which batch size to try next, what a try says, and how to ask for what was found. Values only."""
+"""Searches for the largest batch size that fits: the next try, a try's outcome, the options for the result. Values only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FINENESS = 8  # the largest size is found to this part of itself
 
 
 class Outcome(Enum):
-    """What a try of a size has come to."""
+    """The outcome of trying one batch size."""
 
     FITS = "fits"
     TOO_LARGE = "does not fit"
@@ -39,10 +39,10 @@ class Tried:
 def outcome(
     *, exit_code: int, faults: Collection[str], was_ended: bool, used_share: float, share: float
 ) -> Outcome:
-    """What a run of a few steps says of its batch size.
+    """Return the outcome for a batch size, from how a run of a few steps ended.
 
-    ``faults``: their kinds. ``was_ended``: a rank grew beyond the limit and was ended for it. ``used_share``:
-    of the memory that ``share`` is a share of, by the rank that used most.
+    ``faults``: the kinds of its faults. ``was_ended``: a rank grew beyond the limit and was ended for it.
+    ``used_share``: the largest use of memory by a rank, in the same unit as ``share``.
     """
     if was_ended or FaultKind.OUT_OF_MEMORY.value in faults:
         return Outcome.TOO_LARGE
@@ -64,10 +64,10 @@ def usable(size: int, *, share: int) -> int:
 
 
 def next_size(tried: Sequence[Tried], *, first: int, share: int = 0) -> int | None:
-    """What to try next; None once the largest that fits is known, or that none does.
+    """Return the batch size to try next; None once the largest that fits is known, or none fits.
 
-    Doubled from ``first`` until one does not fit (or halved until one does), then halfway between, in
-    steps of a power of two. ``share``: samples of a rank's step, where that is given.
+    The size doubles from ``first`` until one does not fit (or is halved until one does); then it is halfway
+    between, in steps of a power of two. ``share``: the samples of a rank's step, if that is given.
     """
     fitting = max((one.size for one in tried if one.fits), default=0)
     failing = min((one.size for one in tried if not one.fits), default=0)
@@ -105,7 +105,7 @@ class Use:
 
 
 def uses(found: int, asked: DataSettings, *, world_size: int) -> tuple[Use, ...]:
-    """How to use batches of ``found``: first the plain way, then one that leaves the step as ``asked``."""
+    """Return the ways to use batches of ``found``: the plain one, then one that keeps the step as ``asked``."""
     if asked.global_batch_size:
         words = f"--batch-size {found} global_batch_size={asked.global_batch_size}"
         return (Use(words=words, step_samples=asked.global_batch_size),)

@@ -1,4 +1,4 @@
-"""How many samples a step has, and how many are computed at once. Values only."""
+"""Computes how many samples a step has, and how many of them run through the model at once. Values only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def proposed_shares(own_step_s: Sequence[float], *, total: int) -> tuple[int, ..
 
 
 def _step_s(per_sample: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
-    """The shortest and the longest time of a rank for so many samples."""
+    """Return the shortest and the longest time of a rank for this number of samples."""
     times = [each * count for each, count in zip(per_sample, counts, strict=True)]
     return min(times), max(times)
 
@@ -72,9 +72,9 @@ def evaluation_batch(data: DataSettings) -> int:
 
 
 def cut(total: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """How many of ``total`` samples fall to each rank, in proportion to ``shares``.
+    """Return how many of ``total`` samples each rank gets, in proportion to ``shares``.
 
-    What cannot be parted goes to those with the largest remainders, of equal ones to the first.
+    The remainder goes to the ranks with the largest fractions; equal fractions favour the lower rank.
     """
     whole = sum(shares)
     counts = [total * share // whole for share in shares]
@@ -85,13 +85,13 @@ def cut(total: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def refuse_wrong_parts(data: DataSettings, *, ranks: int, devices: int) -> None:
-    """Raise BadInputError where so many ranks, with so many devices in all, cannot share a step out as asked."""
+    """Raise BadInputError if the ranks, with their devices in all, cannot divide a step as requested."""
     refuse_wrong_shares(data, world_size=ranks)
     refuse_uneven_accumulation(data, ranks=ranks, devices=devices)
 
 
 def refuse_wrong_shares(data: DataSettings, *, world_size: int) -> None:
-    """Raise BadInputError where ``data.shares`` are not those of so many ranks, or leave one without a sample."""
+    """Raise BadInputError if ``data.shares`` does not fit the number of ranks, or leaves one without a sample."""
     shares = shares_of(data)
     if not shares:
         return
@@ -111,7 +111,7 @@ def refuse_wrong_shares(data: DataSettings, *, world_size: int) -> None:
 
 
 def refuse_uneven_accumulation(data: DataSettings, *, ranks: int, devices: int) -> None:
-    """Raise BadInputError where ``data.accumulation_total`` gives ranks unlike parts that nobody asked for.
+    """Raise BadInputError if ``data.accumulation_total`` gives the ranks unequal parts unasked.
 
     ``devices``: of all ranks, each of which has its batches.
     """

@@ -110,7 +110,7 @@ class Slot:
         self._floats[self._base + Cell.LOSS] = value
 
     def memory(self, cell: Cell) -> memoryview[int]:
-        """Where an integer cell lies, for a writer that is no thread."""
+        """Return the memory of an integer cell, for a writer that is not a thread, such as a GPU."""
         at = self._base + cell
         return self._ints[at : at + 1]
 
@@ -122,7 +122,7 @@ class Slot:
         self._ints[self._base + Cell.PHASE] = phase
 
     def reach(self, moment: Moment) -> None:
-        """Be at ``moment``: for those who inject faults, and nothing to anybody else."""
+        """Mark the moment ``moment``, which only fault injection uses."""
 
     def release(self) -> None:
         """Let go of the board's memory; the slot is of no use afterwards."""
@@ -141,7 +141,7 @@ class Slot:
         self.add(Cell.DONE_BETWEEN, 1)
 
     def done_between(self, step: int) -> int:
-        """How much was done since ``step`` was committed."""
+        """Return how much was done since ``step`` was committed."""
         at, count = divmod(self.get(Cell.DONE_BETWEEN), 1 << _COUNT_BITS)
         return count if at == step else 0
 

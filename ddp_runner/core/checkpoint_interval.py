@@ -1,4 +1,4 @@
-"""How long to wait between saves: from what a save costs and how often a fault has needed one.
+"""Computes the time between saves, from the cost of a save and the rate of faults that needed one.
 
 ``CheckpointInterval`` is fed with times and figures; it reads no clock.
 """
@@ -29,7 +29,10 @@ _NEWEST_SHARE = 0.5  # of the newest cost in the smoothed one
 
 
 def mean_time_between_faults_s(*, faults: int, observed_s: float) -> float:
-    """With one assumed fault in :data:`PRIOR_FAULT_S`, so that no fault yet does not mean never."""
+    """Return the mean time between faults in seconds, with a prior of one fault in :data:`PRIOR_FAULT_S`.
+
+    The prior keeps a run without faults from expecting none at all.
+    """
     return (observed_s + PRIOR_FAULT_S) / (faults + 1)
 
 
@@ -50,7 +53,7 @@ def save_interval_s(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCost:
-    """Seconds: of training that waits, of steps that are slower beside the write, and of the write."""
+    """The cost of a save in seconds: training that waits, steps that the write slows down, and the write."""
 
     compare_s: float
     blocked_s: float
@@ -59,7 +62,7 @@ class SaveCost:
 
     @property
     def training_s(self) -> float:
-        """What a save takes from training."""
+        """The time that a save takes from training, in seconds."""
         return self.compare_s + self.blocked_s + self.slowed_s
 
     def towards(self, newest: SaveCost) -> SaveCost:
@@ -88,7 +91,7 @@ class CheckpointInterval:
         self._reported_s = 0.0
 
     def is_due(self, *, now_s: float, step_s: float) -> bool:
-        """Whether the interval since the last save, or since the start, is over."""
+        """Return whether the interval since the last save, or since the start, is over."""
         return now_s - self._last_s >= self.interval_s(now_s=now_s, step_s=step_s)
 
     def began(self, *, now_s: float) -> None:
@@ -101,7 +104,7 @@ class CheckpointInterval:
         self._compare_s = compare_s
 
     def stepped(self, step_s: float, *, beside_save: bool) -> None:
-        """A step has taken so long, less what it waited for a save."""
+        """Note the time of a step, less what it waited for a save."""
         if beside_save:
             self._beside_s += step_s
             self._beside_steps += 1
@@ -109,7 +112,7 @@ class CheckpointInterval:
             self._usual_s.append(step_s)
 
     def measured(self, *, blocked_s: float, write_s: float) -> None:
-        """A save has taken so long of training, and so long in all; the steps beside it are known."""
+        """Note the time that a save took from training, and in all; the steps during it are known."""
         newest = SaveCost(
             compare_s=self._compare_s,
             blocked_s=blocked_s,
@@ -124,14 +127,14 @@ class CheckpointInterval:
         self._cost = newest if self._cost is None else self._cost.towards(newest)
 
     def _slowed_s(self) -> float:
-        """What the steps beside the save took longer than as many without one."""
+        """Return how much longer the steps during the save took than as many steps without one."""
         if len(self._usual_s) < USUAL_STEPS_MIN:
             return 0.0
         usual_s = sum(self._usual_s) / len(self._usual_s)
         return max(0.0, self._beside_s - self._beside_steps * usual_s)
 
     def interval_s(self, *, now_s: float, step_s: float) -> float:
-        """The interval by what is known now."""
+        """Return the interval that follows from the measurements so far."""
         if self._cost is None:
             return max(FIRST_INTERVAL_S, STEPS_MIN * step_s)
         return save_interval_s(
@@ -170,7 +173,7 @@ class CopyInterval(CheckpointInterval):
         self._costs_s.append(newest.training_s)
 
     def interval_s(self, *, now_s: float, step_s: float) -> float:
-        """The interval by what is known now."""
+        """Return the interval that follows from the measurements so far."""
         del now_s
         if not self._costs_s:
             return max(FIRST_COPY_S, STEPS_MIN * step_s)

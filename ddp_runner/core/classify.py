@@ -28,9 +28,9 @@ def signal_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """How a rank's process ended: ``exit_code`` or ``signal_number``, the other is None.
+    """The end of a rank's process, with an ``exit_code`` or a ``signal_number``; the other one is None.
 
-    ``crash`` is its own account, where it died of its own doing, and ``place`` where its code was then.
+    ``crash`` is the process's own report if it crashed, and ``place`` the line of code where it was then.
     ``words``: the text that its program gave to ``sys.exit``.
     """
 
@@ -84,7 +84,7 @@ def classify_exit(end: RankExit) -> Fault:
 
 
 def _origin(end: RankExit) -> Origin:
-    """Who may have sent the signal that ended a rank; not the kernel, for its memory."""
+    """Return who may have sent the signal that ended a rank, kills for memory by the kernel excepted."""
     if end.signal_number is not None and signal_name(end.signal_number) in _SENT_BY_OTHERS:
         return Origin.OUTSIDE
     # That it was in the user's code says nothing: a signal from outside finds it there as well.
@@ -102,7 +102,7 @@ def _signal_in_words(end: RankExit, number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """``culprit`` began it; ``causes`` are all faults that are nobody's consequence, by time."""
+    """The first fault and the others. ``culprit`` began it; ``causes`` are all faults that no other caused, by time."""
 
     culprit: Fault
     causes: tuple[Fault, ...]
@@ -220,6 +220,6 @@ def classify_error(  # noqa: PLR0911 - a table in the order of precedence
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an allocation was refused: that says nothing about what was being read or loaded."""
+    """Return whether an allocation failed, which says nothing about the data that was being loaded."""
     kind = classify_error(type_name=type(error).__name__, text=str(error), aborted=False)
     return kind is FaultKind.OUT_OF_MEMORY

@@ -1,6 +1,6 @@
-"""What a process wrote last, before it died of its own doing or was ended -> why, and where it was.
+"""Reads a dead process's last output: the reason of its death and its place in the code.
 
-Reads the texts of faulthandler, of tracebacks, of the C++ runtime and of glibc; looks nothing up.
+It knows the texts of faulthandler, of tracebacks, of the C++ runtime and of glibc; it opens no files.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrashOutput:
-    """``reason`` is the first line that says why; ``text`` what is worth keeping, bounded.
+    """The report of a crash. ``reason`` is the first line that says why; ``text`` the excerpt worth keeping, bounded.
 
-    ``mismatch``: the bytes that gloo was sent and expected, where it ended the process for that.
+    ``mismatch``: the bytes that gloo was sent and expected, if it ended the process for that.
     """
 
     reason: str
@@ -69,19 +69,19 @@ def read_crash_output(said: str, *, signal_name: str) -> CrashOutput | None:
 
 
 def read_stack(said: str) -> str:
-    """Where a process was when it was asked: the first stack of its main thread; may be empty.
+    """Return a process's place when a signal asked for its stacks: the main thread's first stack, or "".
 
-    Asked again, as by a signal, it may have gone on: the abort of its generation frees it.
+    Later stacks are ignored: the abort of its generation may have freed the process since.
     """
     asked = _MAIN.search(said)
     return _first_stack(said[asked.start() :])[:DETAIL_CHARACTERS_MAX] if asked else ""
 
 
 def user_frame(text: str, *, own: str) -> str:
-    """Where the user's code was: ``in loss, task.py:31``; empty where it was not on the stack.
+    """Return the user's innermost frame, as ``in loss, task.py:31``; "" if the stack has none.
 
-    ``text`` is a traceback, or stacks of which the first is meant. Frames of Python, of packages and
-    of files below the folder ``own`` are not the user's; those of its tasks are examples of that.
+    ``text`` is a traceback, or a list of stacks, of which the first counts. Frames of Python, of packages and
+    of files below the folder ``own`` are not the user's, except its tasks, which are examples of user code.
     """
     newest_last = "(most recent call last)" in text
     begin = _BLOCK.search(text)
@@ -99,7 +99,7 @@ def user_frame(text: str, *, own: str) -> str:
 
 
 def _last_dump(said: str, signal_name: str) -> tuple[int, str]:
-    """Where the newest dump begins that belongs to the signal, and its title; the end for none."""
+    """Return where the newest dump for the signal begins, and its title; the end of the text if there is none."""
     begin = said.rfind(_FATAL)
     title = said[begin:].partition("\n")[0].removeprefix(_FATAL)
     # Python itself aborts with a title of its own; a loader worker may have dumped as well.
@@ -111,7 +111,7 @@ def _last_dump(said: str, signal_name: str) -> tuple[int, str]:
 
 
 def _preamble(said: str) -> str:
-    """What the C++ runtime or glibc said last; it may be of this abort."""
+    """Return the last words of the C++ runtime or of glibc, which may belong to this abort."""
     begin = said.rfind(_TERMINATE)
     if begin >= 0:
         return said[begin:]

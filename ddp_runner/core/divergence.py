@@ -1,4 +1,4 @@
-"""Who is the odd one out among the ranks: by the hash of a replica, or by its collectives."""
+"""Finds the ranks that differ from the majority, by replica hashes or by counts of collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_runner.core.faults import Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """``odd`` ranks differ from a majority; ``has_majority`` is False where nobody can be believed."""
+    """A comparison of the ranks. ``odd`` ranks differ from a majority; without ``has_majority`` no rank can be trusted."""
 
     odd: tuple[int, ...]
     has_majority: bool
@@ -27,9 +27,9 @@ def compare_replicas(hashes: Sequence[str]) -> Comparison:
 
 
 def disagreement(begun: Mapping[int, int]) -> str:
-    """How many each rank that is not like most has begun, in words; empty where all agree.
+    """Describe the ranks whose count of collectives differs from the majority's; "" if all agree.
 
-    Ranks that wait for each other for ever are mostly in different collectives.
+    Ranks that wait for each other endlessly have usually entered different collectives.
     """
     ranks = sorted(rank for rank, count in begun.items() if count >= 0)
     compared = compare_replicas([str(begun[rank]) for rank in ranks]) if ranks else None
@@ -42,7 +42,7 @@ def disagreement(begun: Mapping[int, int]) -> str:
 
 
 def where_each_was(places: Mapping[int, str]) -> str:
-    """Ranks by what they were doing, such as ``rank 1 in loss, task.py:31; ranks 0,2 in backward``."""
+    """Group the ranks by their place, such as ``rank 1 in loss, task.py:31; ranks 0,2 in backward``."""
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(rank for rank, place in places.items() if place):
         ranks_at.setdefault(places[rank], []).append(rank)

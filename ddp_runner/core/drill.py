@@ -1,7 +1,7 @@
-"""Decides when a fire drill is due and of which rank, and says in words what came of it. Never forks.
+"""Decides when a fire drill is due and for which rank, and words its result. Never forks.
 
 In a drill a process like a replacement loads a state that was just written, computes one rank's share of
-the step that begins with it, beside the run, and compares that with what the rank has computed.
+the step that begins with it, in the background, and compares that with the rank's own result.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def number_of_drill(
 
 
 def drilled_rank(number: int, ranks: int) -> int:
-    """Whose share is computed: each rank's in turn, of the first ``ranks``, on the machine of rank 0."""
+    """Return the rank to drill: each of the first ``ranks`` in turn, on the machine of rank 0."""
     return number % ranks
 
 
 def folder_name(step: int) -> str:
-    """Where the state and the share of a drill are, within the folder of checkpoints."""
+    """Return the folder with a drill's state and share of the data, relative to the checkpoint folder."""
     return f"{FOLDER}/step_{step:08d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillFacts:
-    """What is known when it is asked what to do about drills. ``waits``: one has all that it needs."""
+    """The facts that decide about drills. ``waits``: a drill has all that it needs to begin."""
 
     fault_free: bool  # every rank trains, and nobody is asked to stop
     can_fork: bool
@@ -68,7 +68,7 @@ class DrillFacts:
 
 
 def must_end(facts: DrillFacts) -> str:
-    """Why the drill that is running is to be ended, in words; empty where it goes on."""
+    """Return why the running drill must end, in words; empty if it continues."""
     if not facts.is_running:
         return ""
     if not facts.fault_free or not facts.is_wanted:
@@ -81,7 +81,7 @@ def must_end(facts: DrillFacts) -> str:
 
 
 def may_begin(facts: DrillFacts) -> bool:
-    """Whether the drill that waits begins."""
+    """Return whether the waiting drill begins now."""
     # INVARIANT drill-without-faults: no drill runs while something is repaired, started or stopped.
     # Broken if: one is forked, or left running, while a rank is missing.
     # Guarded by: test_a_drill_is_ended_when_an_incident_opens.
@@ -89,7 +89,7 @@ def may_begin(facts: DrillFacts) -> bool:
 
 
 def passed_line(*, rank: int, step: int, seconds: float) -> str:
-    """For people: it was as it should be."""
+    """Return the log line for a drill that passed."""
     return (
         f"drill at step {step:,}: a replacement of rank {rank} computes the same bits,"
         f" {seconds:.2f} s beside the run"
@@ -110,7 +110,7 @@ def failed_reason(*, rank: int, step: int, differs: str, on_cpu: bool) -> str:
 
 
 def wait_line(step: int) -> str:
-    """For people: why a run whose training is complete goes on."""
+    """Return the log line that says why a run waits although its training is complete."""
     return (
         f"training is complete; the drill of step {step:,} is waited for, {END_WAIT_S:g} s at most:"
         " a rank was replaced, and no drill has passed"
@@ -126,5 +126,5 @@ def unproved_reason(*, step: int, why: str) -> str:
 
 
 def skipped_line(*, rank: int, step: int, problem: str) -> str:
-    """For people: nothing is known from this one."""
+    """Return the log line for a drill that was skipped, and so proves nothing."""
     return f"drill at step {step:,} of rank {rank} skipped: {problem}"

@@ -1,4 +1,4 @@
-"""Who hands its state to whom when a generation forms: the newest clean replica wins."""
+"""Elects the rank that sends its state to the others when a generation forms: the newest clean replica wins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EMPTY_STEP = -1  # a fresh process that has loaded nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaProgress:
-    """What one rank could offer: its last committed step, or :data:`EMPTY_STEP`."""
+    """The state that one rank could offer: its last committed step, or :data:`EMPTY_STEP`."""
 
     rank: int
     committed_step: int

@@ -8,8 +8,8 @@ from ddp_runner.core.secrets import masked
 class BadInputError(Exception):
     """The user's settings, data or files are wrong: exit 2, one line, nothing touched.
 
-    ``option`` is what the user wrote or would write (``--data``, ``data.batch_size``), ``value``
-    what it holds, ``expected`` what would be right. A secret is not shown.
+    ``option`` is the name that the user wrote or would write (``--data``, ``data.batch_size``), ``value``
+    its value, ``expected`` the right kind of value. A secret is not shown.
     """
 
     def __init__(self, option: str, value: object, expected: str) -> None:

@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the command returns to the shell."""
+    """The exit codes that the command returns to the shell."""
 
     DONE = 0
     FAILED = 1
@@ -27,7 +27,7 @@ class RunStatus(Enum):
 
     @property
     def words(self) -> str:
-        """For people: ``gave up``."""
+        """The status as people read it: ``gave up``."""
         return self.value.replace("_", " ")
 
 

@@ -14,7 +14,7 @@ DETAIL_CHARACTERS_MAX = 8_000
 
 
 class Scope(Enum):
-    """How much is touched by a fault; recovery stays inside it where it can."""
+    """The extent of a fault; recovery stays inside it if it can."""
 
     SAMPLE = "sample"
     MICRO_BATCH = "micro_batch"
@@ -59,7 +59,7 @@ class FaultKind(Enum):
 
 
 class Origin(Enum):
-    """Who may have brought a fault about: only what repeats by itself is no use to try again."""
+    """The likely source of a fault; a retry is useless only if the run itself causes the fault each time."""
 
     OWN = "own"  # the run itself: an exception, an exit, a hang, a crash that says why
     OUTSIDE = "outside"  # somebody else: SIGKILL, SIGSTOP
@@ -149,7 +149,7 @@ class Fault:
 
     @property
     def scope(self) -> Scope:
-        """How much this fault touches."""
+        """The extent of this fault."""
         return SCOPE_OF_KIND[self.kind]
 
     def bounded(self) -> Fault:

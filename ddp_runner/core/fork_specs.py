@@ -9,7 +9,7 @@ from ddp_runner.core.spare import SpareKind
 
 
 class ForkKind(enum.Enum):
-    """What a fork of the zygote is to be."""
+    """The kinds of processes that the zygote forks."""
 
     RANK = "rank"
     LOOP = "loop"  # a rank that is a program of the user's own, whose loop attaches
@@ -24,12 +24,12 @@ class ForkKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What user code finds around it in any process that runs it.
+    """The surroundings of user code in any process that runs it.
 
     ``settings``: of the run, as a record. ``local_world_size``: ranks of this machine. ``node``: its number;
     ``log_folder``: that of the machine whose folder has the logs. ``local_addr``: its address among several;
-    ``term``: of :class:`~ddp_runner.system.folder_owner.FolderOwner`. The last four are paths of what
-    the ranks of a machine share.
+    ``term``: of :class:`~ddp_runner.system.folder_owner.FolderOwner`. The last four describe what the ranks of a
+    machine share.
     """
 
     settings: dict[str, object]
@@ -65,7 +65,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec(Surroundings):
-    """For a rank. ``loads``: it reads the checkpoint ``resume``, as no other rank has a state to give it.
+    """The specification of a rank. ``loads``: it reads the checkpoint ``resume``, as no other rank has a state for it.
 
     ``short_of_memory_in``: the phase in which its predecessor had too little memory. ``device_free_bytes``: when
     the first process of the rank came; 0: not known. ``injections_left``: number -> times.
@@ -82,7 +82,7 @@ class RankSpec(Surroundings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCall:
-    """How a script is called, and what torchrun has it know. ``is_program``: it is no Python file."""
+    """The call of a script, with the values that torchrun passes on. ``is_program``: it is not a Python file."""
 
     path: str
     module: str
@@ -99,7 +99,7 @@ class ScriptCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptSpec(Surroundings):
-    """For a rank of a script."""
+    """The specification of a script's rank."""
 
     call: ScriptCall
     log_seal: str = field(default="", repr=False)
@@ -107,14 +107,14 @@ class ScriptSpec(Surroundings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareSpec(Surroundings):
-    """For a process that waits to become a rank, and what it prepares."""
+    """The specification of a process that waits to become a rank, and what it prepares."""
 
     kind: SpareKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillSpec(Surroundings):
-    """For a process that computes the share of ``rank`` of ``step``, with what lies in ``folder``."""
+    """The specification of a process that computes the share of ``rank`` of ``step``, from the files in ``folder``."""
 
     rank: int
     step: int
@@ -123,7 +123,7 @@ class DrillSpec(Surroundings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverSpec:
-    """For the process that writes checkpoints into ``folder``."""
+    """The specification of the process that writes checkpoints into ``folder``."""
 
     folder: str
     memory_slots: tuple[str, ...]
@@ -132,7 +132,7 @@ class SaverSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportsSpec:
-    """For the zygote: what it imports."""
+    """The request to the zygote to import modules."""
 
     wanted: str
 

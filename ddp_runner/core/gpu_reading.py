@@ -1,4 +1,4 @@
-"""What one look at a GPU or at a rank's process finds, and what many looks come to. Reads nothing."""
+"""Values for one reading of a GPU or of a rank's process, and for sums over many readings. Reads nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GpuReading:
     problems: tuple[str, ...] = ()
 
     def to_record(self) -> dict[str, object]:
-        """As plain values."""
+        """Return the reading as a dict of plain values."""
         return asdict(self)
 
     @classmethod
@@ -71,7 +71,7 @@ class GpuReading:
         return cls(**known)  # type: ignore[arg-type]
 
     def with_torch(self, ranks: Iterable[Mapping[str, float]]) -> GpuReading:
-        """With what the ranks that compute there have reported of their own memory on it."""
+        """Return the reading with what the ranks on this GPU report about torch's memory there."""
         found = list(ranks)
         return replace(
             self,
@@ -81,7 +81,7 @@ class GpuReading:
         )
 
     def figures(self) -> dict[str, float]:
-        """What a logged step of a rank has of its GPU."""
+        """Return the GPU figures that a rank's logged step contains."""
         values = {
             "gpu_use": self.use,
             "gpu_memory_used_bytes": self.memory_used_bytes,
@@ -123,7 +123,7 @@ class Tally:
         self._seen = {}
 
     def add(self, figures: Mapping[str, float | None]) -> None:
-        """One look; what is None or not finite is left out."""
+        """Add one reading; values that are None or not finite are left out."""
         for name, value in figures.items():
             if value is None or not math.isfinite(value):
                 continue
@@ -184,7 +184,7 @@ class GpuTally:
 
 
 class EpochTally:
-    """What GPUs have used in each epoch, by their names in summary.json; of a long run in its newest epochs."""
+    """Sums up GPU use by epoch under the names in summary.json; a long run keeps its newest epochs only."""
 
     EPOCHS_MAX = 200
 

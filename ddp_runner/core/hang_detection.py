@@ -1,9 +1,10 @@
-"""Who is hung, as the progress board alone shows it. Slow is not hung: deadlines follow the run's pace.
+"""Finds hung ranks from the progress board alone. Slow is not hung: deadlines follow the run's pace.
 
-A rank that waits in a collective waits for somebody else, so it is never hung by itself: either
-another rank is late, or all wait. Then it is who owns the device that has not come to the sum, where that shows
-(the host waits for its own one in the same place), and otherwise the collective is stuck. Ranks that are late together are
-more likely on a machine that stood still than hung, so they are given more time.
+A rank that waits in a collective waits for another rank, so it is never hung by itself: either
+another rank is late, or all wait. If all wait, the hung rank is the one whose device has completed fewer
+sums than the others', where that is visible (its host waits in the same place as the others'); otherwise
+the collective is stuck. Ranks that are late together are more likely on a machine that paused than hung,
+so they get more time.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class RankLook:
 
     @property
     def place(self) -> Place:
-        """Where it is, so that it is known when the rank comes there once more."""
+        """The rank's position, to recognise a rank that stops there again."""
         return self.rank, self.step, self.phase, self.sample
 
 
@@ -99,7 +100,7 @@ class HangVerdict:
 
 
 def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> float:
-    """How long the rank may stay in its phase."""
+    """Return how long the rank may stay in its phase, in seconds."""
     if look.phase is Phase.EVALUATE:
         return settings.evaluation_timeout_s
     if look.phase in (Phase.COMPILE, Phase.DATA_BEGIN):
@@ -115,7 +116,7 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
 
 
 def shortest_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
-    """No phase of any rank has a shorter one now: who is younger than that is not late."""
+    """Return the shortest deadline of any phase and rank now: a younger phase cannot be late."""
     return min(
         _usual_deadline_s(pace, settings),
         settings.first_step_timeout_s,
@@ -139,7 +140,7 @@ def _deadline_of_own_work_s(look: RankLook, pace: Pace, settings: RecoverySettin
 def late_ranks(
     looks: Sequence[RankLook], pace: Pace, settings: RecoverySettings
 ) -> tuple[int, ...]:
-    """Who lets the others wait too long, with those that nearly do: a pause begins for no two at once."""
+    """Return the ranks that exceed their deadline and those that nearly do: no pause hits two at the same moment."""
     shares = {
         look.rank: look.age_s / phase_deadline_s(look, pace, settings)
         for look in looks
@@ -191,10 +192,10 @@ def find_hung(
 
 
 def behind_on_device(looks: Sequence[RankLook]) -> tuple[int, ...]:
-    """Of ranks that all wait, those whose devices have come to fewer sums than another's; seldom several.
+    """Return the ranks, among ranks that all wait, whose devices have completed the fewest sums; usually one.
 
-    Only the least: it waits for nobody, since all have come to the last sum that it has entered,
-    while one between may wait for it. None where one rank's device does not show it.
+    Only the minimum is certain: such a rank waits for nobody, since all others have reached the last sum that
+    it has entered, while a rank between may wait for it. Empty if the devices show no difference.
     """
     least = min(look.device_sums for look in looks)
     behind = tuple(look.rank for look in looks if look.device_sums == least)
@@ -215,10 +216,10 @@ class SharedPauses:
 
 
 class LongPhases:
-    """Remembers how long ranks stayed in a phase of their own work and went on by themselves.
+    """Remembers how long ranks stayed in a phase of their own work and then continued by themselves.
 
-    The pace is of the steps that a look happens upon, which a slow one among many fast ones is
-    seldom. One for whose step a rank was called hung before was no hang: it is never forgotten.
+    The pace comes from the steps that a reading happens to see, which a slow one among many fast ones is
+    seldom. A rank whose step was called hung before and then went well was no hang: it is never forgotten.
     """
 
     def __init__(self) -> None:
@@ -242,7 +243,7 @@ class LongPhases:
 
     @property
     def open_ranks(self) -> Collection[int]:
-        """Those whose newest look was at a long phase, which the next one may end."""
+        """The ranks that were in a long phase at their newest reading; the next reading may end it."""
         return self._now.keys()
 
     def excuse(self, late: tuple[int, ...]) -> None:
@@ -252,9 +253,9 @@ class LongPhases:
                 self._paused[rank] = self._now.pop(rank)[1]
 
     def doubt(self, look: RankLook) -> None:
-        """A rank was called hung there: should that be done in spite of it, it was slow.
+        """Note that a rank was called hung at a place: if it finishes that place after all, it was slow.
 
-        Whoever comes there once more has the time of a first step.
+        A rank that reaches the place again has the time of a first step.
         """
         self._doubted.add(look.step)
         self.doubted_places |= {look.place}
@@ -275,10 +276,10 @@ class LongPhases:
 
 
 class FirstSteps:
-    """How long the longest phase of own work was in the first steps of a process that got through them.
+    """Measures the longest phase of own work in the first steps of a process that completed them.
 
-    What is slow there (compilation, lazy loading, autotuning) is so for each new process. It is as long
-    as the looks have seen it; a phase that fell between two of them counts as nothing.
+    Compilation, lazy loading and autotuning make the first steps of each new process slow. The length is
+    as the readings have seen it; a phase that fell between two of them counts as nothing.
     """
 
     def __init__(self) -> None:
@@ -287,7 +288,7 @@ class FirstSteps:
 
     @property
     def open_ranks(self) -> Collection[int]:
-        """Those that had not got through them at their newest look."""
+        """The ranks that had not completed their first steps at their newest reading."""
         return self._now.keys()
 
     def observe(self, look: RankLook, *, process: int) -> None:
@@ -304,14 +305,14 @@ class FirstSteps:
 
 
 class Comparisons:
-    """How long training has waited for a comparison of replicas, at the most, by what ranks have counted."""
+    """Measures how long training has waited for a comparison of replicas at most, from the ranks' counters."""
 
     def __init__(self) -> None:
         self.longest_s: float | None = None  # there was none yet
         self._counted_ns: dict[int, int] = {}
 
     def counted_ns(self, rank: int) -> int:
-        """What this rank had counted at its newest look."""
+        """Return the rank's counter at its newest reading, in nanoseconds."""
         return self._counted_ns.get(rank, 0)
 
     def observe(self, rank: int, counted_ns: int) -> None:
@@ -322,12 +323,12 @@ class Comparisons:
             self.longest_s = max(self.longest_s or 0.0, more_ns / 1e9)
 
     def forget(self) -> None:
-        """What is compared from now on is of another size; what was counted so far stays counted."""
+        """Forget the longest time, since later comparisons have another size; the ranks' counters stay."""
         self.longest_s = None
 
 
 def _has_stood(look: RankLook, settings: RecoverySettings) -> bool:
-    """Whether a rank has been stopped for long enough; it is not asked about in a phase's first moments."""
+    """Return whether a rank has been stopped for too long; a phase's first moments do not count."""
     since_s = look.stopped_s + STOPS_UNSEEN_S
     return look.stopped and min(look.age_s, since_s) > settings.stopped_max_s
 

@@ -1,4 +1,4 @@
-"""How a model repository of the Hugging Face hub is written where weights are named. Reads nothing."""
+"""Parses the names of model repositories on the Hugging Face hub. Reads nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Repository:
 
 
 def is_of_hub(written: str) -> bool:
-    """Whether that names something on the hub, well written or not."""
+    """Return whether the text names something on the hub, well formed or not."""
     return written.startswith(HUB)
 
 
@@ -33,5 +33,5 @@ def repository_of(written: str) -> Repository | None:
 
 
 def lacks_hub(*, python: str) -> str:
-    """What is wrong where huggingface_hub cannot be imported, with the cure."""
+    """Return the error text for a missing huggingface_hub, with the command that installs it."""
     return f"needs huggingface_hub: {python} -m pip install 'huggingface_hub>=0.23,<3'"

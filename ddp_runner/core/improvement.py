@@ -1,4 +1,4 @@
-"""Whether a loss that is evaluated now and then still improves, and what follows where it does not."""
+"""Decides whether an evaluated loss still improves, and what a plateau leads to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddp_runner.core.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImprovementRules:
-    """How many evaluations without an improvement are too many; 0: however many there are.
+    """The number of evaluations without improvement that lead to an action; 0 turns the action off.
 
     An improvement is a loss below the best one by more than ``min_delta``. ``plateau``: the learning rate
     is multiplied by its factor, and the next ``plateau_cooldown`` evaluations do not count. ``stop``: the
@@ -26,7 +26,7 @@ class ImprovementRules:
 
     @classmethod
     def of(cls, settings: Settings) -> ImprovementRules:
-        """As the settings have it."""
+        """Return the rules that the settings ask for."""
         optim, run = settings.optim, settings.run
         return cls(
             plateau_patience=optim.plateau_patience,
@@ -39,7 +39,7 @@ class ImprovementRules:
 
     @property
     def are_on(self) -> bool:
-        """Whether anything can follow."""
+        """True if a plateau or a stop is asked for."""
         return bool(self.plateau_patience or self.stop_patience)
 
 
@@ -52,7 +52,7 @@ class Wait:
     cooldown: int = 0
 
     def after(self, loss: float, *, min_delta: float) -> Wait:
-        """With one more evaluation. A loss that is not a number is no improvement."""
+        """Return the wait after one more evaluation. A loss that is not a number is no improvement."""
         if loss < self.best - min_delta:
             seen = Wait(best=loss, cooldown=self.cooldown)
         else:
@@ -64,14 +64,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Improvement:
-    """What the evaluations of a run come to. ``rate_factor``: of the learning rate."""
+    """The state that a run's evaluations lead to. ``rate_factor`` multiplies the learning rate."""
 
     plateau: Wait = Wait()
     stop: Wait = Wait()
     rate_factor: float = 1.0
 
     def after(self, loss: float, rules: ImprovementRules) -> Improvement:
-        """With one more evaluation, as torch's ReduceLROnPlateau counts them."""
+        """Return the state after one more evaluation, counted as torch's ReduceLROnPlateau does."""
         plateau = self.plateau.after(loss, min_delta=rules.plateau_min_delta)
         factor = self.rate_factor
         if 0 < rules.plateau_patience <= plateau.count:
@@ -81,5 +81,5 @@ class Improvement:
         return Improvement(plateau=plateau, stop=stop, rate_factor=factor)
 
     def is_over(self, rules: ImprovementRules) -> bool:
-        """Whether the run is to end."""
+        """Return whether the run stops."""
         return 0 < rules.stop_patience <= self.stop.count

@@ -25,7 +25,7 @@ PHASES = (
 
 
 class InjectKind(Enum):
-    """What is done to a rank. Signals are sent by the system, the rest happens in its own code."""
+    """The kinds of injected faults. The system sends the signals; all others happen in the rank's code."""
 
     KILL = "kill"  # SIGKILL
     STOP = "stop"  # SIGSTOP
@@ -173,7 +173,7 @@ def refuse_of_loops(texts: Sequence[str], *, world_size: int) -> None:
 
 
 def changes_loss(texts: Sequence[str], *, world_size: int) -> bool:
-    """Whether any of these specs may change what a step computes."""
+    """Return whether any of these specs may change the result of a step."""
     parsed = [parse_injection(text, world_size=world_size) for text in texts]
     kinds = {kind for one in parsed for kind in getattr(one, "kinds", ())}
     kinds |= {one.kind for one in parsed if isinstance(one, Injection)}
@@ -181,7 +181,7 @@ def changes_loss(texts: Sequence[str], *, world_size: int) -> bool:
 
 
 def flips_bits(texts: Sequence[str], *, world_size: int) -> bool:
-    """Whether any of these specs makes replicas differ by a bit, as a device that errs does."""
+    """Return whether any of these specs makes replicas differ by a bit, as faulty hardware does."""
     parsed = [parse_injection(text, world_size=world_size) for text in texts]
     kinds = {kind for one in parsed for kind in getattr(one, "kinds", ())}
     kinds |= {one.kind for one in parsed if isinstance(one, Injection)}
@@ -191,7 +191,7 @@ def flips_bits(texts: Sequence[str], *, world_size: int) -> bool:
 def bad_sample_places(
     specs: Sequence[str], *, world_size: int, total_steps: int
 ) -> tuple[tuple[int, int], ...]:
-    """``(rank, step)`` of each sample that is to be bad; every process of the run knows them all."""
+    """Return ``(rank, step)`` of each injected bad sample; every process of the run knows them all."""
     places: list[tuple[int, int]] = []
     for text in specs:
         one = parse_injection(text, world_size=world_size)

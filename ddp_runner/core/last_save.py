@@ -1,7 +1,7 @@
-"""Who saves before a run ends that cannot go on, and what people read about it. Decides nothing else.
+"""Chooses the rank that saves before a run ends early, and words the outcome. Decides nothing else.
 
-Without any collective: of the ranks that are left, one that waits outside a generation writes the
-state that it has committed.
+No collective takes part: of the remaining ranks, one that waits outside a generation writes its
+committed state.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitForRanks:
-    """Somebody may still come with a newer state."""
+    """Wait, since a rank with a newer state may still come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskToSave:
-    """Have this rank write the state of ``step``; nobody else may write meanwhile."""
+    """Have this rank write the state of ``step``; no other process may write meanwhile."""
 
     rank: int
     step: int
@@ -38,7 +38,7 @@ class AskToSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NothingToSave:
-    """It is all on disk, or nobody is left who has more."""
+    """Save nothing: the newest state is on disk, or no rank with a newer one is left."""
 
 
 Move = WaitForRanks | AskToSave | NothingToSave
@@ -51,9 +51,10 @@ def next_saver(
     saved_step: int,
     may_wait: bool,
 ) -> Move:
-    """What to do now. ``parked`` ranks wait outside; ``saved_step`` is that of the newest checkpoint.
+    """Return the next move towards a last save.
 
-    ``may_wait``: ranks that are told to leave still have time for it. One that saves has all there is.
+    ``parked`` ranks wait outside a generation; ``saved_step`` is the step of the newest checkpoint.
+    ``may_wait``: ranks that were asked to leave still have time to do so. A rank that saves may use all of it.
     """
     filled = [one for one in parked if one.committed_step > EMPTY_STEP]
     newer = [one for one in leaving if one.progress.committed_step > saved_step]
@@ -78,7 +79,7 @@ def why_not_saved(causes: Sequence[Fault]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOutcome:
-    """What became of the state that was left: on disk as ``path``, or not because of ``cause``, or neither."""
+    """The outcome of the last save: a file at ``path``, a failure with its ``cause``, or neither."""
 
     step: int = EMPTY_STEP
     path: str = ""
@@ -87,14 +88,14 @@ class SaveOutcome:
 
     @property
     def is_saved(self) -> bool:
-        """Whether there is a file of it."""
+        """True if the state is in a file."""
         return bool(self.path)
 
 
 def closing_words(
     outcome: SaveOutcome, *, newest: tuple[int, str] | None, committed_step: int, resume: str
 ) -> str:
-    """The last line of a run that ends before its time: which step is on disk, and how to go on.
+    """Word the last line of a run that ends early: the step on disk, and how to resume.
 
     ``newest`` is the step and path of the newest checkpoint, ``resume`` the word of this command.
     """

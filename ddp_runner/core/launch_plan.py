@@ -1,4 +1,4 @@
-"""What the command line hands to the supervisor: one value that holds every decision made so far."""
+"""The launch plan: the single value with every decision of the command line, for the supervisor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """Where one rank computes.
+    """The device on which one rank computes.
 
-    ``device`` is what torch calls it in that process (``cpu``, ``cuda:1``); ``visible_index``
-    counts within CUDA_VISIBLE_DEVICES as the command found it, None for the CPU. ``others``: devices
-    that the rank also computes on, which have parts of its batches.
+    ``device`` is torch's name for it in that process (``cpu``, ``cuda:1``); ``visible_index``
+    counts within CUDA_VISIBLE_DEVICES as the command found it, None for the CPU. ``others``: further devices
+    of this rank, which compute parts of its batches.
     """
 
     device: str
@@ -30,7 +30,7 @@ class DevicePlan:
 
 
 def names_a_gpu_twice(gpus: Sequence[int]) -> bool:
-    """Whether ranks are to share a GPU, which NCCL refuses."""
+    """Return whether ranks share a GPU, which NCCL refuses."""
     return len(set(gpus)) < len(gpus)
 
 
@@ -38,7 +38,7 @@ NCCL_BACKENDS = ("nccl", "nccl2")  # two classes of torch's for one library
 
 
 def group_backend(settings: Settings, *, is_on_gpu: bool) -> str:
-    """The process group's backend; NCCL worlds keep gloo beside it for tensors on the CPU."""
+    """Return the process group's backend; NCCL groups keep gloo too, for tensors on the CPU."""
     wanted = settings.ddp.backend
     is_shared = wanted == "auto" and names_a_gpu_twice(settings.run.gpus)
     if wanted == "gloo" or is_shared or not is_on_gpu:
@@ -92,7 +92,7 @@ class LaunchPlan:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the run ends with what is trained."""
+        """True if the run ends with this stage."""
         return self.settings.stage is None or self.settings.stage.is_last
 
     def in_stage(self, number: int, *, first_step: int, first_generation: int) -> LaunchPlan:
@@ -104,17 +104,17 @@ class LaunchPlan:
 
     @property
     def ranks_per_node(self) -> int:
-        """How many ranks each machine has."""
+        """The number of ranks on each machine."""
         return self.world_size // (1 if self.nodes is None else self.nodes.most)
 
     @property
     def title(self) -> str:
-        """What people call what is run: the task, or the program."""
+        """The name that people see: that of the task or of the program."""
         program = self.script or self.loop
         return self.settings.run.task if program is None else program.name
 
     def has_own_device(self, rank: int) -> bool:
-        """Whether no other rank of its machine computes where this one does."""
+        """Return whether no other rank of its machine uses this rank's device."""
         own, first = self.devices[rank].device, rank - rank % self.ranks_per_node
         there = self.devices[first : first + self.ranks_per_node]
         return sum(place.device == own for place in there) == 1

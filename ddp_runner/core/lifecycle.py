@@ -33,7 +33,7 @@ class RunState(Enum):
 
 
 class RunEvent(Enum):
-    """What may happen to a run as a whole."""
+    """The events of a run as a whole."""
 
     WORLD_FORMED = "world_formed"
     INCIDENT_BEGAN = "incident_began"
@@ -44,9 +44,9 @@ class RunEvent(Enum):
 
 
 class RankState(Enum):
-    """What a rank's process does; ``ranks[].state`` in status.json, but for KILLING and ENDED.
+    """The states of a rank's process; ``ranks[].state`` in status.json.
 
-    They are shown there as ``aborting`` and ``finished``.
+    KILLING and ENDED appear there as ``aborting`` and ``finished``.
     """
 
     STARTING = "starting"
@@ -71,7 +71,7 @@ IN_GENERATION = (
 
 
 class RankEvent(Enum):
-    """What may happen to one rank."""
+    """The events of one rank."""
 
     SPAWNED = "spawned"
     GOT_READY = "got_ready"
@@ -85,7 +85,7 @@ class RankEvent(Enum):
 
 
 class Membership(Enum):
-    """Whether the world counts on a rank. Shown nowhere outside."""
+    """The role of a rank in the world: counted on, being replaced, or left out. Not shown to users."""
 
     MEMBER = "member"
     HUNG = "hung"  # is killed once it has written where it hangs; how it ends belongs to the fault
@@ -98,7 +98,7 @@ IN_WORLD = (Membership.MEMBER, Membership.HUNG, Membership.REPLACING)
 
 
 class MembershipEvent(Enum):
-    """What the supervisor may decide about one rank, or find."""
+    """The supervisor's decisions and findings about one rank."""
 
     FOUND_HUNG = "found_hung"
     TO_REPLACE = "to_replace"
@@ -268,7 +268,7 @@ class Machine(Generic[S, E]):
         return self._state
 
     def may(self, event: E) -> bool:
-        """Whether the table has a row for ``event`` now."""
+        """Return whether the table has a row for ``event`` in the current state."""
         return (self._state, event) in self._table
 
     def advance(self, event: E) -> S:

@@ -1,4 +1,4 @@
-"""What a rank does about a broken loader worker: the same again, fewer workers, or none. Decides only."""
+"""Decides how a rank repairs a broken loader worker: same number of workers, fewer, or none."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ VAIN_WAITS_MAX = BREAKS_TO_SUSPECT + 3 + OTHERS_TRIED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderHistory:
-    """How many faults came in a row, without :data:`PROGRESS_STEPS` between one and the next.
+    """Counts the faults in a row, that is without :data:`PROGRESS_STEPS` between one and the next.
 
-    ``rows``: how often a second one has followed, which costs workers.
+    ``rows``: how often a second fault followed the first; each such row costs workers.
     """
 
     in_a_row: int = 0
@@ -61,7 +61,7 @@ def plan_loader_repair(history: LoaderHistory, *, workers: int) -> LoaderRepair:
 
 
 def is_batch_suspect(*, broke: int, repair: LoaderRepair) -> bool:
-    """Whether a batch that broke ``broke`` workers is searched for a bad sample before ``repair``."""
+    """Return whether to search a batch that broke ``broke`` workers for a bad sample before ``repair``."""
     # INVARIANT workers-first: what broke a worker is loaded in the rank itself only once a worker
     # has loaded each part of it, or where no worker can load anything.
     # Broken if: a row of faults by different batches ends without workers, unsearched.

@@ -1,4 +1,4 @@
-"""How far above its recent past a number must be to be an explosion. Values only."""
+"""Detects values that explode above their recent past. Values only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a range test of the learning rate says: where it ends, and which rate it suggests. Values only.
+"""Evaluates a range test of the learning rate: its end and the suggested rate. Values only.
 
 Sources: L. Smith, Cyclical Learning Rates for Training Neural Networks (2015), arXiv:1506.01186, section
 3.3, for the test; fastai's ``callback/schedule.py`` for smoothing, end and both suggestions.
@@ -45,9 +45,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """Rates that a curve suggests.
+    """The rates that a curve suggests.
 
-    ``steepest``: where the loss falls fastest; ``valley``: amid its longest fall; ``tenth``: a tenth of the
+    ``steepest``: where the loss falls fastest; ``valley``: within its longest fall; ``tenth``: a tenth of the
     rate at which it is lowest.
     """
 
@@ -89,10 +89,10 @@ def _is_exploded(smoothed: float, lowest: float) -> bool:
 
 
 def suggestion(curve: Curve) -> Suggestion | None:
-    """What the curve suggests; None where the loss has not fallen.
+    """Return the rates that the curve suggests; None if the loss has not fallen.
 
-    The slope is of the smoothed loss over the logarithm of the rate, before the lowest point, and between
-    points a little apart.
+    The slope is that of the smoothed loss over the logarithm of the rate, before the lowest point, measured
+    between points a little apart.
     """
     points = curve.points[SETTLED - 1 :]
     if len(points) < 3:
@@ -116,9 +116,9 @@ def suggestion(curve: Curve) -> Suggestion | None:
 
 
 def _valley(losses: Sequence[float]) -> int:
-    """The place amid the longest fall, rises in between left out, as fastai has it.
+    """Return the place within the longest fall, ignoring rises in between, as fastai does.
 
-    It ends where the longest falling subsequence does, and is taken to begin as many points before as that has.
+    The fall ends where the longest falling subsequence does, and is taken to begin as many points before as that has.
     """
     tails: list[
         float

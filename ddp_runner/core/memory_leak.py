@@ -67,7 +67,7 @@ def _theil_sen(samples: Sequence[Sample]) -> float:
 
 
 def _grows_steadily(samples: Sequence[Sample], slope: float) -> bool:
-    """Whether the floors of the window's blocks rise in nearly every block, and keep rising."""
+    """Return whether the minima of the window's blocks rise in nearly every block, and keep rising."""
     bounds = [len(samples) * block // _BLOCKS for block in range(_BLOCKS + 1)]
     floors = [min(size for _, size in samples[start:end]) for start, end in pairwise(bounds)]
     changes = [later - earlier for earlier, later in pairwise(floors)]
@@ -121,7 +121,7 @@ class LeakWindow:
         return suspicion
 
     def _is_due(self, step: int) -> bool:
-        """Whether the window is full but for one sample, and enough of it has not been judged."""
+        """Return whether the window is full but for one sample, and enough of it has not been judged."""
         span = step - self._samples[0][0]
         slack = max(self._spacing_steps, self._settings.memory_check_interval)
         return (

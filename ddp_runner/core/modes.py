@@ -1,4 +1,4 @@
-"""How a run uses several devices: one rank, one rank over all of them, or a rank for each. Values only."""
+"""Chooses how a run uses its devices: one rank, one rank over all of them, or one rank each. Values only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
-    """By what ranks on several GPUs can meet. ``backend``: nccl, gloo or "" for nothing; ``found``: in words."""
+    """The backend through which ranks on several GPUs communicate: nccl, gloo or "" for none; ``found`` says why."""
 
     backend: str
     found: str
@@ -43,12 +43,12 @@ class ModeChoice:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The mode and its reason, as people read them."""
         return f"{self.mode.value}: {self.reason}"
 
 
 def asks_for_collectives(settings: Settings, *, devices: int, is_on_gpu: bool) -> bool:
-    """Whether the choice depends on what ranks could meet by."""
+    """Return whether the choice of mode depends on the backends that the ranks could use."""
     return settings.run.mode == "auto" and is_on_gpu and devices > 1 and not _is_said(settings)
 
 
@@ -60,9 +60,9 @@ def choose_mode(
     collectives: Collectives | None = None,
     machines: int = 1,
 ) -> ModeChoice:
-    """The mode of a run that could use so many ``devices``. Raises BadInputError for a contradiction.
+    """Return the mode of a run that could use ``devices`` devices. Raises BadInputError for a contradiction.
 
-    ``collectives``: where :func:`asks_for_collectives` says so.
+    ``collectives``: needed if :func:`asks_for_collectives` says so.
     """
     asked = settings.run.mode
     raise_first(mode_problems(settings))
@@ -91,7 +91,7 @@ def choose_mode(
 
 
 def _by_collectives(settings: Settings, collectives: Collectives, *, what: str) -> ModeChoice:
-    """Where ranks can meet, a rank for each GPU."""
+    """Choose one rank per GPU if the ranks can communicate, and another mode if not."""
     if collectives.backend:
         backend = "" if collectives.backend == "nccl" else collectives.backend
         reason = f"{what}, {collectives.found}"
@@ -105,7 +105,7 @@ def _by_collectives(settings: Settings, collectives: Collectives, *, what: str) 
 
 
 def mode_problems(settings: Settings) -> list[BadInputError]:
-    """What contradicts the mode that was asked for."""
+    """Return the settings that contradict the requested mode."""
     run = settings.run
     if run.mode == "data_parallel":
         return over_devices_problems(settings)
@@ -122,7 +122,7 @@ def mode_problems(settings: Settings) -> list[BadInputError]:
 
 
 def over_devices_problems(settings: Settings) -> list[BadInputError]:
-    """What one rank over several devices cannot do."""
+    """Return the settings that one rank over several devices cannot honour."""
     run, cure = settings.run, f"or take {OPTION}=distributed"
     problems = []
     if names_a_gpu_twice(run.gpus):
@@ -152,7 +152,7 @@ def refuse_of_processes(settings: Settings, *, world_size: int) -> None:
 
 
 def _is_said(settings: Settings) -> bool:
-    """Whether the user has said by what ranks meet."""
+    """Return whether the user has chosen how the ranks communicate."""
     return settings.ddp.backend != "auto" or names_a_gpu_twice(settings.run.gpus)
 
 

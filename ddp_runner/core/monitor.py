@@ -1,4 +1,4 @@
-"""What the figures of evaluations are called, and by which of them a run is judged. Knows names and numbers."""
+"""Names the figures of evaluations and the one that judges a run. Knows names and numbers only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def figure_name(data: str, figure: str) -> str:
 
 
 def is_of_evaluation(name: str) -> bool:
-    """Whether a figure is one that an evaluation gives, by its name."""
+    """Return whether a figure's name is that of an evaluation's figure."""
     return name.startswith(_OF_ALONE) or _BETWEEN in name
 
 
@@ -67,7 +67,7 @@ class Monitor:
         return found if found is not None and math.isfinite(found) else None
 
     def signed(self, value: float) -> float:
-        """What is lower the better it is; the same again gives the value."""
+        """Return the value with a sign that makes lower better; a second call gives the value back."""
         return value if self.mode == "min" else -value
 
     @property
@@ -85,9 +85,9 @@ class Best:
     value: float = math.nan
 
     def after(self, value: float, *, step: int, monitor: Monitor) -> Best:
-        """With one more evaluation; itself where that found nothing better.
+        """Return the best after one more evaluation; itself unless the new value is better.
 
-        The same evaluation, made once more, is what it was: the best or not.
+        An evaluation of the same step again replaces its earlier result.
         """
         # What is evaluated before the first step is of no use as an end.
         if step <= 0 or not math.isfinite(value):

@@ -1,6 +1,6 @@
-"""How many machines a run is to have, and where they meet: torchrun's options and variables, as a value.
+"""The number of machines and their meeting point, as torchrun's options and variables give them.
 
-Looks nothing up: no name is resolved and no address asked for here.
+Nothing is looked up: no name is resolved and no address is contacted here.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def node_options(
     *,
     settings: Mapping[str, tuple[str, str]] = _NONE,
 ) -> NodeOptions | None:
-    """What ``options`` (``--nnodes`` and the others), or else ``environment``, or else ``settings`` ask for.
+    """Return the machines that the options, else the environment, else the settings ask for; None for one machine.
 
-    ``settings``: by option, how it was written there and its text. None for a run on one machine. Raises
-    BadInputError, which names the option, the variable or the setting.
+    ``options`` has ``--nnodes`` and the others. ``settings``: by option, how it was written there and its text.
+    Raises BadInputError, which names the option, the variable or the setting.
     """
     asked = _Asked(options, environment, settings)
     least, most = asked.range_of_nodes()
@@ -126,7 +126,7 @@ class _Asked:
         self._settings = settings
 
     def text(self, option: str) -> tuple[str, str]:
-        """The name that was used, and what it was given; two empty texts for nothing."""
+        """Return the name that was used, and its value; two empty texts if there is none."""
         if option in self._options:
             return option, self._options[option]
         for name in VARIABLES[option]:

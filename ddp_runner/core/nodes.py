@@ -1,4 +1,4 @@
-"""What a run on several machines does about those that are missing. Decides; the coordinator performs."""
+"""Decides what a run on several machines does about missing ones; the coordinator performs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestCheckpoint:
-    """What a machine has in its checkpoint folder: ``step`` of the newest one, and whose it is."""
+    """The newest checkpoint in a machine's folder: its ``step`` and the run that wrote it."""
 
     step: int
     run_id: str
@@ -18,10 +18,10 @@ class NewestCheckpoint:
 def loads_own(
     theirs: NewestCheckpoint | None, ours: NewestCheckpoint | None, *, resume: str
 ) -> bool:
-    """Whether a machine loads its own newest checkpoint beside the coordinator, which loads ours.
+    """Return whether a machine loads its own newest checkpoint, while the coordinator loads ours.
 
-    The newest state of all is what the ranks agree on when they form. What a folder holds of another
-    run than ours is no newer state of it. Only where nothing else was asked for: ``resume`` auto.
+    The ranks agree on the newest state of all when they form. A checkpoint of another run is not a newer
+    state of this one. This happens only if nothing else was requested: ``resume`` is auto.
     """
     if resume != "auto" or theirs is None:
         return False
@@ -29,9 +29,9 @@ def loads_own(
 
 
 def who_completes(folders: Sequence[int], *, steps: Sequence[int]) -> dict[int, int]:
-    """Folder of logs -> the rank that completes its records: the lowest one that is at the newest step.
+    """Return for each log folder the rank that completes its records: the lowest one at the newest step.
 
-    ``folders`` and ``steps`` by rank. A folder whose ranks are all behind has nobody.
+    ``folders`` and ``steps`` by rank. A folder whose ranks are all behind has none.
     """
     found: dict[int, int] = {}
     for rank, (folder, step) in enumerate(zip(folders, steps, strict=True)):
@@ -41,7 +41,7 @@ def who_completes(folders: Sequence[int], *, steps: Sequence[int]) -> dict[int, 
 
 
 class NodesPlan(enum.Enum):
-    """What to do now."""
+    """The next move about missing machines."""
 
     WAIT = "wait"  # all are there, or the missing ones still have time
     GO_ON = "go on"  # without those that are missing
@@ -67,13 +67,13 @@ class NodesFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnFacts:
-    """A node comes back with ranks that it has kept. ``term``: of the coordinator that last formed them.
+    """The facts about a node that returns with parked ranks. ``term``: of the coordinator that last formed them.
 
     ``generation``: the newest that they were asked to form. ``is_same_node``: it gets the number that it
-    had; ``are_members``: the run has not gone on without its ranks. ``ours``: the term of this
+    had; ``are_members``: the run has not continued without its ranks. ``ours``: the term of this
     coordinator; ``formed_in``: the newest generation that has formed here. ``may_resume``: nothing has
-    trained here yet, and what was trained before is to go on. ``before``: the term that had the checkpoint
-    folder before, and the numbers of the nodes that it went on without; None: nobody knows.
+    trained here yet, and earlier training is to be resumed. ``before``: the term that had the checkpoint
+    folder before, and the numbers of the nodes that it continued without; None: unknown.
     """
 
     term: str
@@ -88,7 +88,7 @@ class ReturnFacts:
 
 
 def keeps_memory(facts: ReturnFacts) -> bool:
-    """Whether what the ranks of a node that comes back have in memory belongs to this run still."""
+    """Return whether the state in memory on a returning node still belongs to this run."""
     # INVARIANT one-course: a memory is taken back only where no step was committed without it. Broken
     # if: a node returns with a step that others have done differently since.
     # Guarded by: test_a_memory_is_kept_only_where_nobody_went_on_without_it.

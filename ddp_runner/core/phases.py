@@ -1,4 +1,4 @@
-"""What a rank is doing, as it stands on the progress board and in status.json."""
+"""The phases of a rank, as numbers on the progress board and as words in status.json."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Phase(IntEnum):
 
 
 class Stage(IntEnum):
-    """What a rank builds while its phase is ``startup``. Numbers as those of :class:`Phase`."""
+    """The part that a rank builds while its phase is ``startup``. Numbers are a wire format, as :class:`Phase`'s."""
 
     NONE = 0
     DATA = 1  # the task itself, and its data
@@ -43,7 +43,7 @@ class Stage(IntEnum):
 
     @property
     def label(self) -> str:
-        """What it does, for people; empty where it builds nothing."""
+        """The activity as people read it; empty if nothing is being built."""
         return _STAGE_LABELS[self]
 
 

@@ -1,6 +1,6 @@
-"""How an engine's machines are used, and what follows when one is lost or its supervisor ends. Decides; a driver performs.
+"""Decides how an engine's machines are used, and what follows a loss or an end there; a driver performs it.
 
-An engine, such as Ray, has the machines: it places a supervisor on each, and restarts it elsewhere when its
+An engine, such as Ray, owns the machines: it places a supervisor on each, and restarts it elsewhere when its
 machine dies.
 """
 
@@ -35,18 +35,18 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What is asked for on each machine: one of ``kind`` a rank."""
+    """The resources that a run needs on each machine: one of ``kind`` per rank."""
 
     kind: str  # the engine's name for it: GPU or CPU
     ranks: int
 
     def fits(self, machine: Machine) -> bool:
-        """Whether ``machine`` has it."""
+        """Return whether ``machine`` has these resources."""
         return (machine.gpus if self.kind == "GPU" else machine.cpus) >= self.ranks
 
 
 def engine_options(options: Mapping[str, str], environment: Mapping[str, str]) -> NodeOptions:
-    """What is asked for of machines. Raises BadInputError for what the engine decides itself."""
+    """Return the machines that the options ask for. Raises BadInputError for an option that the engine decides."""
     engine = options[ENGINE]
     if engine != RAY:
         raise BadInputError(
@@ -75,9 +75,9 @@ def engine_options(options: Mapping[str, str], environment: Mapping[str, str]) -
 def share_of_a_machine(
     machines: Sequence[Machine], *, asked: NodeOptions, ranks: int | str, device: str
 ) -> Share:
-    """GPUs where enough machines have them, else cores. ``ranks`` may be "auto".
+    """Return the share in GPUs if enough machines have them, else in cores. ``ranks`` may be "auto".
 
-    Raises BadInputError where fewer machines than ``asked`` have so many.
+    Raises BadInputError if fewer machines than ``asked`` have that many.
     """
     count = 1 if ranks == "auto" else int(ranks)
     on_gpus = device != "cpu" and _enough(machines, Share(kind="GPU", ranks=count), asked)
@@ -142,7 +142,7 @@ def without_engine(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class Next(enum.Enum):
-    """What to do when a machine is lost, or the supervisor on it has ended."""
+    """The next move after a machine is lost, or its supervisor has ended."""
 
     WAIT = "wait"  # the coordinator says how the run ends
     AGAIN = "again"  # start it again
@@ -153,11 +153,11 @@ class Next(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A supervisor that has ended, with ``code``; None: with its machine, and the engine has another one.
+    """The end of a supervisor, with ``code``; None: its machine was lost, and the engine has another one.
 
     ``has_begun``: whether the run had its folders; ``has_its_state``: whether the new machine has
     them, or another one has ranks that wait with their memory.
-    ``starts_again_from_newest``: whether the same command goes on, and begins nothing a second time.
+    ``starts_again_from_newest``: whether the same command resumes, and begins nothing a second time.
     ``recent``: how often the like has happened within an hour.
     """
 
@@ -172,7 +172,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is next; where that is the end, its exit code and why in words."""
+    """The next move; for the end of the run also its exit code and the reason in words."""
 
     next: Next
     exit_code: int = 0

@@ -1,4 +1,4 @@
-"""Whether this process is one rank of an outside launcher, from the environment alone. Looks nothing up."""
+"""Decides from the environment alone if this process is a rank of another launcher. Looks nothing up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainRank:
-    """One rank among ``world_size``; it spawns nothing, and whoever started it restarts it."""
+    """One rank among ``world_size``; it starts no ranks, and its launcher restarts it."""
 
     rank: int
     world_size: int
@@ -26,10 +26,10 @@ class PlainRank:
 
 
 def plain_rank(environment: Mapping[str, str]) -> PlainRank | None:
-    """The rank that this process is; None where it spawns its ranks itself.
+    """Return the rank that this process is; None if it starts its ranks itself.
 
-    Kubernetes' PyTorchJob and TrainJob set RANK and WORLD_SIZE for each *pod*, beside PET_NNODES, so
-    those two alone say nothing: a shell may have them from elsewhere. Raises BadInputError for what cannot be.
+    Kubernetes' PyTorchJob and TrainJob set RANK and WORLD_SIZE for each *pod*, together with PET_NNODES, so
+    those two alone prove nothing: a shell may have inherited them. Raises BadInputError for impossible values.
     """
     has_both = "RANK" in environment and "WORLD_SIZE" in environment
     asked = environment.get(PLAIN_RANK, "")
@@ -44,7 +44,7 @@ def plain_rank(environment: Mapping[str, str]) -> PlainRank | None:
 
 
 def restarts_of(environment: Mapping[str, str]) -> int:
-    """How often the launcher has started this very job again; it keeps its store, whose keys must differ."""
+    """Return how often the launcher has restarted this job; it keeps its store, so keys must differ each time."""
     return sum(int(environment.get(name, "0")) for name in _RESTART_COUNTS)
 
 

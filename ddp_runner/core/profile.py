@@ -1,4 +1,4 @@
-"""Which steps are profiled: the value of ``--profile``. Values only."""
+"""Parses ``--profile``, which names the steps to profile. Values only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProfileAsked:
     memory: bool = False
 
     def begins_before(self, step: int) -> bool:
-        """Whether the step that comes next is among them, ``step`` of which are committed."""
+        """Return whether the next step is profiled, given that ``step`` steps are committed."""
         return self.first <= step + 1 <= self.last
 
 

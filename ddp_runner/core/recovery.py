@@ -48,12 +48,12 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldFacts:
-    """Who is left.
+    """The ranks that remain after a fault.
 
     ``lost`` ranks have no usable process; ``filled`` says whether another one has a state, or is
-    loading one, and ``newest_step`` what the newest of them has committed; ``present`` counts the
-    ranks of the generation, the lost ones included. ``parked`` ranks raised an exception of their
-    own and wait; they count neither as lost nor as filled. ``unending`` ranks were killed, and their
+    loading one, and ``newest_step`` is the last step that the newest of them committed; ``present`` counts the
+    ranks of the generation, the lost ones included. ``parked`` ranks raised an exception themselves
+    and wait; they count neither as lost nor as filled. ``unending`` ranks were killed, but their
     processes (rank -> pid) do not end; they are lost too.
     """
 
@@ -67,12 +67,12 @@ class WorldFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaceRanks:
-    """Fork ``ranks`` again, then form the next generation; everybody else keeps process and state.
+    """Fork ``ranks`` again, then form the next generation; all other ranks keep process and state.
 
     ``loader`` is the one of them that reads the newest checkpoint, because no replica is left;
-    None where a survivor will be the source. With no ranks at all the world just forms again.
+    None if a survivor will be the source. With no ranks at all the world just forms again.
     ``dropped`` ranks are given up: the others take over their share of the global batch. ``kept``
-    has raised an exception, and goes on because its state is the newest.
+    has raised an exception, and continues because its state is the newest.
     """
 
     ranks: tuple[int, ...]
@@ -105,7 +105,7 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     history: Sequence[Incident],
     settings: RecoverySettings,
 ) -> Plan:
-    """What to do about ``incident``; ``history`` holds the earlier ones, oldest first."""
+    """Return the plan for ``incident``; ``history`` holds the earlier ones, oldest first."""
     fault = incident.culprit
     world, kept = judge_parked(incident, world=world, history=history)
     if fault.kind in NEVER_RETRIED or not fault.may_retry:
@@ -181,10 +181,10 @@ def budget_spent(count: int, what: str, settings: RecoverySettings) -> str:
 def judge_parked(
     incident: Incident, *, world: WorldFacts, history: Sequence[Incident]
 ) -> tuple[WorldFacts, int | None]:
-    """``world`` without parked ranks, and which of them is kept.
+    """Return ``world`` without parked ranks, and the parked rank that is kept.
 
-    They are lost, except for one that is ahead of all others: with it a committed step would be
-    lost. Never one that was kept once and raised the same again: its process may be what is wrong.
+    They are lost, except for one that is ahead of all others: without it a committed step would be
+    lost. A rank that was kept once and raised the same again is never kept: its process may be the fault.
     """
     tired = {
         fault.rank for fault, earlier in _repeated(incident, history) if fault.rank == earlier.kept
@@ -225,9 +225,9 @@ def _repeated(incident: Incident, history: Sequence[Incident]) -> list[tuple[Fau
 
 
 def _has_come_again(incident: Incident, history: Sequence[Incident]) -> bool:
-    """Whether an error came again in a process that took the place of one which had raised it.
+    """Return whether an error came again in a process that replaced one which had raised it.
 
-    One that was late when others raised it, and went on into the step, raises it for the first time.
+    A rank that was late when others raised the error, and then continued into the step, raises it for the first time.
     """
     return any(
         fault.kind is FaultKind.RANK_RAISED
@@ -240,25 +240,25 @@ def _has_come_again(incident: Incident, history: Sequence[Incident]) -> bool:
 
 
 def _disagree_again(incident: Incident, history: Sequence[Incident]) -> bool:
-    """Whether the ranks did different things at a step twice: no process is to blame for that."""
+    """Return whether the ranks did different things at a step twice; no single process is to blame for that."""
     earlier = [one.culprit.step for one in history if one.culprit.is_disagreement]
     return incident.culprit.is_disagreement and incident.culprit.step in earlier
 
 
 def is_short_for_steps(fault: Fault) -> bool:
-    """Whether a rank has too little memory for what it computes, so that half a batch may help.
+    """Return whether a rank has too little memory for its step, so that half a batch may help.
 
-    While it starts or forms it has none of a step's: a process that has just died may still hold it.
+    A rank that starts or forms has no batch in memory yet: a process that has just died may still hold it.
     """
     is_short = fault.kind is FaultKind.OUT_OF_MEMORY
     return is_short and fault.phase not in (Phase.STARTUP.label, Phase.FORMING.label)
 
 
 def _is_bounded_by_itself(incident: Incident) -> bool:
-    """Whether neither budget nor lack of progress counts.
+    """Return whether neither the budget nor a lack of progress counts.
 
-    Each try changes something that can be changed only so often (a batch is halved, a flag is set),
-    and ``may_retry`` is False after the last. One that only tries ``plain_retry`` changes nothing.
+    Each try changes something that can be changed only a limited number of times (a batch is halved, a flag is
+    set), and ``may_retry`` is False after the last. A try with ``plain_retry`` changes nothing.
     """
     fault = incident.culprit
     is_set_once = fault.kind in (FaultKind.REDUCTION_UNFINISHED, FaultKind.COMPILATION_FAILED)
@@ -267,12 +267,12 @@ def _is_bounded_by_itself(incident: Incident) -> bool:
 
 
 def _is_of_the_network(incident: Incident) -> bool:
-    """Whether a machine was lost: that is not the run's doing, and only a lack of progress counts."""
+    """Return whether a machine was lost, which the run does not cause; only a lack of progress counts then."""
     return incident.culprit.kind is FaultKind.NODE_LOST
 
 
 def _will_change_nothing(fault: Fault, history: Sequence[Incident]) -> bool:
-    """Whether the last try of this kind changed nothing; what a replacement changes it reports only later."""
+    """Return whether the last try for this kind changed nothing; a replacement reports its changes only later."""
     earlier = [one.plain_retry for one in history if one.culprit.kind is fault.kind]
     return earlier[-1:] == [True]
 
@@ -313,9 +313,9 @@ def _loader(ranks: Sequence[int], world: WorldFacts) -> int | None:
 
 
 def backoff_s(failures_in_a_row: int, settings: RecoverySettings) -> float:
-    """Wait before the next try: ``backoff_first_s`` at first, then doubling from half a second.
+    """Return the wait before the next try: ``backoff_first_s`` at first, then doubling from half a second.
 
-    Only the same cause again makes it longer: who is hit by others gains nothing by waiting.
+    Only a repetition of the same cause makes it longer: faults from outside do not get rarer by waiting.
     """
     if failures_in_a_row <= 0:
         return settings.backoff_first_s

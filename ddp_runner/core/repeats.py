@@ -1,9 +1,9 @@
-"""Which incidents in a row repeat the same cause without progress between them. Pure; decides nothing else.
+"""Finds incidents in a row that repeat the same cause without progress between them. Pure; decides nothing else.
 
-A cause that comes from outside (SIGKILL, SIGSTOP) says nothing about the run, however often it comes.
-One of the run's own (an exception, an exit, a hang) is a failed try each time. Of a signal that a
-process brings upon itself as well as others send it (SIGSEGV), only the same one on the same slot,
-in the same phase and line of code, is.
+A cause from outside (SIGKILL, SIGSTOP) says nothing about the run, however often it comes.
+A cause in the run itself (an exception, an exit, a hang) is a failed try each time. A signal that a
+process may cause itself or receive from others (SIGSEGV) counts only if it repeats on the same slot,
+in the same phase and line of code.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Tries:
 
 
 def row_without_progress(incident: Incident, history: Sequence[Incident]) -> list[Incident]:
-    """The incidents up to and with this one between which nothing was got done, oldest first.
+    """Return the incidents up to and including this one without progress between them, oldest first.
 
-    Progress is a committed step, or what comes between two steps (:attr:`Incident.done_between`)
-    where it goes further than ever at that step: what is redone is none. A run that went back to a
-    checkpoint stands at a lower step than before: that is no lack of progress yet, but dying at the
+    Progress is a committed step, or work between two steps (:attr:`Incident.done_between`)
+    that gets further than ever at that step: repeated work is none. A run that went back to a
+    checkpoint is at a lower step than before: that is no lack of progress yet, but dying at the
     same step again is.
     """
     same_step = [incident]
@@ -60,7 +60,7 @@ def row_without_progress(incident: Incident, history: Sequence[Incident]) -> lis
 
 
 def count_tries(row: Sequence[Incident]) -> Tries:
-    """How often the same has been tried in a row that :func:`row_without_progress` has found."""
+    """Count the tries of the same thing in a row that :func:`row_without_progress` has found."""
     own = [one for one in row if one.culprit.origin is Origin.OWN]
     count, first = _count_own(own), (own or row)[0].culprit
     for causes in _by_sign(row, (Origin.UNCLEAR,)):
@@ -72,7 +72,7 @@ def count_tries(row: Sequence[Incident]) -> Tries:
 
 
 def same_error(fault: Fault, earlier: Fault) -> bool:
-    """Whether both are the same error at the same step."""
+    """Return whether both are the same error at the same step."""
     return (fault.kind, fault.step, _what_was_raised(fault)) == (
         earlier.kind,
         earlier.step,
@@ -102,7 +102,7 @@ def _by_sign(row: Sequence[Incident], origins: Iterable[Origin]) -> list[list[Fa
 
 
 def _sign(fault: Fault) -> tuple[object, ...]:
-    """What makes it the same cause again: the same slot, the same error, the same phase."""
+    """Return the key of a cause: the same slot, error and phase make it the same cause again."""
     # How long a rank stood still, which its cause says, differs each time.
     error = () if fault.kind is FaultKind.RANK_HUNG else _what_was_raised(fault)
     return (fault.kind, fault.rank, fault.phase, error)

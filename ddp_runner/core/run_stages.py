@@ -1,7 +1,7 @@
-"""A run of several stages: where settings stand in it, where it begins and goes on. Reads no file.
+"""A run of several stages: the place of settings in it, its beginning and its resumption. Reads no file.
 
 A stage ends as a run does, and the next one begins as a run with ``--init-from`` does, with ranks that are
-new processes; only steps, samples and tokens go on counting. So a process knows one stage alone, and a
+new processes; only the counts of steps, samples and tokens continue. So a process knows one stage alone, and a
 replacement learns which by the settings that it is given.
 """
 
@@ -22,11 +22,12 @@ _OPTION = "--stage"
 
 @checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class StagePlace:
-    """Which stage settings are of. ``names``: of all stages, in order.
+    """The stage that settings belong to. ``names``: all stages, in order.
 
-    ``first_step``: steps that the stages before have made. ``first_generation``: the first in which this launch
-    may train it. ``begins_with``: ``previous`` or ``best``, either with ``:ema`` perhaps; empty where
-    ``run.init_from`` says it. ``best_is_used``: by the next one. ``digests``: one for each stage, of what its steps follow from.
+    ``first_step``: the number of steps of the earlier stages. ``first_generation``: the first generation in which
+    this launch may train the stage. ``begins_with``: ``previous`` or ``best``, possibly with ``:ema``; empty if
+    ``run.init_from`` names the weights. ``best_is_used``: by the next stage. ``digests``: one for each stage, of the
+    settings that determine its steps.
     """
 
     names: tuple[str, ...]
@@ -39,7 +40,7 @@ class StagePlace:
 
     @property
     def name(self) -> str:
-        """Of this stage."""
+        """The name of this stage."""
         return self.names[self.number]
 
     @property
@@ -49,32 +50,32 @@ class StagePlace:
 
     @property
     def is_last(self) -> bool:
-        """Whether the run ends with it."""
+        """True if the run ends with this stage."""
         return self.number == len(self.names) - 1
 
     @property
     def data_key(self) -> str:
-        """What is known of samples under this holds for no other stage, nor for this one with other settings."""
+        """The key for facts about samples, which hold only for this stage with these settings."""
         return " ".join([self.name, *self.digests[self.number : self.number + 1]])
 
     @property
     def title(self) -> str:
-        """For people: ``tune (2 of 3)``."""
+        """The stage as people read it: ``tune (2 of 3)``."""
         return f"{self.name} ({self.number + 1} of {len(self.names)})"
 
 
 def uses_best(place: StagePlace | None, *, load_best_at_end: bool) -> bool:
-    """Whether something follows from which state of a run, or of its stage, is the best."""
+    """Return whether the best state of a run, or of its stage, is used later."""
     return load_best_at_end or (place is not None and place.best_is_used)
 
 
 def steps_before(place: StagePlace | None) -> int:
-    """How many steps the stages before have made; 0 without stages."""
+    """Return the number of steps of the earlier stages; 0 without stages."""
     return 0 if place is None else place.first_step
 
 
 def refused_line(place: StagePlace, line: str, *, has_trained: bool) -> str:
-    """What is said where a stage cannot be trained as it is given. ``has_trained``: this launch has been training."""
+    """Return the error line for a stage that cannot be trained. ``has_trained``: this launch has been training."""
     whose = f"stage {place.name}: "
     said = line if line.startswith(whose) else f"{whose}{line}"
     if not has_trained:
@@ -83,13 +84,13 @@ def refused_line(place: StagePlace, line: str, *, has_trained: bool) -> str:
 
 
 def is_first_generation(generation: int, place: StagePlace | None) -> bool:
-    """Whether no generation of this launch has trained the stage, or without stages the run, before."""
+    """Return whether no earlier generation of this launch has trained the stage, or the run if it has no stages."""
     return generation == (1 if place is None else place.first_generation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOfFile:
-    """Which stage a checkpoint is of. ``names`` and ``digests``: of the stages up to that one, in order."""
+    """The stage of a checkpoint. ``names`` and ``digests``: of the stages up to that one, in order."""
 
     number: int
     first_step: int
@@ -98,12 +99,12 @@ class StageOfFile:
 
     @property
     def name(self) -> str:
-        """Of its stage."""
+        """The name of its stage."""
         return self.names[self.number]
 
     @classmethod
     def of(cls, place: StagePlace) -> StageOfFile:
-        """What a file is to say that is written in ``place``."""
+        """Return the record for a checkpoint that is written in ``place``."""
         until = place.number + 1
         return cls(
             number=place.number,
@@ -119,7 +120,7 @@ class StageOfFile:
 
     @classmethod
     def from_about(cls, about: Mapping[str, object]) -> StageOfFile | None:
-        """What a manifest says; None where it is of a run without stages."""
+        """Return the stage that a manifest names; None if its run has no stages."""
         record = about.get("stage")
         if not isinstance(record, Mapping):
             return None
@@ -141,7 +142,7 @@ class StageOfFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherStage:
-    """Rank -> supervisor: the newest checkpoint is of this stage, in which all ranks are to go on."""
+    """Rank -> supervisor: the newest checkpoint is of this stage, which all ranks must resume."""
 
     rank: int
     number: int
@@ -159,7 +160,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """Which stage a launch trains, and how many steps those before it have made."""
+    """The stage that a launch trains, and the number of steps of the stages before it."""
 
     number: int
     first_step: int = 0
@@ -173,10 +174,10 @@ def begin_at(
     found: Sequence[Found],
     alone: Sequence[bool],
 ) -> Begin:
-    """Where a launch begins. Raises BadInputError where it cannot.
+    """Return the stage at which a launch begins. Raises BadInputError if it cannot begin.
 
-    ``wanted``: the stage that was asked for, one of them; empty for none. ``found``: newest first, or what ``resume``
-    names; of a run that is to start fresh those that it may begin with. ``alone``: for each stage, whether
+    ``wanted``: the requested stage, one of ``names``; empty for none. ``found``: the checkpoints, newest first, or the
+    one that ``resume`` names; for a fresh start those that it may begin with. ``alone``: for each stage, whether
     it needs no checkpoint of the one before.
     """
     asked = names.index(wanted) if wanted else None
@@ -220,7 +221,7 @@ def changed_stages(place: StagePlace, stage: StageOfFile) -> tuple[str, ...]:
 
 
 def stage_to_enter(place: StagePlace, found: Found | None) -> StageOfFile | None:
-    """The other stage that the newest sound checkpoint is of; None where this one goes on, or begins with it."""
+    """Return the other stage that the newest sound checkpoint is of; None if this stage resumes, or begins with it."""
     if found is None or found.stage is None:
         return None
     stage = found.stage
@@ -232,7 +233,7 @@ def stage_to_enter(place: StagePlace, found: Found | None) -> StageOfFile | None
 
 
 def begins_with(place: StagePlace, found: Found) -> bool:
-    """Whether the stage begins where this checkpoint is, which is of an earlier one."""
+    """Return whether the stage begins with this checkpoint of an earlier one."""
     stage = found.stage
     return stage is not None and stage.number < place.number and found.step == place.first_step
 

@@ -1,4 +1,4 @@
-"""What ``run`` starts, and whether it is started again after a failure. Values in, values out."""
+"""Decides how ``run`` starts a program, and whether a failed program is started again. Values in, values out."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ScriptPlan:
 
     @property
     def name(self) -> str:
-        """What people call it: the file's name, or the module's."""
+        """The name that people see: that of the file or of the module."""
         return self.module or self.path.rpartition("/")[2]
 
 
@@ -83,7 +83,7 @@ class LoopPlan:
 
     @property
     def name(self) -> str:
-        """What people call it: the file's name, or the module's."""
+        """The name that people see: that of the file or of the module."""
         return self.module or self.path.rpartition("/")[2]
 
 
@@ -114,7 +114,7 @@ class EndRun:
 
 
 def does_not_resume(*, attempt: int, saved_before: bool, steps: int, loads: int) -> bool:
-    """Whether an attempt has begun to train without having read anything, where one before it has saved.
+    """Return whether an attempt trains without having read a checkpoint although an earlier attempt saved one.
 
     ``attempt`` counts from 0; ``steps`` and ``loads`` are of this one.
     """
@@ -122,7 +122,7 @@ def does_not_resume(*, attempt: int, saved_before: bool, steps: int, loads: int)
 
 
 def exit_code_of(*, exit_code: int | None, signal_number: int | None) -> int:
-    """What the shell would see of the rank that failed: its own code, or 128 and the signal's number."""
+    """Return the exit code that a shell would see for the failed rank: its own, or 128 plus the signal's number."""
     if signal_number is not None:
         return 128 + signal_number
     return exit_code or 1  # who leaves with 0 before the others has failed
@@ -147,10 +147,10 @@ def plan_restart(
     settings: RecoverySettings,
     counts_steps: bool = True,
 ) -> StartAgain | EndRun:
-    """What follows the newest of ``attempts``, all of which have failed, oldest first.
+    """Return what follows the newest of ``attempts``, all of which have failed, oldest first.
 
-    A script that does not resume begins at its beginning and overwrites its results, so none is
-    started again unless that was asked for. Where nobody ``counts_steps``, the budget alone ends it.
+    A script that does not resume starts over and overwrites its results, so no script is
+    restarted unless the user asked for that. If no steps are counted (``counts_steps``), only the budget ends the run.
     """
     newest, earlier = attempts[-1], attempts[:-1]
 

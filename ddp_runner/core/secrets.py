@@ -1,4 +1,4 @@
-"""Which settings are secrets by their names, and what is shown in their stead. Never reads a file.
+"""Recognises secrets by the names of their settings, and masks them. Never reads a file.
 
 Names are taken word by word: ``api_key``, ``hfToken`` and ``wandb_apikey`` hide their values;
 ``max_tokens=512``, ``tokenizer`` and ``keyboard`` do not.
@@ -22,7 +22,7 @@ _ASSIGNMENT = re.compile(r"((?:--)?[^\s=]+)=(.*)", re.DOTALL)
 
 
 def is_secret(name: str, value: object = "") -> bool:
-    """Whether ``name``, alone or of a section, names a secret. Several tokens may be a number."""
+    """Return whether ``name``, alone or as part of a section, names a secret. Several tokens may be a number."""
     last = (name.split() or [""])[-1]
     words = [word.lower() for word in _WORDS.findall(last)]
     if any(_SECRET.fullmatch(word) for word in words):
@@ -32,7 +32,7 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def holds_secret(name: str, value: object) -> bool:
-    """Whether ``value`` is a secret, or a mapping with one in it."""
+    """Return whether ``value`` is a secret, or a mapping that contains one."""
     return masked(value, name) != value
 
 

@@ -14,7 +14,7 @@ SLOW_BEGIN_TIMEOUT_S = 20.0
 
 
 class SpareKind(Enum):
-    """What a spare has done ahead of what a replacement has to do."""
+    """The work that a spare does in advance for the rank that it may replace."""
 
     CPU = "cpu"  # a first step, on the CPU
     MODEL = (
@@ -26,10 +26,10 @@ class SpareKind(Enum):
 def builds_ahead(
     setting: bool | str, *, build_s: float, rank_bytes: int, free_bytes: int, lost_in_a_row: int
 ) -> bool:
-    """Whether a spare on the CPU builds what it may have to train.
+    """Return whether a spare on the CPU builds in advance what a replacement needs to train.
 
-    ``build_s``: how long that took a rank; ``rank_bytes``: all that one holds; ``free_bytes``: of the machine or the
-    container, without a spare. Where it is asked for by name it is not weighed.
+    ``build_s``: how long that took a rank; ``rank_bytes``: all memory that a rank holds; ``free_bytes``: of the machine
+    or the container, without a spare. A kind that the user asked for by name is not weighed.
     """
     if lost_in_a_row >= LOST_BUILDING_MAX:
         return False
@@ -40,10 +40,10 @@ def builds_ahead(
 
 
 def wants_spare(*, fault_free: bool, stepped: bool) -> bool:
-    """Whether a spare is wanted now.
+    """Return whether a spare is wanted now.
 
-    ``fault_free``: every rank trains, and nobody is asked to stop. ``stepped``: in this generation; its first step is
-    not to share the processor with a fork.
+    ``fault_free``: every rank trains, and no stop is requested. ``stepped``: a step was made in this generation; a fork
+    would slow its first step down.
     """
     # INVARIANT spare-without-faults: no spare is forked while something is being repaired, started or
     # stopped: it would take time and processes from what matters.
@@ -53,8 +53,8 @@ def wants_spare(*, fault_free: bool, stepped: bool) -> bool:
 
 
 def must_give_back(*, has_begun: bool, is_stopped: bool, since_s: float) -> bool:
-    """Whether a spare that was made a rank ``since_s`` ago is replaced by an ordinary fork.
+    """Return whether an ordinary fork replaces a spare that was made a rank ``since_s`` ago.
 
-    A busy machine may take its time to run it, and would take longer for a fork.
+    A busy machine may be slow to run the spare, and would need longer for a fork.
     """
     return not has_begun and since_s > (BEGIN_TIMEOUT_S if is_stopped else SLOW_BEGIN_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What is due at a step boundary: evaluation, checkpoint, a metrics line. A pure function of the step."""
+"""Decides what is due at a step boundary: evaluation, checkpoint, a metrics line. A pure function of the step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _WARMUP_STEPS, _WARMUP_PART = 100, 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
-    """How long a run is. ``total_steps`` counts optimizer steps from the run's very first.
+    """The length of a run. ``total_steps`` counts optimizer steps from the run's very first.
 
-    Of a run in stages it is how long one is: that begins at ``first_step``, and has epochs of its own.
+    For a run in stages it is the length of one stage, which begins at ``first_step`` and has its own epochs.
     """
 
     steps_per_epoch: int
@@ -24,11 +24,11 @@ class RunLength:
 
     @property
     def own_steps(self) -> int:
-        """From ``first_step`` on."""
+        """The number of steps from ``first_step`` on."""
         return self.total_steps - self.first_step
 
     def since_begin(self, step: int) -> int:
-        """How many steps from ``first_step`` to ``step``: what schedules and epochs count."""
+        """Return the number of steps from ``first_step`` to ``step``, which schedules and epochs count."""
         return step - self.first_step
 
     def epoch_of(self, step: int) -> int:
@@ -56,7 +56,7 @@ def run_length(
 
 
 def steps_of(steps: float, *, of: int) -> int:
-    """``steps`` as a number: below 1 it is a share of so many."""
+    """Return ``steps`` as a number: a value below 1 is a share of all steps."""
     return round(steps * of) if 0 < steps < 1 else int(steps)
 
 
@@ -69,7 +69,7 @@ def warmup_of(steps: float | Literal["auto"], *, schedule_steps: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueActions:
-    """What every rank does at a boundary, in this order."""
+    """The actions of every rank at a boundary, in this order."""
 
     compare: bool
     log: bool
@@ -85,10 +85,10 @@ def due_after(
     checkpoint: CheckpointSettings,
     replica_check_steps: int = 0,
 ) -> DueActions:
-    """What is due once ``committed_step`` steps are committed.
+    """Return the actions that are due once ``committed_step`` steps are committed.
 
-    With ``save_every_steps=auto`` the rank that saves asks for it, by time: see ``core.checkpoint_interval``.
-    Replicas are compared before each save too: a checkpoint holds what all of them have.
+    With ``save_every_steps=auto`` the saving rank asks for a save, by time: see ``core.checkpoint_interval``.
+    Replicas are compared before each save too, because a checkpoint holds the state that all of them share.
     The last step's evaluation and save belong to the end of the run, not here.
     """
     own_step = length.since_begin(committed_step)
@@ -114,7 +114,7 @@ def due_after(
 
 
 def saves_to_skip(failures: int) -> int:
-    """After so many failed saves in a row: how many that come due are not tried.
+    """Return the number of due saves to skip after ``failures`` failed saves in a row.
 
     The interval doubles with each failure, up to 16 times: a disk that is full or broken seldom recovers
     within one interval, and each try costs a copy of the state and a warning.

@@ -1,4 +1,4 @@
-"""What a step's time is made of, what bounds it and what to try: rules of ``bench``. Values only."""
+"""Rules of ``bench``: the parts of a step's time, its bottleneck and what to try. Values only."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def judge(
     is_on_gpu: bool,
     slow: tuple[int, float] = (0, 1.0),
 ) -> Verdict:
-    """What bounds a step, and what to try first. ``slow``: as of :func:`slowness`."""
+    """Return the bottleneck of a step, and what to try first. ``slow``: as :func:`slowness` returns it."""
     share = {part.name: part.share for part in parts}
     if share["data_ms"] >= _DATA_SHARE:
         why = f"a rank waits for its data for {share['data_ms']:.0%} of a step"

@@ -27,7 +27,7 @@ MARGIN_SHARE_MAX = 0.1  # of what is left of a job, for its last save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """After ``seconds`` of a launch it is asked to stop; ``why``, for people."""
+    """A time limit: the launch is asked to stop after ``seconds``; ``why`` is the reason for people."""
 
     seconds: float
     why: str
@@ -50,10 +50,10 @@ def seconds_of(text: str) -> float:
 def time_limit(
     *, max_time_s: float | None, job_end: str, now_utc_s: float, stop_timeout_s: float
 ) -> TimeLimit | None:
-    """When a launch that begins now is to stop; None for never.
+    """Return the time limit of a launch that begins now; None if it has none.
 
-    ``job_end``: SLURM_JOB_END_TIME, seconds since 1970, empty or not understood where nobody has
-    announced an end. Before that there must be time for a save.
+    ``job_end``: SLURM_JOB_END_TIME, seconds since 1970; empty or unreadable if no end was
+    announced. Time for a save is left before that.
     """
     limits = []
     if max_time_s is not None:
@@ -67,7 +67,7 @@ def time_limit(
 
 
 class StopSignal(Enum):
-    """What a signal that stops a run is, for the question whether it may end the run at once."""
+    """The kinds of signals that stop a run; they differ in whether a second one ends the run at once."""
 
     INTERRUPT = "Ctrl-C"
     TERMINATE = "SIGTERM"
@@ -97,7 +97,7 @@ class StopSignals:
         self._newest_s = now_s
 
     def ends_at_once(self, now_s: float) -> bool:
-        """Whether somebody has asked again: the second press of Ctrl-C, or a late second SIGTERM."""
+        """Return whether the user asked again: a second press of Ctrl-C, or a late second SIGTERM."""
         self._end_press(now_s)
         return self._has_terminated_again or self._presses > 1
 

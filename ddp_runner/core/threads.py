@@ -1,4 +1,4 @@
-"""How many ranks a machine without GPUs has by itself, and how many threads a rank computes with. Pure."""
+"""Computes the default number of ranks on a machine without GPUs, and the threads per rank. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which points a tracker is given: each step once, however often it was done. Reads nothing.
+"""Chooses the points that a tracker gets: each step once, even if it was repeated. Reads nothing.
 
-``metrics.jsonl`` has every logged step in the order in which it was done. After a roll-back or a resume
-steps come again: what stood there of them, and of all later ones, is undone first.
+``metrics.jsonl`` has every logged step in the order in which it was made. After a roll-back or a resume
+steps come again: the earlier points of these steps, and of all later ones, are undone first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Values = Mapping[str, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a line makes of a course: first all behind ``undo_after`` goes (None: nothing), then ``values`` come."""
+    """The change that a line makes: drop all points after ``undo_after`` (None: drop none), then add ``values``."""
 
     undo_after: int | None
     values: Values
@@ -49,13 +49,13 @@ class Course:
         return Change(undo_after=undo, values=fresh)
 
     def begin(self, step: int) -> int | None:
-        """A launch goes on from ``step``: behind which step all is undone; None where nothing is."""
+        """Undo all points after ``step``, where a launch resumes; return that step, or None if there are none."""
         undo = step if step < self.newest else None
         self.undo(undo)
         return undo
 
     def undo(self, after: int | None) -> None:
-        """Forget what is behind that step."""
+        """Forget all points behind that step."""
         if after is not None:
             self.newest = min(self.newest, after)
             self.evaluated = {step: seen for step, seen in self.evaluated.items() if step <= after}
@@ -73,9 +73,9 @@ class Settled:
     waiting: dict[int, dict[str, float | None]] = field(default_factory=dict)
 
     def take(self, step: int, change: Change, *, is_new: bool) -> bool:
-        """Keep a point. False where what was handed out is undone: that takes another place to write to.
+        """Keep a point. Returns False if it undoes a point that was handed out: then another place must be written to.
 
-        Not ``is_new``: a process of before has seen to it.
+        Without ``is_new`` an earlier process has taken care of that.
         """
         is_whole = self.undo(change.undo_after, is_new=is_new)
         if step > self.written:
@@ -83,7 +83,7 @@ class Settled:
         return is_whole
 
     def undo(self, after: int | None, *, is_new: bool) -> bool:
-        """Forget what is behind that step. False as in :meth:`take`."""
+        """Forget all points behind that step. Returns False as :meth:`take` does."""
         if after is None:
             return True
         self.waiting = {step: values for step, values in self.waiting.items() if step <= after}
@@ -106,7 +106,7 @@ class Settled:
         return self._hand_out(last)
 
     def rest(self) -> list[tuple[int, dict[str, float | None]]]:
-        """As :meth:`due`, at the end of a run: nothing comes after its newest checkpoint."""
+        """Return the remaining points, as :meth:`due`, at the end of a run; its newest checkpoint is final."""
         return self._hand_out(self.safe)
 
     def _hand_out(self, last: int) -> list[tuple[int, dict[str, float | None]]]:
@@ -122,6 +122,6 @@ class Lead:
     given_up: set[int] = field(default_factory=set)
 
     def is_it(self, rank: int) -> bool:
-        """Whether a line of this rank, which has just come, is the run's."""
+        """Return whether a line of this rank, which has just arrived, is the run's."""
         self.given_up.discard(rank)  # it is back
         return all(other in self.given_up for other in range(rank))

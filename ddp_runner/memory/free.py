@@ -1,4 +1,4 @@
-"""How much host memory may still be taken, below every limit that is known. Reads only."""
+"""Computes the host memory that is still free below every known limit. Reads only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def free_bytes(limit: Limit | None) -> int:
-    """Of this machine, and of this container where it has a ``limit``."""
+    """Return the free bytes of this machine, or of this container if it has a ``limit`` and less is left of it."""
     machine = int(psutil.virtual_memory().available)
     if limit is None:
         return machine

@@ -27,9 +27,9 @@ class KernelKills:
             self._look(now_s)
 
     def claim(self, now_s: float, *, before_it: int = 0) -> bool:
-        """Whether a process that has just ended of SIGKILL was most likely killed for memory.
+        """Return whether a process that has just ended by SIGKILL was most likely killed for memory.
 
-        ``before_it``: so many others have, which are likelier to have been and have not claimed yet.
+        ``before_it``: the number of other processes that are likelier victims and have not claimed a kill yet.
         """
         self._look(now_s)
         if len(self._unclaimed) <= before_it:

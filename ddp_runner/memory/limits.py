@@ -30,7 +30,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
-    """Where one cgroup version keeps what we read."""
+    """The files in which one cgroup version keeps the values that we read."""
 
     mounts: tuple[str, ...]
     limits: tuple[str, ...]
@@ -81,7 +81,7 @@ def container_usage(limit: Limit) -> int | None:
 
 
 def oom_kill_count(root: Path = _ROOT) -> int | None:
-    """How many processes of this cgroup the kernel has killed for memory; None if unknown.
+    """Return how many processes of this cgroup the kernel has killed for memory; None if unknown.
 
     The count only grows and includes every cgroup below: compare it with an earlier one.
     """

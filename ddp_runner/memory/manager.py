@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Level(IntEnum):
-    """How close memory is to its limit; a higher number is worse."""
+    """The memory pressure: how close memory is to its limit; a higher number is worse."""
 
     OK = 0
     WARN = 1
@@ -71,7 +71,7 @@ def next_level(
 
 
 def may_collect_fully(*, since_last_s: float, cost_s: float, cost_share: float = 0.005) -> bool:
-    """Whether a full garbage collection of ``cost_s`` stays within its share of the time.
+    """Return whether a full garbage collection of ``cost_s`` stays within its share of the time.
 
     A full collection walks every object of the process: 40-60 ms with torch imported, which is a
     step or more of a small model. ``since_last_s`` is the time since the last one.
@@ -143,7 +143,7 @@ class MemoryManager:
 
     @property
     def host_is_short(self) -> bool:
-        """Whether, at the last look, what can be freed of the host's memory was to be freed."""
+        """True if host memory was short at the last reading, so that whatever can be freed should be."""
         if self._level < Level.REACT or self._newest is None:
             return False
         return tightest_use(self._newest, self._settings).on_host
@@ -190,7 +190,7 @@ class MemoryManager:
         return dict(self._peaks)
 
     def newest(self) -> Reading:
-        """What the newest look has found, which was ``memory_check_interval`` steps ago at most."""
+        """Return the newest reading, which is at most ``memory_check_interval`` steps old."""
         return self._measure() if self._newest is None else self._newest
 
     def room_bytes(self) -> int:
@@ -292,7 +292,7 @@ class MemoryManager:
         )
 
     def _report_kills(self, reading: Reading) -> None:
-        """Say when the kernel has killed for memory beside this rank since the last look."""
+        """Report that the kernel has killed other processes for memory since the last reading."""
         if reading.oom_kills is None:
             return
         known, self._oom_kills = self._oom_kills, reading.oom_kills
@@ -303,7 +303,7 @@ class MemoryManager:
             )
 
     def _report_leaks(self, step: int, reading: Reading) -> None:
-        """Feed the leak windows and report what they suspect."""
+        """Feed the leak windows and report the leaks that they suspect."""
         sizes = (reading.rss_bytes, reading.loader_bytes, reading.device_allocated_bytes or 0)
         for (name, window), size in zip(self._leaks.items(), sizes, strict=True):
             suspicion = window.observe(step=step, size_bytes=size)
@@ -344,7 +344,7 @@ GB = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """How much of one limit is used. ``on_host`` says whether loader prefetch counts in it."""
+    """The use of one memory limit. ``on_host`` says whether loader prefetch counts in it."""
 
     used_bytes: int
     limit_bytes: int
@@ -374,7 +374,7 @@ def tightest_use(reading: Reading, settings: MemorySettings) -> Use:
 
 
 def exceeds_hard_limit(reading: Reading, settings: MemorySettings) -> bool:
-    """Whether rank and loaders together use more than ``max_memory_gb``."""
+    """Return whether the rank and its loaders together use more than ``max_memory_gb``."""
     own = _own_use(reading, settings)
     return own is not None and own.used_bytes > own.limit_bytes
 

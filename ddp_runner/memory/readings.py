@@ -118,7 +118,7 @@ class SystemReader:
         )
 
     def _available(self) -> int:
-        """What may still be allocated on this machine and in this container, in bytes."""
+        """Return the bytes that may still be allocated on this machine and in this container."""
         return free_bytes(self._limit)
 
     def _read_loaders(self, pids: tuple[int, ...]) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reclaimed:
-    """What one reclaim did: Python objects collected, and how long the training loop waited."""
+    """The result of one reclaim: Python objects collected, and how long the training loop waited."""
 
     objects: int
     duration_s: float

@@ -1,4 +1,4 @@
-"""``ddp_runner.attach()``: finds out who has started this process, and gives its loop a run."""
+"""``ddp_runner.attach()``: finds out which launcher started this process, and gives its loop a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALONE = PlainRank(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 @dataclass(slots=True)
 class _Process:
-    """What this process is, once it is known."""
+    """The role of this process, once it is known."""
 
     settings: Settings | None = None  # of the supervisor that has started it
     runtime: Runtime | None = None
@@ -42,12 +42,12 @@ _this = _Process()
 
 
 def be_supervised(settings: Settings, runtime: Runtime) -> None:
-    """Before a program begins: ``attach()`` in it is to have this supervisor's runtime."""
+    """Give this supervisor's runtime to the program's later ``attach()``; call it before the program begins."""
     _this.settings, _this.runtime = settings, runtime
 
 
 def has_ended() -> bool:
-    """Whether the training of this process has ended as it should."""
+    """Return whether the training of this process has ended properly."""
     return _this.run is not None and _this.run.has_ended
 
 
@@ -113,7 +113,7 @@ def _attached(
 
 
 def _settings(config: Mapping[str, Any]) -> Settings:
-    """As given, with the program's name as that of the run. Raises BadInputError."""
+    """Return the given settings, with the program's name as the run's. Raises BadInputError."""
     named = dict(config)
     if not {"name", "run.name"} & named.keys():
         named["name"] = name_of_task(Path(sys.argv[0] or "program").name)

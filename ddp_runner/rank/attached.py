@@ -31,7 +31,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
             sys.excepthook = _say_in_one_line
 
     def ended() -> None:
-        """With code 0: of its own will."""
+        """Report the program's end if it left its loop early although it exits with code 0."""
         early = attach.left_early()
         if early:
             where, _, expected = early.partition(": ")

@@ -1,4 +1,4 @@
-"""A spare's building of what it may have to train: what it costs, and that it is the same for every rank."""
+"""A spare's building of data and model in advance: its cost, and the proof that it is the same for every rank."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
 class AsksForRankError(Exception):
-    """A task whose building asks which rank it is; nobody knows that yet."""
+    """Raised if a task's building asks for its rank, which is not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What was built, what it holds of this process's memory, and how long it took."""
+    """The parts that were built, the memory that they hold in this process, and the time they took."""
 
     ahead: BuiltAhead
     held_bytes: int
@@ -68,7 +68,7 @@ def build(settings: Settings, spec: Surroundings) -> Built:
 
 @contextlib.contextmanager
 def noticing(names: tuple[str, ...]) -> Iterator[set[str]]:
-    """Without the variables ``names``; which of them the block has asked for, or A_COPY."""
+    """Run the block without the variables ``names``; yield the set of those it reads, or A_COPY if it copies all."""
     for name in names:
         os.environ.pop(name, None)
     asked: set[str] = set()

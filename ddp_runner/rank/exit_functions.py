@@ -1,4 +1,4 @@
-"""What a rank that ends by ``os._exit`` runs before: what user code has left for the end of its process."""
+"""Runs the exit functions that user code has registered, for a rank that ends by ``os._exit``."""
 
 from __future__ import annotations
 

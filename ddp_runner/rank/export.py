@@ -1,4 +1,4 @@
-"""Writes a checkpoint's weights as files for other programs. Trains nothing; a process of its own."""
+"""Writes a checkpoint's weights as files for other programs. Trains nothing; runs as a separate process."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _converted(
 
 
 def _settings_of(record: object) -> tuple[Settings | None, str]:
-    """Those of the checkpoint's run; else None, and why."""
+    """Return the settings of the checkpoint's run; or None, and the reason."""
     if not isinstance(record, dict):
         return None, "the checkpoint does not say of which settings it is"
     try:
@@ -173,7 +173,7 @@ def _model_of(settings: Settings, weights: Mapping[str, Any]) -> tuple[Any, str]
 
 
 def _built(settings: Settings) -> nn.Module:
-    """Without its data where it needs none."""
+    """Return the task's model, built without its data if possible."""
     try:
         return built_model(settings, with_data=False)
     except Exception:  # noqa: BLE001 - it may need what build_datasets() has made

@@ -166,7 +166,7 @@ class OutsideRuntime(LocalRuntime):
                 pass
 
     def restart_progress(self, *, step: int | None = None) -> RestartProgress:
-        """How far this process has come, and where its time went; ``step``: of that, if not the newest."""
+        """Return this process's progress and the shares of its time; ``step``: report that one, not the newest."""
         self._progress_at_ns = time.monotonic_ns()
         reading = self.slot.read()
         return RestartProgress(
@@ -183,17 +183,17 @@ class OutsideRuntime(LocalRuntime):
         )
 
     def resume_word(self, asked: str) -> str:
-        """What this process resumes: the user's choice, until this launch has saved something."""
+        """Return what this process resumes: the user's choice, until this launch has saved something."""
         return "auto" if self._restart_log.has_saved else asked
 
     def stop_asked(self) -> StopReason | None:
-        """What a signal asked for, or the end of the time that this launch has."""
+        """Return the stop that a signal or the launch's time limit asks for."""
         if self._stop is None and time.monotonic() >= self._stop_at_s:
             self._stop = StopReason.PREEMPTED
         return self._stop
 
     def save_asked(self) -> bool:
-        """Whether a signal has asked for a checkpoint since the last call."""
+        """Return whether a signal has asked for a checkpoint since the last call."""
         if not self._save_is_asked:
             return False
         self._save_is_asked = False
@@ -300,7 +300,7 @@ def _rank_info(rank: PlainRank, *, is_on_gpu: bool) -> RankInfo:
 def _write_summary(
     settings: Settings, runtime: OutsideRuntime, report: TrainReport, *, status: RunStatus
 ) -> None:
-    """Of all restarts of this job, which are one run."""
+    """Write the summary of all restarts of this job, which count as one run."""
     # Every rank has reported all that it had to before the ranks compared their weights.
     log_dir = Path(settings.run.log_dir)
     if _has_summed_up(log_dir, runtime.run_id, report):
@@ -329,7 +329,7 @@ def _write_summary(
 
 
 def _has_summed_up(log_dir: Path, run_id: str, report: TrainReport) -> bool:
-    """Whether this very result is that of an earlier job, which trained it: its account stands."""
+    """Return whether an earlier job trained this same result; its summary stays then."""
     try:
         old = read_summary(log_dir / "summary.json")
     except (OSError, ValueError):
@@ -343,7 +343,7 @@ def _has_summed_up(log_dir: Path, run_id: str, report: TrainReport) -> bool:
 
 
 def _boot() -> str:
-    """What this machine's monotonic clock counts from."""
+    """Return the machine's boot id, which identifies the epoch of its monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -19,9 +19,9 @@ _FULL_UNTIL_NS, _DELAY_NS, _FAILS_SYNC, _NEWEST = range(4)
 
 
 class FaultyDisk(FencedDisk):
-    """The system's own disk until it is asked for trouble. Asked by the training thread, used by any.
+    """The system's own disk until a fault is injected. The training thread injects, any thread uses it.
 
-    ``trouble``: what is asked, where it is another process that writes; ``folder``: where checkpoints are.
+    ``trouble``: the injected faults, if another process writes; ``folder``: the checkpoints' folder.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class FaultyDisk(FencedDisk):
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether one has been published that can be damaged, and no newer one is being written."""
+        """True if a published checkpoint can be damaged, and no newer one is being written."""
         newest = self._newest
         return newest is not None and _manifest_of(newest).exists()
 
@@ -70,7 +70,7 @@ class FaultyDisk(FencedDisk):
         return folder / checkpoint_name(number - 1) if number and folder is not None else None
 
     def open_temporary(self, path: Path) -> int:
-        """As the system does it; what comes to be is no checkpoint yet."""
+        """Open the file as the system does, and note that the newest checkpoint is not complete yet."""
         if ".pt." in path.name:
             self._cells[_NEWEST] = 0
         return super().open_temporary(path)

@@ -11,12 +11,12 @@ from ddp_runner.core.board import Cell, Slot
 
 
 def never() -> bool:
-    """Where nobody declares a rank dead."""
+    """Return False, for ranks that nobody declares dead."""
     return False
 
 
 def may_not_publish(slot: Slot, now_ns: int) -> bool:
-    """Whether this rank was declared dead, or its machine has heard too little of the coordinator."""
+    """Return whether this rank was declared dead, or its machine's lease from the coordinator has ended."""
     # INVARIANT lease: what a machine that is cut off publishes, it publishes before anybody can have
     # taken its place. Broken if: a file is renamed or removed after the lease has ended.
     # Guarded by: test_nothing_is_published_behind_a_fence_or_a_lease.
@@ -25,10 +25,10 @@ def may_not_publish(slot: Slot, now_ns: int) -> bool:
 
 
 class FencedDisk(RealDisk):
-    """The operating system's own until ``is_fenced``, which any thread may ask.
+    """The operating system's disk until ``is_fenced``, which any thread may ask.
 
-    A rank that was stopped is woken to write its stacks before it is killed. Its save would go on
-    for that long: put a checkpoint in place that nobody has heard of, and delete older ones.
+    A rank that was stopped is woken to write its stacks before it is killed. Its save would continue
+    for that long: put a checkpoint in place that no other process has heard of, and delete older ones.
     """
 
     def __init__(self, is_fenced: Callable[[], bool] = never) -> None:

@@ -25,7 +25,7 @@ UNHEARD_OF_BYTES = 1 << 62  # more than any address space: the system refuses it
 
 
 class InjectedError(RuntimeError):
-    """What ``raise`` raises."""
+    """The exception that the injection ``raise`` raises."""
 
 
 class InjectingSlot(Slot):
@@ -56,12 +56,12 @@ class InjectingSlot(Slot):
         self._pending.append((kind, number))
 
     def stamp(self, phase: Phase, now_ns: int) -> None:
-        """Stamp, then do what is due."""
+        """Stamp, then perform the injections that are due."""
         super().stamp(phase, now_ns)
         self._look(phase.label)
 
     def reach(self, moment: Moment) -> None:
-        """Do what is due at ``moment``."""
+        """Perform the injections that are due at ``moment``."""
         self._look(moment.value)
 
     def set(self, cell: Cell, value: int) -> None:
@@ -74,7 +74,7 @@ class InjectingSlot(Slot):
             self.reach(Moment.COMMIT)
 
     def ruinous(self, loss: Loss) -> Loss:
-        """``loss`` with what is injected into it; a step that is redone is ruined again."""
+        """Return ``loss`` with the injected damage; a repeated step is damaged again."""
 
         def ruined_loss(model: nn.Module, batch: Any) -> Any:
             if InjectKind.DIVERGE in self._ruined:
@@ -167,7 +167,7 @@ class InjectingSlot(Slot):
 
 
 def flip_a_bit(model: nn.Module) -> None:
-    """As bad memory would: one bit in the fraction of the model's first weight."""
+    """Flip one bit in the fraction of the model's first weight, as bad memory would."""
     weight = next(model.parameters()).data
     itemsize = weight.element_size()
     # Little-endian: this bit belongs to the fraction of every floating-point type of 2 to 8 bytes.

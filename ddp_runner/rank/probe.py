@@ -1,7 +1,7 @@
 """A trial repair, before any run: ranks form, sum, are aborted, form again and sum again.
 
-The process that is started has a rank forked for each device, is their supervisor in small, and
-reports to its parent by a pipe what came of it. It ends all that it has started, whatever becomes of them.
+The started process forks a rank for each device, acts as their supervisor in small, and
+reports the result to its parent by a pipe. It ends all processes that it has started, whatever becomes of them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _nccl_version() -> str:
-    """Of the library that torch has loaded; "" where it has none. Touches no device."""
+    """Return the version of the NCCL that torch has loaded; "" if there is none. Touches no device."""
     try:
         found: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     except (AttributeError, RuntimeError, OSError):  # a build without NCCL
@@ -175,7 +175,7 @@ def _take(rank: _Rank) -> None:
 
 
 def _first_cause(ranks: list[_Rank]) -> str:
-    """What has brought the others down: a process that has ended, else who has failed first."""
+    """Return the cause of the failure: a process that has ended, or else the first failure that a rank reported."""
     by_s = time.monotonic() + _CAUSES_S
     while time.monotonic() < by_s:
         for rank in ranks:
@@ -191,7 +191,7 @@ def _first_cause(ranks: list[_Rank]) -> str:
 
 
 def _how_it_ended(rank: _Rank, *, wait_s: float = _REAP_S) -> str:
-    """In words, of one that has not said that it fails; "" while it lives."""
+    """Describe the end of a rank that has not reported a failure; "" while it lives."""
     code = _reaped(rank, wait_s)
     if code is None:
         return ""
@@ -274,7 +274,7 @@ _SAID_SO = 3  # the exit code of a rank that has said how it failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOfProbe:
-    """What a rank of it does, in a process of its own."""
+    """The work of one rank of the probe, in a separate process."""
 
     membership: Membership
     backend: str

@@ -108,7 +108,7 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
 
 
 def shared_trouble(path: str) -> memoryview | None:
-    """What is injected into the disk, where another process writes; None where nothing is shared."""
+    """Map the disk faults that this rank shares with its writer process; None if nothing is shared."""
     if not path:
         return None
     try:
@@ -121,7 +121,7 @@ def shared_trouble(path: str) -> memoryview | None:
 
 
 def _injections(settings: Any, spec: RankSpec) -> dict[int, Injection] | None:
-    """What of ``--inject`` is still to come for this rank; None where nothing is injected."""
+    """Return the rank's injections from ``--inject`` that are still to come; None if nothing is injected."""
     if not settings.run.inject:
         return None
     return {
@@ -141,7 +141,7 @@ def config_with_resume(settings: Any, resume: str) -> Any:
 
 
 def prepare_interpreter(spec: Surroundings, *, rank: int, local_rank: int) -> None:
-    """What user code finds around it in a rank."""
+    """Set up the interpreter as user code finds it in a rank: signals, standard streams, environment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's to handle
     sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What a rank under an outside launcher has reported, in a file of its own: it outlives restarts.
+"""A file with the reports of one rank under another launcher, which outlives restarts.
 
 A supervisor remembers which run this is, why it is not exact, what was learnt of its memory, whether it
 has saved anything and where its time went. Without one the ranks of the next restart read it here.
@@ -81,7 +81,7 @@ def restart_log_path(log_dir: Path, rank: int) -> Path:
 
 
 def read_restart_log(path: Path) -> Iterator[Message]:
-    """What a rank has reported, oldest first; a torn line is passed over."""
+    """Yield a rank's reports, oldest first; a torn line is skipped."""
     with contextlib.suppress(OSError):
         for line in read_lines(path):
             packet = line.rstrip(b"\n")

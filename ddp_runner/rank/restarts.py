@@ -67,14 +67,14 @@ class Restart:
 
 @dataclass(slots=True)
 class Replay:
-    """What the restarts of a job come to: the account as a supervisor would have kept it."""
+    """The replayed account of a job's restarts, as a supervisor would have kept it."""
 
     accounting: RunAccounting
     findings: RunFindings = field(default_factory=RunFindings)
     spent_ns: Counter[str] = field(default_factory=Counter)  # where the time of all went, by share
 
     def reading_of_all(self, newest: SlotReading) -> SlotReading:
-        """What rank 0's slot would have, had it outlived all restarts."""
+        """Return the reading that rank 0's slot would have, had it outlived all restarts."""
         return replace(
             newest,
             productive_ns=self.spent_ns["productive"],
@@ -118,7 +118,7 @@ def replay(messages_by_rank: Mapping[int, Sequence[Message]]) -> Replay:
 
 
 def _by_restart(messages: Iterable[Message], *, otherwise: int) -> _ByRestart:
-    """What a rank reported in each restart: from its first sign of life there to that in the next one."""
+    """Group a rank's reports by restart: each group begins with the rank's first sign of life there."""
     found: dict[int, list[Message]] = {}
     number = otherwise
     for message in messages:
@@ -168,7 +168,7 @@ def _form(run: Replay, restart: Restart) -> None:
 def _events_within(
     restart: Restart, reported: Mapping[int, _ByRestart], *, before_ns: int
 ) -> list[tuple[float, events.Event]]:
-    """What its ranks reported, by time; ``before_ns``: productive time of the restarts before it."""
+    """Return the events that the restart's ranks reported, by time; ``before_ns``: productive time of earlier restarts."""
     found: list[tuple[float, events.Event]] = []
     for rank, own in reported.items():
         latest = restart.progress[0]
@@ -235,7 +235,7 @@ def _what_ended(restart: Restart, reported: Mapping[int, _ByRestart]) -> events.
 
 
 def _faults(restart: Restart, reported: Mapping[int, _ByRestart]) -> list[Fault]:
-    """What its ranks reported as they ended, and that some reported nothing."""
+    """Return the faults that the restart's ranks reported as they ended, and one for ranks that reported nothing."""
     faults: list[Fault] = []
     silent: list[int] = []
     for rank, by_restart in reported.items():

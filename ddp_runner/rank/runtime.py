@@ -59,7 +59,7 @@ from ddp_runner.training.runtime import Generation, RankInfo, without_secrets_in
 
 
 class StartupOutput:
-    """Where a rank's output goes until the run may touch the disk, and how it gets to its file."""
+    """Collects a rank's output in memory until the run may touch the disk, then moves it to the log file."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor = descriptor
@@ -70,7 +70,7 @@ class StartupOutput:
         os.dup2(descriptor, 2)
 
     def attach(self) -> None:
-        """From now on write to the log file; what was said so far is copied there first."""
+        """Write to the log file from now on, after copying the earlier output there."""
         if self._attached:
             return
         self._attached = True
@@ -191,11 +191,11 @@ class SupervisedRuntime:
             os._exit(1)
 
     def stop_asked(self) -> StopReason | None:
-        """What the supervisor, or a signal to this process, asked for."""
+        """Return the stop that the supervisor, or a signal to this process, asked for."""
         return self._stop
 
     def save_asked(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Return whether a checkpoint was asked for since the last call."""
         if not self._save.is_set():
             return False
         self._save.clear()
@@ -214,7 +214,7 @@ class SupervisedRuntime:
         return self._written is not None and self._written.sealed == order.sealed
 
     def take_owed(self) -> WriteCopy | None:
-        """What a rank before this one has ordered."""
+        """Take the copy that an earlier rank has ordered; None if there is none."""
         owed, self._owed = self._owed, None
         return owed
 
@@ -234,7 +234,7 @@ class SupervisedRuntime:
         return self.slot.ruinous(loss) if isinstance(self.slot, InjectingSlot) else loss
 
     def _may_not_publish(self) -> bool:
-        """Of any thread: declared dead, cut off, or the folder is another coordinator's."""
+        """Return whether this rank is dead, cut off, or its folder is another coordinator's. Any thread may ask."""
         is_anothers = self._owner is not None and self._owner.is_other()
         return may_not_publish(self._fence, time.monotonic_ns()) or is_anothers
 

@@ -109,7 +109,10 @@ def run(request: Fork, descriptors: list[int]) -> int:
 
 
 def torchrun_environment(number: int, spec: ScriptSpec) -> dict[str, str]:
-    """What torchrun 2.13 sets for each rank (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+    """Return the variables that torchrun 2.13 sets for each rank.
+
+    Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
+    """
     rank, world_size, call = str(number), str(spec.world_size), spec.call
     return {
         "RANK": rank,
@@ -481,9 +484,9 @@ def hold_groups() -> None:
 
 
 def collectives_by_groups() -> tuple[int, int]:
-    """How many collectives this process has begun: in groups of all ranks, and in all others. For any thread.
+    """Return how many collectives this process has begun: in groups of all ranks, and in all others. For any thread.
 
-    (-1, 0) outside of any group.
+    Returns (-1, 0) outside of any group.
     """
     if not dist.is_available() or not dist.is_initialized():
         return -1, 0

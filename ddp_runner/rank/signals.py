@@ -49,5 +49,5 @@ def stops_held() -> Iterator[None]:
 
 
 def release_stops() -> None:
-    """Take what was held back, now that there is somebody to take it."""
+    """Take the signals that were held back, now that a handler is there."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, RUN_SIGNALS)

@@ -1,4 +1,4 @@
-"""The store host: a process of its own for the TCPStore, so that no rank's death takes it along."""
+"""The store host: a separate process for the TCPStore, so that no rank's death takes it along."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ _PRELOADED_FOR = {
 
 
 class UnfitForForksError(Exception):
-    """What was imported has left something behind that no fork can use. ``wanted``: what is left to import."""
+    """Raised if an import leaves something behind that no fork can use. ``wanted``: the modules left to import."""
 
     def __init__(self, wanted: str, left_out: str) -> None:
         super().__init__(left_out)
@@ -177,7 +177,7 @@ def fork_to_supervisor(supervisor_pid: int, run: Callable[[], int]) -> int:
 
 
 def _become(between_pid: int, supervisor_pid: int, run: Callable[[], int]) -> None:
-    """In the new process: wait for the new parent, run, never return."""
+    """Wait in the new process for its new parent, run, and never return."""
     status = 1
     try:
         leave_stops_to_supervisor()  # until a rank takes them
@@ -225,7 +225,7 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
 
 
 def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
-    """What a fork is for."""
+    """Run the work that a fork is for, and return its exit code."""
     if request.kind is ForkKind.STANDBY:
         return stand_by(*inherited, supervisor_pid=supervisor_pid)
     role, program = ROLE_OF.get(request.kind), _PROGRAMS.get(request.kind)
@@ -247,7 +247,7 @@ def stand_by(channel_descriptor: int, output: int, *, supervisor_pid: int) -> in
 
 
 def what_forks_inherit() -> str:
-    """What imports have left behind that no fork can use; empty where there is nothing."""
+    """Describe what imports have left behind that no fork can use; empty if there is nothing."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     uses_cuda = sys.modules["torch"].cuda.is_initialized() or driver_has_started()
     left = [f"{threads} threads run"] * (threads > 1) + ["CUDA is in use"] * uses_cuda
@@ -255,9 +255,9 @@ def what_forks_inherit() -> str:
 
 
 def driver_has_started(library: str = "libcuda.so.1") -> bool:
-    """Whether something in this process has initialised CUDA's driver, after which no fork can use it.
+    """Return whether code in this process has initialised CUDA's driver, after which no fork can use it.
 
-    ``torch.cuda.is_available()`` does, and ``torch.cuda.is_initialized()`` does not show.
+    ``torch.cuda.is_available()`` initialises it, and ``torch.cuda.is_initialized()`` does not show that.
     """
     try:
         driver = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

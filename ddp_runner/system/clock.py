@@ -1,4 +1,4 @@
-"""The clock that whoever measures or waits is handed, so that a test can pass another one."""
+"""The clock as an argument, so that a test can pass another one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """As the ``time`` module has it: never goes back, and says nothing about the date."""
+    """A monotonic clock, as in the ``time`` module: it never goes back, and does not know the date."""
 
     def monotonic(self) -> float:
         """Seconds since some moment, the same one for every process of this machine."""
 
     def monotonic_ns(self) -> int:
-        """The same in nanoseconds, as the board has it."""
+        """Nanoseconds since that moment, the unit of the board."""
 
 
 SYSTEM_CLOCK: Clock = time

@@ -33,9 +33,9 @@ class TaskCode:
 
 
 def task_code(spec: str, *, folder: Path) -> TaskCode:
-    """Of a task as ``--task`` names it, FILE.py[:NAME] or module:NAME; empty for another word.
+    """Return the code of a task named as in ``--task``, FILE.py[:NAME] or module:NAME; empty for another word.
 
-    ``folder``: the working directory. A file that cannot be read or parsed imports nothing.
+    ``folder``: the working directory. A file that cannot be read or parsed counts as one without imports.
     """
     head, colon, name = spec.rpartition(":")
     written = spec if spec.endswith(".py") else head
@@ -68,7 +68,7 @@ def digest_of(files: Mapping[str, str]) -> str:
 
 
 class _Search:
-    """Follows import statements, those inside functions too, through files that nobody installed."""
+    """Follows import statements, those inside functions too, through files that are not installed packages."""
 
     def __init__(self, path: Sequence[str]) -> None:
         self._path = list(path)
@@ -146,7 +146,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _versions(modules: set[str]) -> dict[str, str]:
-    """Of the distributions that have these modules at their top."""
+    """Return the versions of the distributions that contain these top-level modules."""
     found = {name: version for name in modules if (version := version_of(name))}
     if missing := modules - found.keys():  # a distribution of another name: cv2, PIL, sklearn
         owners = metadata.packages_distributions()

@@ -1,4 +1,4 @@
-"""Whose a checkpoint folder is, among coordinators that may know nothing of each other: a file in it says so."""
+"""A file in a checkpoint folder that names its owner, for coordinators that may not know of each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILE_BYTES_MAX = 8 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """What stands in the file: whose ``term`` it is, and which nodes it went on ``without``."""
+    """The content of the file: the owner's ``term``, and the nodes that it continued ``without``."""
 
     term: str
     without: tuple[int, ...]
@@ -39,17 +39,17 @@ class FolderOwner:
         self.term = term
 
     def take(self, *, without: Sequence[int] = ()) -> None:
-        """From now on the folder is this one's. ``without``: nodes that the run goes on without. Raises OSError."""
+        """Make this coordinator the folder's owner. ``without``: nodes that the run continues without. Raises OSError."""
         text = " ".join([self.term, *map(str, without)])
         replace_file_synced(self.folder / OWNER_NAME, f"{text}\n".encode())
 
     def is_other(self) -> bool:
-        """Whether another one has taken it since. A file that is gone, or cannot be read, says nothing."""
+        """Return whether another coordinator has taken the folder since. A missing or unreadable file proves nothing."""
         found = self.read()
         return found is not None and found.term != self.term
 
     def read(self) -> Owner | None:
-        """Who has taken it; None where nobody has, or that cannot be read."""
+        """Return the owner; None if there is none, or the file cannot be read."""
         try:
             found = read_small(self.folder / OWNER_NAME, bytes_max=_FILE_BYTES_MAX)
             term, *without = found.decode().split()

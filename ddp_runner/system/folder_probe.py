@@ -1,6 +1,6 @@
-"""Whether two machines have the same folder: one of them puts a file there under a name nobody can guess.
+"""Finds out if two machines share a folder: one puts a file there under an unguessable name.
 
-Never assumed from a path: that is the same on machines that share nothing.
+A path proves nothing: it may be the same on machines that share nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _PREFIX = ".probe-"
 
 
 def is_shared(folder: Path, term: str) -> bool:
-    """Whether the coordinator of that term has its probe in what is ``folder`` on this machine."""
+    """Return whether ``folder`` on this machine contains the probe of the coordinator with that term."""
     # A path from another machine: nothing but a plain word becomes part of a name.
     return term.isalnum() and _probe(folder, term).is_file()
 
@@ -38,7 +38,7 @@ class FolderProbe:
             self._path.touch()
 
     def remove_others(self) -> None:
-        """What coordinators that were killed have left: the folder is this one's now."""
+        """Remove the probes that killed coordinators have left; the folder belongs to this one now."""
         with contextlib.suppress(OSError):
             for path in self._folder.glob(f"{_PREFIX}*"):
                 if path != self._path:

@@ -1,4 +1,4 @@
-"""Where the run of a machine that follows a coordinator has its files, noted in that machine's log folder.
+"""A note in a follower's log folder that says where its run has its files.
 
 A follower whose folders are not the coordinator's has the logs of its own ranks alone.
 """
@@ -30,7 +30,7 @@ class FollowedRun:
 
 
 def followed_run(folder: Path) -> FollowedRun | None:
-    """What a log folder says of it; None where it is of no follower."""
+    """Return the followed run that a log folder notes; None if it is not a follower's."""
     try:
         found = from_json(read_small(folder / NAME))
         return FollowedRun(**{name: str(value) for name, value in found.items()})

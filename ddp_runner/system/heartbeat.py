@@ -18,10 +18,10 @@ def heartbeat() -> None:
 
 
 def are_counted() -> bool:
-    """Whether this process is the rank of a script under ``run``."""
+    """Return whether this process is a rank of a script under ``run``."""
     return bool(_counted_on)
 
 
 def count_heartbeats(slot: Slot) -> None:
-    """From now on count them on the board."""
+    """Count heartbeats on the board from now on."""
     _counted_on[:] = [slot]

@@ -1,4 +1,4 @@
-"""Which network interface leads to another machine: what gloo and NCCL are told to use."""
+"""Finds the network interface that leads to another machine, for gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def address_leading_out() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other machine is reached by it. ``address``: no name."""
+    """Return whether the address reaches only this machine. ``address``: numeric, not a name."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

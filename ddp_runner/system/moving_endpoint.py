@@ -1,4 +1,4 @@
-"""Where the coordinator now is, in a few bytes of memory which whoever placed this process writes when it moves."""
+"""The coordinator's current address, in shared memory that the process's launcher updates when it moves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _BYTES = 320  # a name of 255, and a port
 
 
 def endpoint_bytes(host: str, port: int) -> bytes:
-    """What is written, always at the begin and of one length."""
+    """Return the bytes to write at the start of the memory; their length never varies."""
     return f"{host} {port}".encode().ljust(_BYTES)
 
 
 def read_endpoint(descriptor: int | None) -> tuple[str, int] | None:
-    """Host and port; None where nobody has written any, or there is no descriptor."""
+    """Return host and port; None if none were written, or there is no descriptor."""
     if descriptor is None:
         return None
     try:

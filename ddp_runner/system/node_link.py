@@ -53,16 +53,16 @@ class NodeLink:
 
     @property
     def is_proved(self) -> bool:
-        """Whether the other end has shown that it knows the token."""
+        """True if the other end has shown that it knows the token."""
         return self._received > 0
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether something waits for the socket to take it."""
+        """True if data waits to be written to the socket."""
         return bool(self._out)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, content: bytes) -> None:

@@ -64,20 +64,20 @@ def marked(environment: Mapping[str, str], run_mark: str) -> dict[str, str]:
 
 
 def rank_mark(run_mark: str, pid: int) -> str:
-    """What the processes carry that the rank of this pid has started, beside the mark of the run."""
+    """Return the mark that processes started by the rank with this pid carry besides the run's mark."""
     return f"{run_mark}.{pid}"
 
 
 def semaphores_of(pid: int) -> str:
-    """How the names of semaphores begin that a rank makes for its workers."""
+    """Return the prefix of the names of semaphores that a rank makes for its workers."""
     return f"ddp{pid}-"
 
 
 def mark_own_children() -> None:
-    """In a rank: have what user code starts from here on carry this rank's mark, in its own session.
+    """Mark what user code starts in this rank from here on with the rank's mark, in a separate session.
 
-    So do the names that multiprocessing gives to semaphores. It removes each at once, but a rank that
-    is killed in between leaves one, of which nobody else would know whose it was.
+    The names that multiprocessing gives to semaphores carry the mark too. It removes each at once, but a rank
+    that is killed in between leaves one behind, and only the mark shows whose it was.
     """
     from multiprocessing import current_process  # noqa: PLC0415 - a launch need not wait for it
 

@@ -23,7 +23,7 @@ class StoppedWatch:
         self._stops: dict[int, _Stop] = {}
 
     def stopped_s(self, pid: int | None, now_s: float) -> float:
-        """How long the process has been seen stopped without a break; 0.0 where it is not now."""
+        """Return how long the process has been seen stopped without a break; 0.0 if it is not stopped now."""
         if pid is None or not self._is_stopped(pid):
             self._stops.pop(pid or 0, None)
             return 0.0
@@ -35,12 +35,12 @@ class StoppedWatch:
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Whether the kernel holds the process stopped by a signal (state T, not a debugger's t)."""
+    """Return whether a signal has stopped the process (state T, not a debugger's t)."""
     return stat_fields(pid)[:1] == ["T"]
 
 
 def waits_for_disk(pid: int) -> bool:
-    """Whether the kernel has it wait for a device (state D), where no signal ends it before that answers."""
+    """Return whether the process waits for a device (state D); no signal ends it before the device answers."""
     return stat_fields(pid)[:1] == ["D"]
 
 
@@ -51,7 +51,7 @@ def cpu_ticks(pid: int) -> int | None:
 
 
 def stat_fields(pid: int | None) -> list[str]:
-    """What the kernel says of a process from its state on, proc(5); empty where there is none."""
+    """Return the fields of /proc/PID/stat from the state on, see proc(5); empty if the process does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

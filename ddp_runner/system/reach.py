@@ -1,4 +1,4 @@
-"""Whether this machine reaches itself, as its ranks need it."""
+"""Checks if this machine reaches itself over the network, as its ranks need to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Takes hold of a run's directories: makes them, locks them, and points ``logs/latest`` to the logs.
 
-Whoever starts a run calls it: its supervisor once every rank is ready, and nothing on disk is
-touched before; rank 0 under an outside launcher.
+The starter of a run calls it: its supervisor once every rank is ready, before which nothing on disk is
+touched; or rank 0 under another launcher.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _POINTER_BYTES_MAX = 256
 
 
 def point_latest(logs: Path) -> None:
-    """Have ``latest`` beside the folder ``logs`` lead to it, at once and for all. Raises OSError.
+    """Make ``latest`` next to the folder ``logs`` lead to it, atomically. Raises OSError.
 
     A link, or on a file system that has none a file with the folder's name.
     """
@@ -66,7 +66,7 @@ def latest_logs(root: Path = Path(LOGS)) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderChange:
-    """What became of a folder of a live run. ``is_new``: it was removed, and is there again, empty."""
+    """A change to a folder of a live run. ``is_new``: it was removed, and exists again, empty."""
 
     option: str
     folder: Path
@@ -133,7 +133,7 @@ class DirectoryLock:
 
     @property
     def is_of_another_folder(self) -> bool:
-        """Whether the lock that is held is not, any more, the one that others would find."""
+        """True if the lock that is held is no longer the one that other processes would find."""
         return self._descriptor >= 0 and not is_named(self._descriptor, self._path)
 
     def renew(self) -> FolderChange | None:
@@ -234,7 +234,7 @@ class RunDirectories:
         self._point()
 
     def look(self) -> list[FolderChange]:
-        """Make and lock again what was removed since; what there is to say of it. Raises nothing."""
+        """Make and lock again what was removed since; return the changes. Raises nothing."""
         locks = (self._checkpoints, self._logs)
         lost = [lock for lock in locks if lock.is_of_another_folder]
         changes = [change for lock in lost if (change := lock.renew()) is not None]

@@ -33,7 +33,7 @@ _START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the state behind the n
 
 
 class RefusedFileError(OSError):
-    """What stands at a path is nothing that this run may read or write."""
+    """Raised if a path holds something that this run may not read or write."""
 
 
 def open_to_read(path: Path) -> int:
@@ -42,7 +42,7 @@ def open_to_read(path: Path) -> int:
 
 
 def open_given(path: Path) -> int:
-    """As :func:`open_to_read`, for a path that the user named: links of the user's own are followed."""
+    """Open a path that the user named, as :func:`open_to_read` does, but follow the user's own links."""
     return _open_regular(path, os.O_RDONLY)
 
 
@@ -77,7 +77,7 @@ def open_lock(path: Path) -> int:
 
 
 def is_named(descriptor: int, path: Path) -> bool:
-    """Whether ``path`` still leads to the open file: it was not removed, moved away or replaced."""
+    """Return whether ``path`` still leads to the open file: it was not removed, moved away or replaced."""
     held = os.fstat(descriptor)
     try:
         named = path.lstat()
@@ -87,7 +87,7 @@ def is_named(descriptor: int, path: Path) -> bool:
 
 
 def open_to_append_anywhere(path: Path) -> int:
-    """As :func:`open_to_append`; a folder that was removed meanwhile is made again."""
+    """Open a file as :func:`open_to_append` does, and create its folder again if it was removed."""
     try:
         return open_to_append(path)
     except FileNotFoundError:
@@ -134,7 +134,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def from_json(text: str | bytes) -> Any:
-    """What a file says in JSON. Raises ValueError, also for what is nested deeper than anybody writes."""
+    """Parse JSON from a file. Raises ValueError, also for excessive nesting."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -142,7 +142,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file, which is no link."""
+    """Return whether the path is a regular file, not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -151,7 +151,7 @@ def is_regular(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Who writes a temporary file: a process of a machine. ``life`` excludes a later one with its pid."""
+    """The process that writes a temporary file. ``life`` distinguishes it from a later process with its pid."""
 
     host: str
     pid: int
@@ -159,12 +159,12 @@ class Writer:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is of another machine, which alone knows whether it lives."""
+        """True if the writer is on another machine; only that machine knows whether it lives."""
         return self.host != _host()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process goes on. Only for one of this machine."""
+        """True if the writing process still runs. For a writer on this machine only."""
         # INVARIANT own-host-judges: what another machine's process is writing is never removed.
         # Broken if: a writer's pid is looked up without a look at its host.
         # Guarded by: test_leftovers_of_the_dead_are_removed_and_of_others_kept.
@@ -179,14 +179,14 @@ class Writer:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where this process writes what will become ``path``: a name that nobody can foresee."""
+    """Return the unguessable temporary path at which this process writes the later ``path``."""
     pid = os.getpid()
     writer = f"{_host()}-{pid}-{_life_of(pid) or '0' * 12}"
     return path.with_name(f".{path.name}.tmp-{writer}-{secrets.token_hex(8)}")
 
 
 def writer_of(name: str) -> Writer | None:
-    """Who writes the file of this name, if it is a temporary one of ours; None for any other name."""
+    """Return the writer of a temporary file of ours, from its name; None for any other name."""
     match = _TEMPORARY.fullmatch(name)
     return None if match is None else Writer(host=match[2], pid=int(match[3]), life=match[4])
 
@@ -197,7 +197,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def replace_file_synced(path: Path, data: bytes) -> None:
-    """As :func:`replace_file`, and on disk before it returns."""
+    """Replace a file as :func:`replace_file` does, and sync it to disk before returning."""
     # INVARIANT publish-last: the file is on disk before its name is, and its name before we return.
     # Broken if: the replace moves above the first fsync, or the directory is not synced.
     # Guarded by: test_a_failed_write_keeps_the_previous_summary.

@@ -1,4 +1,4 @@
-"""Which live process holds a run's folder, as the kernel's list of locks has it. Takes no lock, signals only its holder."""
+"""Finds the live process that holds a run's folder in the kernel's list of locks. Takes no lock, signals only its holder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOCKS = Path("/proc/locks")
 
 
 def holder_of(folder: Path) -> int | None:
-    """The pid that holds the log folder's lock; None where nobody on this machine does."""
+    """Return the pid that holds the log folder's lock; None if no process on this machine does."""
     try:
         found = (folder / LOG_LOCK_NAME).lstat()
         locks = _LOCKS.read_text(encoding="ascii", errors="replace").splitlines()

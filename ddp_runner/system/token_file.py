@@ -24,9 +24,9 @@ _OTHERWISE = "or give all machines DDP_RUNNER_TOKEN or --token-file"
 
 
 def make_token(folder: Path) -> bytes:
-    """The token in ``folder``, made if there is none, and the folder if need be.
+    """Return the token in ``folder``; make it, and the folder, if needed.
 
-    Raises BadInputError where it cannot be made, or somebody else can read it.
+    Raises BadInputError if it cannot be made, or another user can read it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,9 +45,9 @@ def make_token(folder: Path) -> bytes:
 
 
 def shared_token(folder: Path) -> bytes | None:
-    """The token in ``folder``; None while there is none that is whole.
+    """Return the token in ``folder``; None while there is no complete one.
 
-    Raises BadInputError where somebody else can read it, or may have made it.
+    Raises BadInputError if another user can read it, or may have made it.
     """
     path = folder / TOKEN_NAME
     try:

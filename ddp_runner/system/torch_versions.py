@@ -1,4 +1,4 @@
-"""What differs between the versions of torch that this package runs on. Imports no torch.
+"""The differences between the supported versions of torch. Imports no torch.
 
 Every place that depends on the version stands in :data:`DIFFERENCES`, with the test that finds it. A test of
 the feature is used wherever one can be made; a comparison of version numbers is used for what people read,

@@ -45,7 +45,7 @@ def user_place(error: BaseException) -> str:
 def _of_user(
     stack: Sequence[traceback.FrameSummary],
 ) -> list[traceback.FrameSummary] | None:
-    """From the user's first frame to the last, without ours; None where ours, or nobody's, raised it."""
+    """Return the stack from the user's first frame to the last, without ours; None if the user's code did not raise."""
     known = [n for n, frame in enumerate(stack) if not _is_library(frame)]
     if not known or _is_ours(stack[known[-1]]):
         return None

@@ -140,7 +140,7 @@ def _megabytes(count_bytes: int) -> str:
 
 
 def _printable(text: bytes) -> str:
-    """``text`` as a terminal may safely show it: what is no printable character becomes U+FFFD."""
+    """Return ``text`` as a terminal may safely show it: unprintable characters become U+FFFD."""
     decoded = text.decode(errors="replace")
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in decoded

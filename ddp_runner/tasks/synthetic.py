@@ -27,7 +27,7 @@ _GOLDEN = 0.6180339887
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRule:
-    """What there is to learn: ``next = (multiplier * token + increment) % vocab_size``.
+    """The rule to learn: ``next = (multiplier * token + increment) % vocab_size``.
 
     A tenth of the tokens break the rule, so the loss of a model that has learned it falls from
     ``log(vocab_size)`` to :attr:`entropy_nats` and no further.
@@ -53,7 +53,7 @@ class SequenceRule:
         return -right * math.log(right) - (self.vocab_size - 1) * other * math.log(other)
 
     def powers(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """For each ``k < count`` the pair (a, b) for which k applications are ``a * token + b``."""
+        """Return the pair (a, b) for each ``k < count``, such that k applications are ``a * token + b``."""
         multipliers, increments = [1], [0]
         for _ in range(count - 1):
             multipliers.append(multipliers[-1] * self.multiplier % self.vocab_size)
@@ -172,5 +172,5 @@ class SyntheticTask:
         return next_token_loss(model, batch)
 
     def figures(self, loss: float) -> Mapping[str, float]:
-        """How many tokens the model hesitates between."""
+        """Return the perplexity: the number of tokens that the model hesitates between."""
         return {"perplexity": math.exp(min(loss, _EXP_MAX))}

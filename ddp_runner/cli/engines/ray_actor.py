@@ -1,6 +1,6 @@
-"""The actor that runs a machine's supervisor as its child process; it is sent to the machine as it stands here.
+"""The actor that runs a machine's supervisor as its child process; Ray ships this file's code to the machine.
 
-It imports nothing but the standard library and Ray: whether this package is there is what it finds out.
+It imports nothing but the standard library and Ray, since it must find out whether this package is installed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class NodeActor:
         self._endpoint_fd = os.memfd_create("endpoint")
 
     def introduce(self, folder: str, owner: str, start: str) -> dict[str, Any]:
-        """Who this is, and what is missing here, in words.
+        """Return who this actor is, and in words what is missing here.
 
-        ``folder``: of the driver, "" for that of this actor; ``owner``: the file in it that says whose the
-        checkpoints are; ``start``: of this package.
+        ``folder``: the driver's, "" for this actor's own; ``owner``: the file in it that names the checkpoints'
+        owner; ``start``: this package's start.py.
         """
         problem = ""
         folder = folder or str(Path.cwd())
@@ -93,7 +93,7 @@ class NodeActor:
         threading.Thread(target=self._read, args=(self._child,), daemon=True).start()
 
     def look(self, wait_s: float) -> dict[str, Any]:
-        """What it has written since (1: output, 2: errors), its exit code once it has ended, and the owner."""
+        """Return the output since the last call (1: output, 2: errors), the exit code after the end, and the owner."""
         with self._news:
             self._news.wait_for(lambda: self._held or self._has_said_all, wait_s)
             held, self._held = self._held, []
@@ -110,7 +110,7 @@ class NodeActor:
                 self._child.send_signal(signal.Signals(number))
 
     def _read(self, child: subprocess.Popen[bytes]) -> None:
-        """Until it has closed both: a driver that is slow must not hold up what is written."""
+        """Read the child's streams until both are closed, so that a slow driver does not block its writes."""
         assert child.stdout is not None
         assert child.stderr is not None
         with selectors.DefaultSelector() as open_ones, child.stdout, child.stderr:
@@ -146,7 +146,7 @@ class NodeActor:
 
 
 def _free_port(address: str) -> int:
-    """A port at ``address`` that nobody has; 0 where none was found."""
+    """Return a free port at ``address``; 0 if none was found."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for _ in range(64):
         port = random.randrange(*_PORTS)  # noqa: S311 - no secret

@@ -34,7 +34,7 @@ def quiet(*, shows: bool) -> Iterator[None]:
 
 
 def machines(ray: ModuleType) -> list[Machine]:
-    """Those that live, as far as Ray knows."""
+    """Return the machines that are alive, as far as Ray knows."""
     return [
         Machine(
             key=node["NodeID"],

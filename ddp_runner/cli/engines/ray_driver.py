@@ -110,7 +110,7 @@ class _Driver:
         )
 
     def run(self) -> int:
-        """Until the coordinator has ended for good."""
+        """Run until the coordinator has ended for good, and return its exit code."""
         try:
             self._place()
             while self._end is None:
@@ -276,7 +276,7 @@ class _Driver:
         self._follow_answer(seat, seat.code)
 
     def _follow_answer(self, seat: Seat, code: int | None) -> None:
-        """Do what is next after a supervisor has ended, or its machine was lost (None)."""
+        """Perform the next move after a supervisor has ended, or its machine was lost (None)."""
         now_s = time.monotonic()
         seat.ended_at_s = [at_s for at_s in seat.ended_at_s if at_s > now_s - WINDOW_S]
         answer = after_end(
@@ -308,11 +308,11 @@ class _Driver:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether a coordinator of this run has taken the checkpoints."""
+        """True if a coordinator of this run has taken the checkpoints."""
         return self._owners[0] != self._owners[1]
 
     def _refused(self, seat: Seat, problem: str) -> None:
-        """Go on without what cannot take part, or end where nothing has begun."""
+        """Continue without machines that cannot take part, or end if nothing has begun."""
         if self._has_begun and seat.number:
             self._leave_out(seat, problem)
             return
@@ -372,7 +372,7 @@ class _Driver:
         return {**handed_on, "DDP_RUNNER_TOKEN": self._token}
 
     def _grow(self) -> None:
-        """Take in a machine that has come to the cluster, up to MAX."""
+        """Take in a machine that has joined the cluster, up to MAX."""
         now_s = time.monotonic()
         there = [seat for seat in self._seats if seat.phase is not Phase.ENDED]
         is_settled = all(seat.phase is Phase.RUNNING for seat in there)

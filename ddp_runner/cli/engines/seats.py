@@ -1,4 +1,4 @@
-"""A supervisor that an engine has placed, as its driver sees it: where it stands, and what it has written."""
+"""A supervisor that an engine has placed, as its driver sees it: its phase, and its output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINES_MAX = 10  # of what another machine's supervisor wrote before it ended
 
 
 class Look(TypedDict):
-    """What an actor answers: pieces of output (1) and errors (2), the exit code, whose the checkpoints are."""
+    """The answer of an actor: pieces of output (1) and errors (2), the exit code, the owner of the checkpoints."""
 
     written: Sequence[tuple[int, bytes]]
     code: int | None
@@ -20,7 +20,7 @@ class Look(TypedDict):
 
 
 class Phase(enum.Enum):
-    """Where it stands."""
+    """The phases of a placed supervisor."""
 
     INTRODUCING = "introducing"  # the actor is to say who it is, once it is somewhere
     READY = "ready"  # it may begin when due
@@ -31,7 +31,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
-    """Where the driver writes, whatever others do with the names of these streams."""
+    """The driver's output streams, which stay even if other code replaces the streams of these names."""
 
     out: TextIO
     err: TextIO
@@ -50,9 +50,10 @@ class Terminal:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Seat:
-    """``number``: 0 is the coordinator's. ``handle``: of the actor. ``answer``: what is waited for of it.
+    """One placed supervisor. ``number``: 0 is the coordinator's. ``handle``: of the actor.
 
-    ``found``: how it introduced itself. ``code``: how its supervisor has ended, until another one begins.
+    ``answer``: the call that the driver waits for. ``found``: how it introduced itself. ``code``: how its
+    supervisor has ended, until another one begins.
     """
 
     number: int
@@ -70,13 +71,13 @@ class Seat:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The seat's name for people."""
         host = self.found.get("host", "")
         return f"machine {self.number}{f' ({host})' if host else ''}"
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a supervisor that can be asked to stop."""
+        """True if there is a supervisor that can be asked to stop."""
         return self.phase in (Phase.BEGINNING, Phase.RUNNING)
 
     def await_(self, phase: Phase, answer: Any) -> None:
@@ -101,7 +102,7 @@ class Seat:
                 self.terminal.err.write(f"{self.name}: {text}\n")
 
     def show_rest(self) -> None:
-        """What it wrote last."""
+        """Show the last lines that it wrote."""
         for line in self._lines:
             self.terminal.say(f"{self.name}: {line}")
         self._lines.clear()

@@ -1,1 +1,1 @@
-"""The other machines of a run: their links, what is known of them, and what one of them does itself."""
+"""The other machines of a run: their links, the coordinator's view of them, and the follower on each."""

@@ -1,4 +1,4 @@
-"""Who is taken into a run on several machines: refused for good, given a number, or a spare."""
+"""Decides about a node that wants to join a run: refused for good, given a number, or a spare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEFT_OUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What a node must have in common with the coordinator, and what it hears then."""
+    """The terms on which nodes meet: what a node shares with the coordinator, and what it learns from it."""
 
     options: NodeOptions
     ranks: int
@@ -79,7 +79,7 @@ def why_not(hello: Hello, mine: Meeting) -> Refused | None:
 
 
 def other_code(hello: Hello, mine: Meeting) -> str:
-    """What a machine runs that is not as the coordinator has it: the first file or package, and both hosts."""
+    """Name the first file or package in which a machine's code differs from the coordinator's, with both hosts."""
     different = [
         name
         for name in sorted({*mine.code, *hello.code}, key=lambda name: (_is_own(name), name))
@@ -95,7 +95,7 @@ def other_code(hello: Hello, mine: Meeting) -> str:
 
 
 def _is_own(name: str) -> bool:
-    """Whether it is a file of this package, of which the user's own are named first."""
+    """Return whether a file belongs to this package; the user's own files are named first."""
     return name.startswith("ddp_runner/")
 
 
@@ -116,7 +116,7 @@ def number_is_taken(hello: Hello) -> Refused:
 
 
 def place_for(hello: Hello, nodes: Sequence[RemoteNode]) -> RemoteNode | None:
-    """Which node it becomes; None where no place is free."""
+    """Return the node whose place a machine takes; None if no place is free."""
     free = [node for node in nodes if not node.is_there]
     if hello.node_rank is not None:
         return next((node for node in free if node.number == hello.node_rank), None)
@@ -129,7 +129,7 @@ def place_for(hello: Hello, nodes: Sequence[RemoteNode]) -> RemoteNode | None:
 
 
 class LossCount:
-    """How often each machine was lost, and until when one that is lost all the time is left out."""
+    """Counts the losses of each machine, and leaves a machine out for some time if it is lost too often."""
 
     def __init__(self) -> None:
         self._totals: Counter[str] = Counter()
@@ -143,15 +143,15 @@ class LossCount:
         self._newest_s[machine].append(now_s)
 
     def total(self, machine: str) -> int:
-        """How often it was lost in all."""
+        """Return how often the machine was lost in all."""
         return self._totals[machine]
 
     def left_out_until_s(self, machine: str) -> float:
-        """Until when others are to be used instead; 0: it is as good as another."""
+        """Return the time until which other machines are preferred; 0 if the machine is as good as another."""
         newest = self._newest_s.get(machine, deque[float]())
         is_often = len(newest) == LOSSES_MAX and newest[-1] - newest[0] < LOSSES_WINDOW_S
         return newest[-1] + LEFT_OUT_S if is_often else 0.0
 
     def best(self, spares: Sequence[RemoteNode], now_s: float) -> RemoteNode:
-        """Who is to take a place: of those that are not left out, the one that came first."""
+        """Return the spare that takes a place: the first to come, of those that are not left out."""
         return min(spares, key=lambda spare: self.left_out_until_s(spare.machine) > now_s)

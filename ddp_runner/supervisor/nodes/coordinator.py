@@ -1,4 +1,4 @@
-"""What is different for a supervisor whose ranks are on several machines: what happens to those."""
+"""The supervisor of a run on several machines: adds to the usual one the handling of nodes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class CoordinatorSupervisor(Supervisor):
         return f"waiting for nodes at {where}, {there} of {self._options.most}" if missing else ""
 
     def beat(self, number: int) -> Beat:
-        """How the run stands, for a node."""
+        """Return the state of the run, for a node."""
         return Beat(
             number=number,
             generation=self.facts.generation,
@@ -103,7 +103,7 @@ class CoordinatorSupervisor(Supervisor):
         )
 
     def keeps(self, parked: Parked, node: RemoteNode) -> bool:
-        """Whether what the ranks of a node that comes back have in memory belongs to this run still."""
+        """Return whether the state in memory on a returning node still belongs to this run."""
         before = self._owner_before
         may_resume = not self.facts.ever_formed and self.plan.settings.run.resume == "auto"
         return keeps_memory(
@@ -129,7 +129,7 @@ class CoordinatorSupervisor(Supervisor):
                     self._lost_since_s.pop(node.number, None)
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
-        """As :meth:`Supervisor.ask_stop`; what ranks of others have kept is saved first."""
+        """Ask for a stop as :meth:`Supervisor.ask_stop` does, after saving the state that other nodes' ranks have kept."""
         if self._has_parked and not self.facts.ever_formed and self.ending is None:
             self._signals.heard(by, self._clock.monotonic())
             self._begin_stop(reason)
@@ -137,7 +137,7 @@ class CoordinatorSupervisor(Supervisor):
             super().ask_stop(reason, by=by)
 
     def advance(self) -> None:
-        """As :meth:`Supervisor.advance`, and whatever is to be done about missing nodes."""
+        """Do what :meth:`Supervisor.advance` does, and what missing nodes require."""
         if self.ending is None and not self.run_end.is_known:
             now_s = self._clock.monotonic()
             self._look_at_missing(now_s)
@@ -181,7 +181,7 @@ class CoordinatorSupervisor(Supervisor):
         )
 
     def _note_who_is_without(self) -> None:
-        """For a coordinator that comes after this one."""
+        """Note the missing nodes in the checkpoint folder, for a coordinator that comes after this one."""
         without = self._who_is_without()
         if without != self._without:
             with contextlib.suppress(OSError):  # a full disk: tried again soon
@@ -214,7 +214,7 @@ class CoordinatorSupervisor(Supervisor):
                 self._go_on_without(node, now_s)
 
     def _about(self, node: RemoteNode, *, there: int, now_s: float) -> NodesPlan:
-        """What to do about one that is missing."""
+        """Return the plan for a missing node."""
         return what_about_missing(
             NodesFacts(
                 there=there,
@@ -239,7 +239,7 @@ class CoordinatorSupervisor(Supervisor):
                 return
 
     def _has_done_all(self, node: RemoteNode) -> bool:
-        """Whether nothing is left to do for its ranks: it may go, and is not missed."""
+        """Return whether all ranks of the node have finished, so that it may leave without being missed."""
         return all(self.world.ranks[rank].has_finished for rank in node.processes)
 
     def _go_on_without(self, node: RemoteNode, now_s: float) -> None:

@@ -1,7 +1,7 @@
-"""What the supervisor of another machine does: has its ranks' processes, and obeys the coordinator.
+"""The supervisor on another machine: runs its ranks' processes and obeys the coordinator.
 
-It decides one thing alone: to park its ranks when it is cut off. Zygote, spare and their replacements
-are looked after here, as on any machine.
+Its only decision is to park its ranks when it is cut off. It looks after zygote, spare and their
+replacements itself, as on any machine.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class Follower:
                     pass
 
     def _larger_ones_killed(self, handle: RankHandle) -> int:
-        """How many larger ranks here somebody else has killed as well: the kernel begins with the largest."""
+        """Count the larger ranks here that somebody else has killed as well: the kernel begins with the largest."""
         return sum(
             one.rss_bytes > handle.rss_bytes
             and one.state is not RankState.KILLING
@@ -436,7 +436,7 @@ class Follower:
 
     @property
     def parked(self) -> Parked | None:
-        """What to say to a coordinator of ranks that wait here; None where there is none."""
+        """The report to a coordinator about ranks that wait here; None if there are none."""
         ranks = self._node.ranks
         if not self._parked:
             return None
@@ -467,9 +467,9 @@ class Follower:
 
     @staticmethod
     def _may_park(handle: RankHandle) -> bool:
-        """Whether it has something to keep, and leaves its generation when it is asked to.
+        """Return whether a rank has a state to keep, and leaves its generation when asked.
 
-        Where an abort is not the end of a collective, only the coordinator knows when all have heard of it.
+        If an abort does not end a collective, only the coordinator knows when all ranks have heard of it.
         """
         kept = (RankState.READY, RankState.FORMING, RankState.TRAINING, RankState.ABORTING)
         ready = handle.ready
@@ -524,7 +524,7 @@ class Follower:
         )
 
     def _keep_words(self, rank: int, text: str) -> None:
-        """What a rank said before it had a log stands in that log as well."""
+        """Append a rank's output from before it had a log to that log."""
         if text and self._log_dir.is_dir():
             with (
                 contextlib.suppress(OSError),

@@ -68,7 +68,7 @@ class _Stop:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this machine is to stop, in whichever way."""
+        """True if this machine is asked to stop, in any way."""
         return self.is_at_once or self.reason is not None
 
 
@@ -213,7 +213,7 @@ class _FollowerLoop:
         return False
 
     def _may_change(self, refused: Refused, since_s: float) -> bool:
-        """Whether a refusal is not for good: its number may be held by a link whose other end is gone."""
+        """Return whether a refusal may be temporary: a link whose other end is lost may still hold the number."""
         if self._welcome is not None:
             return True
         silent_s = self._plan.settings.recovery.node_silent_s
@@ -336,7 +336,7 @@ class _FollowerLoop:
         return node
 
     def _end_ranks(self, follower: Follower) -> None:
-        """What runs here is of another node's number: nobody counts on it any more."""
+        """End the ranks here, which belong to another node's number and are no longer needed."""
         follower.end_ranks()
         give_up_s = self._clock.monotonic() + END_TIME_S
         while any(handle.is_alive for handle in follower.handles):
@@ -356,11 +356,11 @@ class _FollowerLoop:
         )
 
     def _store_host(self, welcome: Welcome) -> str:
-        """Where the store is from here: the coordinator's own name for it means something else."""
+        """Return the store's address as seen from here; the coordinator's own name for it may mean another host."""
         return welcome.store_host or self._where()[0]
 
     def _obey(self) -> str:
-        """Until the coordinator is lost (why, in words), or the run has ended."""
+        """Obey the coordinator until it is lost (returns the reason), or the run has ended (returns "")."""
         assert self._follower is not None
         try:
             while not (self._ends or self._is_in_a_hurry or self._leaves_as_spare):
@@ -373,12 +373,12 @@ class _FollowerLoop:
 
     @property
     def _is_in_a_hurry(self) -> bool:
-        """Whether somebody has asked again: it ends as it is."""
+        """True if a stop was asked for twice, so that the follower ends at once."""
         return self._stop.signals.ends_at_once(self._clock.monotonic())
 
     @property
     def _leaves_as_spare(self) -> bool:
-        """Whether it was asked to stop, and has no ranks for which that would matter."""
+        """True if a stop was asked for, and this node has no ranks that it would affect."""
         return self._stop.reason is not None and self._node is not None and not self._node.ranks
 
     def _turn(self) -> None:
@@ -408,7 +408,7 @@ class _FollowerLoop:
             raise LinkLostError(f"it has not answered for {since_s:.1f} s")
 
     def _reap(self, follower: Follower) -> None:
-        """What has ended here, and what those that live use."""
+        """Reap ended processes here, and report what the living ones use."""
         assert self._node is not None
         for ended in self._node.reap():
             if self._watch is None or not self._watch.took(ended):
@@ -439,7 +439,7 @@ class _FollowerLoop:
         return why
 
     def _look_at_processes(self) -> None:
-        """What there is to hear and to reap here while there is no coordinator."""
+        """Read and reap the processes here while there is no coordinator."""
         for key, _ in self._selector.select(TICK_S):
             if key.data is None:
                 self._take_signals()

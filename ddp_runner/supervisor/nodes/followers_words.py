@@ -1,4 +1,4 @@
-"""What a follower has in the place of recorder and repair: the coordinator records, and decides."""
+"""A follower's substitutes for recorder and repair: the coordinator records and decides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Report = Callable[[NodeMessage], None]
 
 
 class Herald:
-    """In the place of a recorder: what is worth a line is said here and to the coordinator."""
+    """Replaces the recorder: shows lines here and sends them to the coordinator."""
 
     def __init__(self, facts: RunFacts, report: Report, show: Callable[[str, str], None]) -> None:
         self.facts = facts
@@ -21,7 +21,7 @@ class Herald:
         self._show = show
 
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
-        """What happens to the processes beside the ranks stays here."""
+        """Ignore the event: what happens to processes other than the ranks is not reported to the coordinator."""
         del event, cause
         return -1
 
@@ -35,7 +35,7 @@ class Herald:
 
 
 class Reporter:
-    """In the place of a repair: that a rank needs another process is the coordinator's to decide."""
+    """Replaces the repair: collects the ranks without a process, which the coordinator decides about."""
 
     def __init__(self) -> None:
         self.never_came: list[RankHandle] = []

@@ -110,10 +110,10 @@ NodeEvent = RankSaid | NodeSaid | NodeJoined | NodeGone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the coordinator is: node ``number``, which is this machine, and listens.
+    """The place of the coordinator: node ``number``, which is this machine, and its listening socket.
 
-    ``address``: that its store is bound to; ``store_host``: the name of it for others, empty: that of
-    the endpoint.
+    ``address``: the address that its store is bound to; ``store_host``: its name for other machines; empty: the
+    endpoint's.
     """
 
     meeting: Meeting
@@ -193,7 +193,7 @@ class OtherNodes:
         return self._heard_last
 
     def look(self, now_s: float) -> Iterator[NodeEvent]:
-        """Who has been silent for too long; and whoever connected and proved nothing is let go."""
+        """Yield the loss of each node that is silent for too long, and drop connections that prove nothing."""
         for node in (*self.nodes, *self.spares):
             if node.link is None:
                 continue
@@ -209,7 +209,7 @@ class OtherNodes:
         yield from self._fill()
 
     def views(self) -> tuple[NodeView, ...]:
-        """For people: who is there, how far away, and how often it was lost."""
+        """Return for people each node's presence, distance and number of losses."""
         now_s = self._clock.monotonic()
         return tuple(
             NodeView(
@@ -224,7 +224,7 @@ class OtherNodes:
         )
 
     def watched(self) -> tuple[tuple[int, Watched], ...]:
-        """What machines have reported since the last call of what they use, by their numbers."""
+        """Return the usage that machines have reported since the last call, by their numbers."""
         found, self._watched = tuple(self._watched.items()), {}
         return found
 
@@ -437,7 +437,7 @@ class OtherNodes:
             yield replace(self._take_in(node, link, hello), was_spare=True)
 
     def _fits(self, spare: RemoteNode, node: RemoteNode) -> bool:
-        """Whether a machine that waits may take this place now."""
+        """Return whether a waiting machine may take this place now."""
         hello = spare.hello
         assert hello is not None
         return hello.node_rank in (None, node.number) and not self._left_out(hello, node)

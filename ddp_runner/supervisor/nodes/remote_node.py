@@ -34,7 +34,7 @@ _OURS = (Cell.FENCED, Cell.LEASE_NS)
 
 
 def machine_of(hello: Hello) -> str:
-    """Which machine this is: several of one host are known by their numbers."""
+    """Return the machine's name; their numbers distinguish several nodes of one host."""
     return hello.host if hello.node_rank is None else f"{hello.host}, node {hello.node_rank}"
 
 
@@ -54,7 +54,7 @@ class RemoteProcess:
         self._stack: str | None = None
 
     def take(self, look: RankLook) -> None:
-        """What its node says of it now."""
+        """Take in the newest report of its node about this process."""
         self.pid, self.written_bytes = look.pid, look.written_bytes
         self.stopped_s, self.is_killed = look.stopped_s, look.is_killed
         self.resident_bytes = look.resident_bytes
@@ -68,24 +68,24 @@ class RemoteProcess:
         self._is_asked, self._stack = False, None
 
     def mark_asked(self) -> None:
-        """From here on it shows where it hangs."""
+        """Ask the process to show where it hangs."""
         if not self._is_asked:
             self._is_asked, self._stack = True, None
             self._node.order(AskRank(rank=self._rank))
 
     def forget_asked(self) -> None:
-        """What it is asked next is another question."""
+        """Forget the question and its answer; the next one starts afresh."""
         if self._is_asked:
             self._is_asked, self._stack = False, None
             self._node.order(ForgetAsked(rank=self._rank))
 
     def has_answered(self, now_s: float) -> bool:
-        """Whether its node has said where it hangs."""
+        """Return whether its node has reported where it hangs."""
         del now_s  # its node has waited for the end of it
         return self._stack is not None
 
     def stack_when_asked(self) -> str:
-        """Where its main thread was when it was asked; empty where its node has not said so."""
+        """Return the main thread's place when it was asked; empty if its node has not reported it."""
         return self._stack or ""
 
 
@@ -121,28 +121,28 @@ class RemoteNode:
 
     @property
     def processes(self) -> Mapping[int, RemoteProcess]:
-        """Of each of its ranks."""
+        """The processes of the node, by rank."""
         return self._processes
 
     @property
     def is_there(self) -> bool:
-        """Whether its supervisor is connected."""
+        """True if its supervisor is connected."""
         return self.link is not None
 
     @property
     def can_fork(self) -> bool:
-        """Whether its zygote was ready when it was last heard of."""
+        """True if its zygote was ready at the newest report."""
         return self.is_there and self._can_fork
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The node's name for people."""
         what = "a spare node" if self.number == SPARE else f"node {self.number}"
         return f"{what} ({self.host})"
 
     @property
     def machine(self) -> str:
-        """Which machine it is, or was last: its host, and the number that it was given."""
+        """The machine that it is, or was last: its host, and the number that it was given."""
         return "" if self.hello is None else machine_of(self.hello)
 
     def joined(self, link: NodeLink, hello: Hello) -> None:
@@ -210,7 +210,7 @@ class RemoteNode:
 
     @property
     def has_spare(self) -> bool:
-        """Whether a process waits there that may become a rank."""
+        """True if a process there is ready to become a rank."""
         return self.is_there and self._has_spare
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
@@ -227,7 +227,7 @@ class RemoteNode:
         self._processes[rank].is_gone()
 
     def is_of_now(self, rank: int, process: int) -> bool:
-        """Whether this is the newest process that was asked for; what an older one says is too late."""
+        """Return whether this is the newest process that was asked for; reports of an older one come too late."""
         return self._started.get(rank) == process
 
     def send(self, rank: int, message: Message) -> None:
@@ -248,24 +248,24 @@ class RemoteNode:
         self._order_of(rank, AskRank(rank=rank, by_force=True))
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether the system there held it stopped at the newest look."""
+        """Return whether a signal had stopped it at the newest report."""
         return self._processes[rank].stopped_s > 0
 
     def stopped_s(self, rank: int, now_s: float) -> float:
-        """How long it had been seen stopped by the newest look."""
+        """Return how long it had been stopped at the newest report, in seconds."""
         del now_s
         return self._processes[rank].stopped_s
 
     def unheard_s(self, now_s: float) -> float:
-        """How old its newest look is; one that is not there has no ranks."""
+        """Return the age of its newest report in seconds; 0 for a node that is not connected, which has no ranks."""
         return now_s - self.looked_at_s if self.is_there else 0.0
 
     def is_killed(self, rank: int) -> bool:
-        """Whether somebody had sent SIGKILL to it by the newest look."""
+        """Return whether somebody had sent SIGKILL to it at the newest report."""
         return self._processes[rank].is_killed
 
     def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
-        """Whether the newest end there was the kernel's doing; its node has found out, of loader workers too."""
+        """Return whether the kernel caused the newest end there; its node has found out, for loader workers too."""
         del now_s, before_it
         was, self._is_memory_kill = self._is_memory_kill, False
         return was
