@@ -111,7 +111,7 @@ def test_each_user_looks_into_its_own_kinds_of_containers(user):
     assert torch.equal(ONE, torch.ones(2))
 
 
-def test_a_record_of_a_batch_is_made_again_and_one_of_a_forward_copied():
+def test_a_batchs_record_is_made_again_and_a_forwards_copied():
     """A batch's class computes its other fields itself; of a forward each field is replaced, as by DDP."""
     made = rebuilt(Record(ONE), lambda one: one + 1, OF_BATCH)
     assert torch.equal(made.made, (ONE + 1) * 10)
