@@ -47,9 +47,9 @@ NEVER = {
 COUNTS = {
     "imports by the kernel of what is outside it": 171,
     "files with one importer and under 120 lines": 27,
-    "functions of more than 60 lines": 19,
-    "functions of nine parameters or more": 22,
-    "files": 495,
+    "functions of more than 60 lines": 16,
+    "functions of nine parameters or more": 21,
+    "files": 499,
 }
 
 

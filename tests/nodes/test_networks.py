@@ -180,7 +180,7 @@ ip -n node1 route add 10.9.0.3/32 via 10.9.0.99 dev end1 onlink
 
 @pytest.mark.whole_run
 def test_two_followers_that_lose_each_other_end_the_run_saved(network, tmp_path, made_once):
-    """No process is to blame, so the line names the machines. With the link mended the same commands finish."""
+    """No process is to blame, so the line names the machines. With the link up again the same commands finish."""
     words = ("--nnodes", 3, "--rdzv-endpoint", "10.9.0.1:29500", "task.pace_s=0.05")
     words += ("recovery.form_timeout_s=5", "recovery.hang_min_s=3")
     folders = [tmp_path / f"machine{number}" for number in range(3)]

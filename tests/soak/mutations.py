@@ -260,7 +260,7 @@ MUTATIONS = (
     _break(
         "compiled-alike", '"automatic_dynamic_shapes": False', '"automatic_dynamic_shapes": True'
     ),
-    _break("compared-before-save", "if self._saving.drop():", "if self._saving.prove():"),
+    _break("compared-before-save", "judge(Trust.UNKNOWN)", "judge(Trust.SOUND)"),
     _break("odd-ones-first", 'self._group.await_notes(f"odd/{step}", comparison.odd)', "pass"),
     _break("left-for-good", "self._state.committed_step = EMPTY_STEP", "pass"),
     _break(
@@ -340,7 +340,7 @@ MUTATIONS = (
     _break("pruned-behind-sound", "entry.manifest is not None and verify(entry) is None", "1"),
     _break("tested-on-a-copy", "path=str(entries[0].path.absolute())", "path=''"),
     # data
-    _break("given-once", "batches = self._take_again(step)", "batches = self._take_new(step)"),
+    _break("given-once", "batches = self._source.given_again(step, self._load_beside)", "pass"),
     _break("same-stand-in", "draw = 0", "draw = len(self._bad)"),
     _break("same-items", "self._warn_of_others(READ_AGAIN)", "pass"),
     _break("stable-order", "_ROUNDS_OF_FEW if size < _FEW else _ROUNDS", "_ROUNDS"),
@@ -372,8 +372,7 @@ MUTATIONS = (
     _break("lease", "or 0 < lease_ns < now_ns", ""),
     _break("lease", "bool(slot.get(Cell.FENCED)) or", ""),
     _break("no-context", "if opened:", "if False:"),
-    _break("same-numbers", "random.setstate(hosts[0])", "pass"),
-    _break("same-numbers", "with torch.random.fork_rng(devices=()):", "if True:"),
+    _break("same-numbers", "with generators_kept():", "if True:"),
     _break("one-traceback", "for stream in (sys.stdout, sys.stderr):", "for stream in ():"),
     _break("groups-held", "_held.setdefault(id(group), group)", "pass"),
     _break("bare-names", "if at is None or part != _wrapped_child(at):", "if True:"),

@@ -1,6 +1,6 @@
 """The journal of ten scripted runs, byte for byte: its names, fields and their order are a public contract.
 
-``python -m tests.supervisor.test_golden_journal`` writes ``golden_journal.jsonl`` anew. A change of that file is a
+``python -m tests.supervisor.test_golden_journal`` writes ``golden_journal.jsonl`` again. A change of that file is a
 change of what readers of events.jsonl depend on. What varies (times of day, ids of runs, this host) is normalised.
 """
 
@@ -239,7 +239,7 @@ def test_the_journal_of_a_scripted_run_is_as_it_was(name, tmp_path):
 
 
 def main():
-    """Write the golden file anew."""
+    """Write the golden file again."""
     with GOLDEN.open("w") as golden:
         for name in RUNS:
             with tempfile.TemporaryDirectory() as folder:
