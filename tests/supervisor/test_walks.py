@@ -10,11 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.supervisor.conftest import simulate  # noqa: F401 - a fixture
 from tests.supervisor.judging import assert_done
 from tests.walks import Walk
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WALKS = {
     "before `train` supervises": 45,
     "before `run` supervises": 45,
@@ -47,7 +46,7 @@ def _files_of_a_repair(simulate):
     return len(quiet.files), len(killed.files)
 
 
-def test_the_walks_of_the_house_are_those_that_are_known(simulate, tmp_path):  # noqa: F811
+def test_the_walks_of_the_house_are_those_that_are_known(simulate, tmp_path):
     """None has become longer; one that has become shorter is written down, also for readers."""
     script = tmp_path / "script.py"
     script.write_text("print('trained')\n")
