@@ -33,7 +33,7 @@ def test_a_run_in_debug_mode_ends_with_the_same_weights(fault_free, tmp_path):
         assert run.wait() == 0, run.console
     assert run.digest == fault_free(2).digest
     of_rank = [line for line in lines_of(run, "rank_0.log") if "DEBUG" in line]
-    for word in ("from the supervisor: Form(", "to the supervisor: Saved(", "buckets of"):
+    for word in ("from the supervisor: Form(", "to the supervisor: CheckpointSaved(", "buckets of"):
         assert any(word in line for line in of_rank), word
     of_supervisor = [line for line in lines_of(run, "supervisor.log") if "DEBUG" in line]
     for word in ("setting:", "WorldFormed(", "CheckpointSaved("):
