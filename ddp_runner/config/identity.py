@@ -38,6 +38,7 @@ GLOBAL_BATCH = "data.batch_size x ranks"
 # Names of settings of the optimizer that act through the learning rate alone.
 RATE_KEYS = tuple(spec.name for spec in known_fields().values() if OF_RATE in spec.notes)
 TOTAL_STEPS = "steps of the run"
+_MODE = "checkpoint.mode"
 TASK_FILE = "the task's file"
 TASK_MODULE = "the task's module "  # and its name: one that the task imports, and nobody installed
 
@@ -74,10 +75,7 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
         written["log.evaluate_interval"] = log.evaluate_interval
         written["log.evaluate_every_steps"] = log.evaluate_every_steps
         written["log.evaluate_batches"] = log.evaluate_batches
-        if settings.checkpoint.mode != "min":  # as files of before it have none
-            written["checkpoint.mode"] = settings.checkpoint.mode
-    if settings.data.stream_end != "wrap":  # as above
-        written["data.stream_end"] = settings.data.stream_end
+        written[_MODE] = settings.checkpoint.mode
     if found.own_task_reads_model:
         written |= {f"model.{name}": v for name, v in sections["model"].items()}  # type: ignore[attr-defined]
     if found.task_file:
@@ -109,6 +107,19 @@ def _as_written(settings: Settings, kind: OnResume) -> dict[str, JsonValue]:
         if spec.on_resume is kind and not spec.is_derived
         if not spec.read_by or settings.run.task in spec.read_by
     }
+
+
+def value_before(old: Mapping[str, object], new: Mapping[str, object], key: str) -> object:
+    """What the recipe ``old`` has as ``key``; where its version had no such setting, that setting's default.
+
+    What only some runs write has not changed where ``old`` lacks it: then it is the value in ``new``.
+    """
+    spec = known_fields().get(key)
+    is_written = spec is not None and not spec.is_derived and spec.on_resume is OnResume.REPORTED
+    is_newer = key == _MODE and "checkpoint.monitor" in old
+    if key in old or spec is None or not (is_written or is_newer):
+        return old.get(key, new[key])
+    return _plain(spec.default)
 
 
 def task_has_changed(old: Mapping[str, object], new: Mapping[str, object]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddp_runner.checkpoint.store import Loaded
-from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS
+from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS, value_before
 from ddp_runner.core.events import TuningChanged
 from ddp_runner.core.settings import OptimSettings, Settings
 from ddp_runner.training.components.layer_plan import in_steps
@@ -120,7 +120,7 @@ def _changed_values(
         for key, before, after in pairs
         if before != after
     ]
-    others = [(key, old.get(key, new[key]), new[key]) for key in new if key not in rates]
+    others = [(key, value_before(old, new, key), new[key]) for key in new if key not in rates]
     if old.get(_UNFREEZE) == new.get(_UNFREEZE) and TOTAL_STEPS in old:
         others.append(("unfreezing", _unfreezing(old), _unfreezing(new)))
     return lines + [

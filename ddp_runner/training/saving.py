@@ -383,6 +383,7 @@ class Saving:
     def facts(self, state: Mapping[str, Any], reason: str) -> CheckpointFacts:
         """What a file with ``state``, captured now, says of itself."""
         step, workload = self._state.committed_step, self._workload
+        monitor = self._state.monitor
         return CheckpointFacts(
             step=step,
             epoch=workload.length.epoch_of(step),
@@ -398,7 +399,7 @@ class Saving:
             start_sha256=start_sha256(state),
             about=about_file(
                 self._state,
-                loss=self._progress.loss,
+                loss=self._progress.loss if monitor.last is None else monitor.last,
                 settings=self._settings_record,
                 monitor=workload.monitor,
                 place=self._settings.stage,

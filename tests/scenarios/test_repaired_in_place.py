@@ -495,3 +495,15 @@ def test_ranks_that_wait_for_the_last_save_are_not_hung(tmp_path):
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
     assert run.summary()["faults"] == []
+
+
+def test_the_final_loss_is_that_of_the_last_step_that_was_applied(tmp_path):
+    """The last step is skipped; a rank that is replaced behind it has not computed its loss."""
+    words = ("--max-steps", 12, "--inject", "nan:rank=1,step=11")
+    killed = ("--inject", "kill:rank=0,step=11,phase=checkpoint")
+    one = finish(tmp_path / "1", *words, task=PLAIN)
+    other = finish(tmp_path / "2", *words, *killed, task=PLAIN)
+    assert skipped_steps(one) == 1
+    assert [fault["kind"] for fault in other.summary()["faults"]] == ["rank_killed"]
+    assert one.digest == other.digest
+    assert other.summary()["final_loss"] == one.summary()["final_loss"] is not None

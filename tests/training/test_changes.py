@@ -10,7 +10,7 @@ import torch
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.training.changes import CHANGES_KEPT
+from ddp_runner.training.changes import CHANGES_KEPT, changes_since
 from ddp_runner.training.resume import load_start, restore_newest
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.workload import build_workload
@@ -175,6 +175,38 @@ def test_what_plateaus_are_judged_by_is_named_where_they_count(tmp_path):
     found = resumed(tmp_path / "1", before=waits, **waits, **judged).changes
     assert found == (line, "log.evaluate_batches 0 -> 2 at step 40")
     assert resumed(tmp_path / "2", **judged).changes == ()
+
+
+@pytest.mark.parametrize("ends", [("wrap", "drop"), ("drop", "wrap")])
+def test_another_end_of_a_stream_is_named(tmp_path, ends):
+    """Ranks then draw other samples from the first shard on that ends early."""
+    before, after = ends
+    found = resumed(tmp_path, before={"data.stream_end": before}, **{"data.stream_end": after})
+    assert found.changes == (f"data.stream_end {before} -> {after} at step 40",)
+
+
+def test_a_setting_that_the_old_version_had_not_is_held_against_its_default(tmp_path):
+    """Files of before ``checkpoint.mode`` and ``data.stream_end`` wrote neither."""
+    newer = {"plateau_patience": 3, "monitor": "train_loss"}
+    store = CheckpointStore(tmp_path, keep_last=3)
+    _, workload, state = build(**newer)
+    unknown = ("checkpoint.mode", "data.stream_end")
+    save(
+        store,
+        workload,
+        state,
+        recipe={k: v for k, v in workload.recipe.items() if k not in unknown},
+    )
+    _, workload, state = build(**newer)
+    loaded = store.load("auto")
+    assert loaded is not None
+    state.restore(loaded.state)
+    assert changes_since(loaded, state, recipe=workload.recipe) == ()
+    now = {**workload.recipe, "checkpoint.mode": "max", "data.stream_end": "drop"}
+    assert set(changes_since(loaded, state, recipe=now)) == {
+        "checkpoint.mode min -> max at step 40",
+        "data.stream_end wrap -> drop at step 40",
+    }
 
 
 def test_a_decay_that_wsd_does_not_come_to_is_no_change(tmp_path):

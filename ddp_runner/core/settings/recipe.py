@@ -151,7 +151,7 @@ class DataSettings:
     """Copy batches to the GPU from pinned host memory. It has no effect on the CPU."""
     loader_timeout_s: Annotated[Above0, CANNOT_MATTER, PER_STAGE] = 60.0
     """Longest wait for one batch, in seconds; then the loader's workers are replaced."""
-    stream_end: Annotated[Literal["wrap", "drop"], REPORTED, DERIVED, PER_STAGE] = "wrap"
+    stream_end: Annotated[Literal["wrap", "drop"], REPORTED, PER_STAGE] = "wrap"
     """Where shards of a stream end early. wrap: who has read all of its own begins again. drop: the epoch ends
     for all ranks at one step; the data must say how long its shards are (lengths)."""
     on_bad_sample: Annotated[Literal["stop", "substitute"], CANNOT_MATTER, PER_STAGE] = "stop"
