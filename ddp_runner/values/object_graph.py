@@ -61,6 +61,7 @@ _HOLDERS = (
     threading.local,  # of this thread, which makes the steps
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
+_BARE = frozenset({list, tuple, dict, collections.deque})  # without attributes, and never opaque
 _PLAIN = (*CONTAINERS, str, bytes, bytearray, int, float, complex)
 _NAMES = (str, int, float, bytes, tuple, type(None))  # what is written alike in all processes
 _INSTALLED = ("site-packages", "dist-packages")
@@ -286,6 +287,8 @@ class _Scan:
     def _in(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         if isinstance(value, _Plain):
             yield from self._entries(value.of, path, depth)
+        elif type(value) in _BARE:  # most of what there is: nothing below need be asked
+            yield from self._entries(value, path, depth)
         elif isinstance(value, functools.partial):
             yield from self._in((value.func, value.args, value.keywords), path, depth)
         elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
