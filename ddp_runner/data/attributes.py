@@ -10,7 +10,6 @@ import re
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
 from datetime import date, timedelta
 from enum import Enum
 from itertools import pairwise
@@ -23,6 +22,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from ddp_runner.values.generators import GENERATOR_TYPES
+from ddp_runner.values.object_graph import Walk
 
 Path = tuple[Any, ...]  # names of attributes, places in lists, keys of dicts
 
@@ -40,27 +40,6 @@ _PASSED_OVER = (  # they do not change, or are trained
 )
 _LIBRARIES = ("site-packages", "dist-packages")
 _STANDARD = sysconfig.get_paths()["stdlib"]
-
-
-def _walked(dataset: Any) -> Iterator[tuple[Path, Any]]:
-    """Path and value of all that hangs on the dataset."""
-    pending: deque[tuple[Path, Any]] = deque([((), dataset)])
-    seen = {id(dataset)}
-    for _ in range(_HOLDERS_MAX):
-        if not pending:
-            return
-        above, holder = pending.popleft()
-        is_object = type(holder) not in _CONTAINERS
-        for key, value in _entries(holder):
-            if isinstance(value, _PASSED_OVER):
-                continue
-            path = (*above, key)
-            if not is_object and isinstance(value, _LEAVES):
-                continue
-            yield path, value
-            if id(value) not in seen and (type(value) in _CONTAINERS or _has_attributes(value)):
-                seen.add(id(value))
-                pending.append((path, value))
 
 
 class CountedReads:
@@ -94,14 +73,22 @@ class CountedReads:
     def _numbers(self) -> dict[Path, int | float]:
         if not _has_attributes(self._dataset):
             return {}
-        return {
-            path: value for path, value in _walked(self._dataset) if type(value) in (int, float)
-        }
+        found = _WALK.over([((), self._dataset)])
+        return {path: value for path, value, _ in found if type(value) in (int, float)}
+
+
+def _inside(above: Path, holder: Any) -> list[tuple[Path, Any]] | None:
+    """What hangs on an object of the data's, or stands in a container; numbers in a container do not count."""
+    if type(holder) in _CONTAINERS:
+        entries = [pair for pair in _entries(holder) if not isinstance(pair[1], _LEAVES)]
+    elif _has_attributes(holder):
+        entries = [*vars(holder).items()]
+    else:
+        return None
+    return [((*above, key), one) for key, one in entries if not isinstance(one, _PASSED_OVER)]
 
 
 def _entries(holder: Any) -> list[tuple[Any, Any]]:
-    if type(holder) not in _CONTAINERS:
-        return list(vars(holder).items())
     if isinstance(holder, (set, frozenset)) or len(holder) > _ENTRIES_LOOKED_INTO_MAX:
         return []
     if not isinstance(holder, dict):
@@ -120,3 +107,6 @@ def _has_attributes(value: Any) -> bool:
     if file is None:
         return type(value).__module__ == "__main__"
     return not file.startswith(_STANDARD) and not any(part in file for part in _LIBRARIES)
+
+
+_WALK = Walk(inside=_inside, breadth_first=True, objects_max=_HOLDERS_MAX)

@@ -118,10 +118,9 @@ class ShardSource(Source[ShareKey]):
     def keys(self, steps: Iterable[int]) -> Iterator[ShareKey]:
         """The share of this rank in each, from the lane whose turn it is."""
         for step in steps:
-            pieces = self.cut.pieces(step)
-            indices = tuple(index for piece in pieces for index in piece.tolist())
+            indices, sizes = self.cut.numbers(step)
             lane, epoch = self._turn(step)
-            yield ShareKey(step, lane, indices, tuple(map(len, pieces)), epoch)
+            yield ShareKey(step, lane, indices, sizes, epoch)
 
     def reader(self) -> ShardReader:
         """From where the lanes are now."""

@@ -54,6 +54,11 @@ class Cut:
         """The same, in micro-batches."""
         return micro_batches(self.share(step), self.micro_batch_size)
 
+    def numbers(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the indices of this rank's samples of ``step`` in a row, and the sizes of its micro-batches."""
+        pieces = self.pieces(step)
+        return tuple(index for piece in pieces for index in piece.tolist()), tuple(map(len, pieces))
+
     @property
     def samples(self) -> int:
         """How many samples of a whole global batch this rank loads."""

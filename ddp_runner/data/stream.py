@@ -180,9 +180,8 @@ class StreamSource(Source[ShareKey]):
     def keys(self, steps: Iterable[int]) -> Iterator[ShareKey]:
         """The share of this rank in each."""
         for step in steps:
-            pieces = self.cut.pieces(step)
-            indices = tuple(index for piece in pieces for index in piece.tolist())
-            yield ShareKey(step, 0, indices, tuple(map(len, pieces)))
+            indices, sizes = self.cut.numbers(step)
+            yield ShareKey(step, 0, indices, sizes)
 
     def reader(self) -> NoReturn:
         """Not for workers."""

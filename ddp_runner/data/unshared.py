@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ddp_runner.values.object_graph import LEAVES, Walk
+
 _CHANGEABLE = (dict, list, set, bytearray, Tensor, np.ndarray)
 _LOOKS = 16  # at batches of a collate function, until it is known to make new ones
 
@@ -43,16 +45,16 @@ class Unshared:
 
 def _share(samples: list[Any], batch: Any, *, besides: Any) -> bool:
     """Whether an object that can be changed, or some memory, is part of both."""
-    objects, regions = set(), []
+    objects, regions = set(), set()
     for value in _parts(samples):
         objects.add(id(value))
-        regions += _region(value)
+        regions.update(_region(value))
     objects -= {id(besides)}
-    of_batch = []
+    of_batch = set()
     for value in _parts(batch):
         if value is not besides and id(value) in objects:
             return True
-        of_batch += _region(value)
+        of_batch.update(_region(value))
     return any(
         begin < other_end and other < end for begin, end in of_batch for other, other_end in regions
     )
@@ -60,20 +62,22 @@ def _share(samples: list[Any], batch: Any, *, besides: Any) -> bool:
 
 def _parts(value: Any) -> Iterator[Any]:
     """Everything in it that can be changed."""
-    pending, seen = [value], set()
-    while pending:
-        one = pending.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, dict):
-            pending += one.values()
-        elif isinstance(one, (list, tuple)):
-            pending += one
-        if isinstance(one, _CHANGEABLE) or (
-            hasattr(one, "__dict__") and not isinstance(one, (type, Enum)) and not callable(one)
-        ):
-            yield one
+    return (one for _, one, _ in _WALK.over([(None, value)]) if _may_change(one))
+
+
+def _inside(_path: None, value: Any) -> list[tuple[None, Any]] | None:
+    """The entries of a list, tuple or dict, without numbers and texts; an object's attributes are the object's."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return None
+    return [(None, one) for one in value if type(one) not in LEAVES]
+
+
+def _may_change(value: Any) -> bool:
+    return isinstance(value, _CHANGEABLE) or (
+        hasattr(value, "__dict__") and not isinstance(value, (type, Enum)) and not callable(value)
+    )
 
 
 def _region(value: Any) -> list[tuple[int, int]]:
@@ -91,3 +95,6 @@ def _region(value: Any) -> list[tuple[int, int]]:
     else:
         return []
     return [(begin, begin + size)] if size else []
+
+
+_WALK = Walk(inside=_inside)

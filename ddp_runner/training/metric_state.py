@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ddp_runner.training.exactness.kept_kinds import Kept
 from ddp_runner.training.exactness.values import kept_of
+from ddp_runner.values.object_graph import Walk, attributes_of
 
 METHODS = ("reset", "update", "compute")
-_OF_MODULES = frozenset(vars(nn.Module()))
 Sum = Tensor | int | float
 Parts = list[Tensor]  # of a state that is not summed: one rank's tensor, or its list of them
 State = Sum | Parts
@@ -101,9 +101,8 @@ class MetricState:
                 for key, reduction in declared.items():
                     yield f"{prefix}{key}", getattr(one, key), reduction
                 continue
-            for key, value in vars(one).items():
-                if not (isinstance(one, nn.Module) and key in _OF_MODULES):
-                    yield f"{prefix}{key}", value, None
+            for key, value in attributes_of(one).items():
+                yield f"{prefix}{key}", value, None
             if isinstance(one, nn.Module):
                 for key, buffer in one.named_buffers(recurse=False):
                     yield f"{prefix}{key}", buffer, None
@@ -204,27 +203,26 @@ def _is_metric(value: object) -> bool:
 
 def _owners(of: Any) -> dict[str, Any]:
     """The object, and the modules and metric objects in it, by path."""
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-    pending: list[tuple[str, Any]] = [("", of)]
-    while pending:
-        path, one = pending.pop(0)
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        found[path] = one
-        prefix = f"{path}." if path else ""
-        if isinstance(one, nn.Module):
-            pending += [(f"{prefix}{name}", child) for name, child in one.named_children()]
-        for key, value in vars(one).items():
+    return {path: one for path, one, _ in _WALK.over([("", of)])}
+
+
+def _inside(path: str, one: Any) -> Iterator[tuple[str, Any]]:
+    """The modules and metric objects that an object holds, also those in its lists and dicts."""
+    prefix = f"{path}." if path else ""
+    if isinstance(one, nn.Module):
+        for name, child in one.named_children():
+            yield f"{prefix}{name}", child
+    for key, value in attributes_of(one).items():
+        if _is_metric(value):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, (dict, list, tuple)):
             inner = value.values() if isinstance(value, dict) else value
-            if _is_metric(value):
-                pending.append((f"{prefix}{key}", value))
-            elif isinstance(value, (dict, list, tuple)) and key not in _OF_MODULES:
-                pending += [
-                    (f"{prefix}{key}[{n}]", x) for n, x in enumerate(inner) if _is_metric(x)
-                ]
-    return found
+            for number, entry in enumerate(inner):
+                if _is_metric(entry):
+                    yield f"{prefix}{key}[{number}]", entry
+
+
+_WALK = Walk(inside=_inside, breadth_first=True)
 
 
 def _is_summed(value: object) -> bool:

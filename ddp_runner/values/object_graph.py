@@ -1,8 +1,11 @@
-"""What an object holds, whatever kind of object it is: read, written, and followed to what is inside.
+"""The one walker of object graphs, and what an object holds, whatever kind of object it is.
 
-Attributes in ``__dict__`` and in ``__slots__``, those of a class of the user's, and what a function keeps: the
-variables of the one around it, its attributes, its defaults. Libraries' objects are looked into as well, except
-for those of torch, numpy and the like, whose attributes are their own business. Decides nothing about what is kept.
+:class:`Walk` is the walker: who uses it says what a value holds, which limits there are, and how paths are made.
+
+:func:`attributes_of` reads attributes in ``__dict__`` and in ``__slots__``, those of a class of the user's, and what a
+function keeps: the variables of the one around it, its attributes, its defaults. :func:`state_in` is the rule for a
+walk over all state that a step may change. It looks into libraries' objects as well, except for those of torch, numpy
+and the like, whose attributes are their own business. This module decides nothing about what is kept.
 """
 
 from __future__ import annotations
@@ -13,17 +16,22 @@ import contextlib
 import enum
 import functools
 import io
+import itertools
 import queue
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.utils.data import Dataset
 
+CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+# Types of values that hold no others.
+LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 CONTAINERS_DEEP = 20  # one in another
 SCANNED_MAX = 10_000  # entries of all containers of one attribute, as values.SEEN_NODES_MAX
 OBJECTS_MAX = 1_000  # among them
@@ -53,14 +61,76 @@ _HOLDERS = (
     threading.local,  # of this thread, which makes the steps
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
-_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
-_PLAIN = (*_CONTAINERS, str, bytes, bytearray, int, float, complex)
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
+_BARE = frozenset({list, tuple, dict, collections.deque})  # without attributes, and never opaque
+_PLAIN = (*CONTAINERS, str, bytes, bytearray, int, float, complex)
 _NAMES = (str, int, float, bytes, tuple, type(None))  # what is written alike in all processes
 _INSTALLED = ("site-packages", "dist-packages")
 _BEFORE_STEPS = ("build_model", "build_datasets", "__init__")
 _DEFAULTS = ("__defaults__", "__kwdefaults__")
 _T = TypeVar("_T")
+
+
+class Reach(enum.Enum):
+    """How far a walk goes at a value."""
+
+    LEAF = "it is not looked into"
+    ENTERED = "the walk goes on to what it holds"
+    PASSED = "the same, and it does not count towards the limit"
+    LEFT = "a limit keeps the walk from what it holds"
+
+
+class Found(NamedTuple):
+    """A value that a walk has come to."""
+
+    path: Any  # as ``inside`` has made it
+    value: Any
+    reach: Reach
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """The rules of a walk over values that hold each other.
+
+    ``inside(path, value)``: a pair of path and value for each one that ``value`` holds, or None for a leaf. A walk
+    goes into a value once, and yields it by the path that has led there first; it yields a leaf by each of its paths.
+
+    ``objects_max``: the most values that a walk goes into, of those that ``counts`` is true of. ``depth_max``: the most
+    steps from a root to a value that it goes into. ``without``: ids of values that it neither yields nor goes into.
+
+    The value that was found last comes next, so roots come from the last to the first. With ``breadth_first`` the
+    value that was found first comes next.
+    """
+
+    inside: Callable[[Any, Any], Iterable[tuple[Any, Any]] | None]
+    breadth_first: bool = False
+    objects_max: int = sys.maxsize
+    counts: Callable[[Any], bool] | None = None  # None: all of them
+    depth_max: int = sys.maxsize
+    without: Container[int] = frozenset()
+
+    def over(self, roots: Iterable[tuple[Any, Any]]) -> Iterator[Found]:
+        """Yield what can be reached from ``roots``, pairs of path and value, and these too."""
+        pending = collections.deque((path, value, 0) for path, value in roots)
+        take = pending.popleft if self.breadth_first else pending.pop
+        inside, counts, without = self.inside, self.counts, self.without
+        known: dict[int, Any] = {}  # by id, which no other value can get while this one is here
+        left = self.objects_max
+        while pending:
+            path, value, depth = take()
+            if id(value) in known or id(value) in without:
+                continue
+            parts = inside(path, value)
+            if parts is None:
+                yield Found(path, value, Reach.LEAF)
+                continue
+            known[id(value)] = value
+            if left <= 0 or depth > self.depth_max:
+                yield Found(path, value, Reach.LEFT)
+                continue
+            is_counted = counts is None or counts(value)
+            left -= is_counted
+            yield Found(path, value, Reach.ENTERED if is_counted else Reach.PASSED)
+            pending += [(where, one, depth + 1) for where, one in parts]
 
 
 def _once_a_kind(judge: Callable[[type], _T]) -> Callable[[type], _T]:
@@ -155,6 +225,18 @@ def _may_be_opaque(kind: type) -> bool:
     return not (isinstance(advance, types.FunctionType) and _is_users(kind))
 
 
+def state_in(path: str, at: Any) -> Iterator[tuple[str, Any]] | None:
+    """What :class:`Walk` finds inside a user's object: other objects that may change, and classes of the user's.
+
+    None for a :class:`Closed` one, and for one that :func:`is_opaque`.
+    """
+    if isinstance(at, Closed) or is_opaque(at):
+        return None
+    return itertools.chain(
+        ((kind.__qualname__, kind) for kind in own_classes(at)), objects_in(at, path)
+    )
+
+
 def objects_in(at: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The objects in attributes of ``at``, also in its lists and dicts, whose attributes may change.
 
@@ -165,9 +247,9 @@ def objects_in(at: Any, path: str) -> Iterator[tuple[str, Any]]:
             if module is not None:
                 yield f"{path}.{key}", module
     for key, value in attributes_of(at).items():
-        if type(value) not in _LEAVES:
+        if type(value) not in LEAVES:
             yield from _Scan().objects(value, f"{path}.{key}")
-    if isinstance(at, _CONTAINERS):  # one with attributes of its own
+    if isinstance(at, CONTAINERS):  # one with attributes of its own
         yield from _Scan().objects(_Plain(at), path)
     yield from _code_in(at, path)
 
@@ -205,6 +287,8 @@ class _Scan:
     def _in(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         if isinstance(value, _Plain):
             yield from self._entries(value.of, path, depth)
+        elif type(value) in _BARE:  # most of what there is: nothing below need be asked
+            yield from self._entries(value, path, depth)
         elif isinstance(value, functools.partial):
             yield from self._in((value.func, value.args, value.keywords), path, depth)
         elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
@@ -213,18 +297,18 @@ class _Scan:
             yield from self._in(value.__func__, path, depth)
         elif _is_walked(value) or is_opaque(value):
             yield path, value
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, CONTAINERS):
             yield from self._entries(value, path, depth)
         elif isinstance(value, types.MappingProxyType):
             yield from self._in(dict(value), path, depth)
 
     def _entries(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-        kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+        kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
         length = kind.__len__(value)
         if length > LONG:
             return  # then the whole attribute is known by a trace, with all that is in it
         inner = dict.values(value) if kind is dict else kind.__iter__(value)
-        if set(map(type, inner)) <= _LEAVES:
+        if set(map(type, inner)) <= LEAVES:
             return
         self._left -= length
         if depth >= CONTAINERS_DEEP:
@@ -241,7 +325,7 @@ class _Scan:
         else:
             pairs = enumerate(kind.__iter__(value))
         for place, one in pairs:
-            if type(one) not in _LEAVES:
+            if type(one) not in LEAVES:
                 yield from self._in(one, f"{path}[{place!r}]", depth + 1)
 
 
@@ -398,7 +482,7 @@ def _of_function(function: types.FunctionType) -> dict[str, Any]:
     for name in _DEFAULTS:
         held = getattr(function, name) or ()
         values = held.values() if isinstance(held, dict) else held
-        if not set(map(type, values)) <= _LEAVES:
+        if not set(map(type, values)) <= LEAVES:
             found[name] = held
     wrapped = vars(function).get("__wrapped__")
     if wrapped is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,7 @@ from ddp_runner.core.messages import DrillPart
 from ddp_runner.system.run_files import temporary_path
 from ddp_runner.training.exactness import drill_notes
 from ddp_runner.training.exactness.drill_notes import Drills
-from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
+from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes, batch_hash
 from tests.checkpoint.states import facts_of
 from tests.processes import poll
 from tests.training.building import CPU, build_state, make_slot
@@ -111,6 +113,23 @@ def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
     record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
     assert (record["rank"], record["world_size"]) == (0, 1)
     assert OwnShare.from_record(record["share"]).gradients == {}
+
+
+@dataclass
+class Batch:
+    inputs: torch.Tensor
+    names: list[str]
+
+
+def test_samples_are_compared_in_containers_of_every_kind():
+    """By their tensors, in order; texts are not compared."""
+    one, other = torch.ones(2), torch.zeros(2)
+    rows = [[one, other], {"a": one, "b": [other]}, UserDict(a=one, b=(other,))]
+    alike = {batch_hash(row) for row in rows}
+    assert len(alike) == 1
+    assert batch_hash([other, one]) not in alike
+    assert batch_hash(Batch(one, ["a"])) == batch_hash(Batch(one, ["b"])) == batch_hash([one])
+    assert batch_hash(Batch(other, ["a"])) != batch_hash(Batch(one, ["a"]))
 
 
 def test_who_waited_before_the_state_changes_still_does(tmp_path):

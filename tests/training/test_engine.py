@@ -39,14 +39,14 @@ class BreakingTask(test_session.Task):
     def loss(self, model, batch):
         loss = super().loss(model, batch)
         if model.training == self._training and next(self._seen) == self._at:
-            self._break(loss)
+            self._break(loss, batch)
         return loss
 
-    def _break(self, loss):
+    def _break(self, loss, batch):
         if self._what == "Ctrl-C":
             raise KeyboardInterrupt
         activations = torch.ones(1000)
-        _held.extend((weakref.ref(loss), weakref.ref(activations)))
+        _held.extend(map(weakref.ref, (loss, activations, *batch)))
         try:
             self._break_inside(activations * 2)
         except ValueError as error:
@@ -133,11 +133,11 @@ def test_a_rank_empties_its_device_cache_before_it_forms_again(tmp_path):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_step_that_broke_holds_nothing_when_its_fault_is_reported(tmp_path, training):
-    """Neither the frames of its error nor those of the error's cause, though both still are there."""
+    """Neither its batch nor the frames of its error and of the error's cause, though loop and errors still are there."""
     *_, (held, alive) = train(
         tmp_path, at=5 if training else 2, what="a mistake", training=training
     )
-    assert (held, alive) == (3, [0])
+    assert (held, alive) == (5, [0])
 
 
 def _interrupted(me, config):

@@ -146,6 +146,24 @@ class Keeping(Confusion):
         self.scores.append(found)
 
 
+class Slotted:
+    """Counts, in slots."""
+
+    __slots__ = ("samples",)
+
+    def __init__(self):
+        self.samples = 0
+
+    def reset(self):
+        self.samples = 0
+
+    def update(self, found, labels):
+        self.samples += len(labels)
+
+    def compute(self):
+        return self.samples
+
+
 class Classifier:
     """The part of a task that is used here."""
 
@@ -165,6 +183,7 @@ class Classifier:
             "nested": scores[:, 0],
             "declaring": (found, labels),
             "ordered": scores[:, 0],
+            "slotted": (found, labels),
         }
         return {
             name: one for name, one in given.items() if name == "accuracy" or name in self._objects
@@ -177,6 +196,7 @@ KINDS = {
     "nested": Nested,
     "declaring": Declaring,
     "ordered": Ordered,
+    "slotted": Slotted,
 }
 
 
@@ -261,6 +281,7 @@ def by_hand(samples):
         "score": score,
         "nested": score,
         "declaring": float(hits.sum()),
+        "slotted": samples,
         "ordered_top": float(scores[:, 0].max()),
         "ordered_low": float(scores[:, 0].min()),
         "ordered_median": float(scores[:, 0].median()),
@@ -270,7 +291,7 @@ def by_hand(samples):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("samples", [4, 7, 23])
 def test_ranks_measure_what_one_plain_loop_does(world, samples):
-    """Sums, tensors that are made late, buffers with a begin, numbers; also where a rank has nothing."""
+    """Sums, tensors that are made late, buffers with a begin, numbers, slots; also where a rank has nothing."""
     batches = batches_of(samples)
     answers = measured(Classifier(**KINDS), [batches[rank::world] for rank in range(world)])
     assert all(one == answers[0] for one in answers)

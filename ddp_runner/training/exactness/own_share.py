@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.state import TrainState
+from ddp_runner.values.nested import IN_BATCH, tensors_in
 
 _OF_ZEROS = "0" * 16  # as a bucket has it where there was no gradient
 
@@ -95,14 +96,10 @@ def first_difference(one: OwnShare, other: OwnShare, *, names: Sequence[str]) ->
 
 def batch_hash(batch: Any) -> str:
     """16 hex digits over the tensors in ``batch``, in their order; of other things, nothing."""
-    found: list[str] = []
-    pending = [batch]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
-            found.append(tensor_hash(value.resolve_conj().resolve_neg()))
-        elif isinstance(value, Mapping):
-            pending += value.values()
-        elif isinstance(value, (list, tuple)):
-            pending += value
-    return combined(found)
+    return combined(
+        [
+            tensor_hash(one.resolve_conj().resolve_neg())
+            for one in tensors_in(batch, IN_BATCH)
+            if one.layout is torch.strided and not one.is_nested
+        ]
+    )

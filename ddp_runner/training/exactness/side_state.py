@@ -30,11 +30,11 @@ from ddp_runner.training.exactness.values import (
 )
 from ddp_runner.values.object_graph import (
     Closed,
+    Reach,
+    Walk,
     attributes_of,
-    is_opaque,
-    objects_in,
-    own_classes,
     remove_attribute,
+    state_in,
     write_attribute,
 )
 
@@ -450,9 +450,44 @@ class SideState:
 
     def _walk(self) -> dict[str, _Owner]:
         """Every object that is looked at, by its path."""
+        owners, modules = self._owners_of_model()
+        roots = [(self._root_name, self._task)] if self._task is not None else []
+        roots += [(one.path, one.of) for one in owners.values()]
+        walk = Walk(
+            inside=state_in,
+            counts=lambda at: id(at) not in modules and not _keeps_nothing(at),
+            objects_max=OWNERS_MAX,
+            depth_max=DEPTH_MAX,
+            without=self._apart,
+        )
+        closed: dict[str, Any] = {}
+        functions: dict[str, FunctionType] = {}
+        left: list[Any] = []
+        for path, at, reach in walk.over(roots):
+            if reach is Reach.LEAF:
+                inner = at.value if isinstance(at, Closed) else at
+                closed[f"{path} ({type(inner).__name__})"] = inner
+            elif reach is Reach.LEFT:
+                left.append(at)
+                self._left_name = self._left_name or path
+            elif reach is Reach.ENTERED:
+                name = _free(path, owners)
+                owners[name] = _Owner(name, at, is_models=False)
+            elif type(at) is FunctionType:
+                functions[path] = at
+        if left:
+            if [*map(id, left)] == [*map(id, self._left)]:
+                left = self._left
+            self._left = left
+            closed[f"{self._left_name} and other objects"] = left
+        self._closed, self._functions = closed, functions
+        return owners
+
+    def _owners_of_model(self) -> tuple[dict[str, _Owner], set[int]]:
+        """Return the model's modules, by path, and their ids; note what is the model's own state."""
         own: set[int] = {id(one) for one in self._model.parameters()}
         owners: dict[str, _Owner] = {}
-        seen: set[int] = set()
+        modules: set[int] = set()
         bare_of = bare_names(self._model)
         for path, module in self._model.named_modules():
             unsaved = module._non_persistent_buffers_set  # noqa: SLF001
@@ -461,42 +496,9 @@ class SideState:
             bare = bare_of(path)
             name = f"model.{bare}" if bare else "model"
             owners.setdefault(name, _Owner(name, module, is_models=True))
-            seen.add(id(module))
-        modules = len(owners)
-        roots = [(self._root_name, self._task, 0)] if self._task is not None else []
-        pending = roots + [(o.path, o.of, 0) for o in owners.values()]
-        is_walked: set[int] = set()
-        closed: dict[str, Any] = {}
-        functions: dict[str, FunctionType] = {}
-        left: list[Any] = []
-        while pending:
-            path, at, depth = pending.pop()
-            if id(at) in is_walked or id(at) in self._apart:
-                continue
-            if isinstance(at, Closed) or is_opaque(at):
-                inner = at.value if isinstance(at, Closed) else at
-                closed[f"{path} ({type(inner).__name__})"] = inner
-                continue
-            is_walked.add(id(at))
-            if len(owners) - modules >= OWNERS_MAX or depth > DEPTH_MAX:
-                left.append(at)
-                self._left_name = self._left_name or path
-                continue
-            if type(at) is FunctionType and not attributes_of(at):
-                functions[path] = at
-            elif id(at) not in seen:
-                name = _free(path, owners)
-                owners[name] = _Owner(name, at, is_models=False)
-            pending += [(k.__qualname__, k, depth + 1) for k in own_classes(at)]
-            pending += [(where, inner, depth + 1) for where, inner in objects_in(at, path)]
-        if left:
-            if [*map(id, left)] == [*map(id, self._left)]:
-                left = self._left
-            self._left = left
-            closed[f"{self._left_name} and other objects"] = left
-        self._closed, self._functions = closed, functions
+            modules.add(id(module))
         self._own = frozenset(own)
-        return owners
+        return owners, modules
 
     def _note_used(self, *, whole: bool = False) -> None:
         """See which of what is not looked into is no longer as it was built."""
@@ -507,6 +509,11 @@ class SideState:
                 if trace is None or not trace.is_of(value, whole=whole):
                     self.opaque.append(name)
         self.opaque.sort()
+
+
+def _keeps_nothing(at: Any) -> bool:
+    """Whether it is a function that nothing is kept in so far."""
+    return type(at) is FunctionType and not attributes_of(at)
 
 
 def _free(path: str, owners: Mapping[str, _Owner]) -> str:

@@ -2,6 +2,9 @@
 
 Of much, hashes of its pieces: all are compared where there is time, else the next ones at each look. Of an
 iterator, its position where that can be read without moving it. Calls no method of a user's own class.
+
+This module does not use ``object_graph.Walk``: it hashes pieces of 500 entries in their order, numbers and texts too,
+stops in the middle of a list of a million entries, and continues there at the next look.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import itertools
 import operator
 import types
 from array import array
-from collections import deque
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -23,14 +25,12 @@ from torch import Tensor
 
 from ddp_runner.training.exactness.kept_kinds import GeneratorState
 from ddp_runner.values.generators import generator_kind
-from ddp_runner.values.object_graph import attributes_of
+from ddp_runner.values.object_graph import CONTAINERS, LEAVES, attributes_of
 
 _COST_OF_A_LOOK, _COST_AT_ONCE = 1_500, 250_000  # of objects, about 5 us each
 _PIECE, _PIECE_BYTES = 500, 1024 * 1024
 _NUMBERS_FOR_ONE = 50  # that cost what an object does
 _BYTES_FOR_ONE = 5_000
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _COUNTED: tuple[Any, ...] = (
     type(iter([])),
     type(iter(())),
@@ -102,14 +102,14 @@ def _position(value: Any) -> Any:  # noqa: PLR0911 - one return a type
 def _pieces_of(value: Any) -> Iterator[tuple[int, int]]:
     """A hash of each piece, and what it costs to make; objects by what their attributes hold."""
     seen: set[int] = set()
-    is_plain = type(value) in _CONTAINERS  # then it may be another list of the same things
+    is_plain = type(value) in CONTAINERS  # then it may be another list of the same things
     pending: list[Iterator[Any]] = [_within(value) if is_plain else iter([value])]
     while pending:
         piece = [*itertools.islice(pending[-1], _PIECE)]
         if not piece:
             pending.pop()
             continue
-        if set(map(type, piece)) <= _LEAVES:
+        if set(map(type, piece)) <= LEAVES:
             yield hash(tuple(piece)), 1 + len(piece) // _NUMBERS_FOR_ONE
             continue
         found: list[Any] = []
@@ -133,14 +133,14 @@ def _pieces_of(value: Any) -> Iterator[tuple[int, int]]:
 def _flat(one: Any) -> tuple[Any, ...] | None:
     """What stands for a number, a tensor, or a short row of numbers, of which there may be a million; else None."""
     kind = type(one)
-    if kind in _LEAVES:
+    if kind in LEAVES:
         return (one,)
     if issubclass(kind, Tensor):  # isinstance() would ask the object
         place = one.data_ptr() if one.layout is torch.strided else 0
         return id(one), one._version, place  # noqa: SLF001 - as autograd
     if kind not in (tuple, list, dict) or len(one) > _PIECE:
         return None
-    if not set(map(type, one.values() if kind is dict else one)) <= _LEAVES:
+    if not set(map(type, one.values() if kind is dict else one)) <= LEAVES:
         return None
     return id(one), *(one.items() if kind is dict else one)
 
@@ -158,7 +158,7 @@ def _within(one: Any) -> Iterator[Any]:
     """A dict's keys and values, a list's entries, an object's attributes; where a generator stands."""
     if name := generator_kind(one):
         return iter([repr(GeneratorState.of(name, one).digest())])
-    for kind in _CONTAINERS:
+    for kind in CONTAINERS:
         if issubclass(type(one), kind):
             pairs = kind is dict
             return itertools.chain.from_iterable(dict.items(one)) if pairs else kind.__iter__(one)

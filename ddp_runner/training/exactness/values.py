@@ -44,6 +44,7 @@ from ddp_runner.training.exactness.kept_kinds import (
 )
 from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.values.generators import generator_kind
+from ddp_runner.values.object_graph import LEAVES
 from ddp_runner.values.plain import from_plain
 
 ENTRIES_MAX = 100_000  # of one list or dict that is kept
@@ -51,7 +52,6 @@ NODES_MAX = 250_000  # of what is kept under one name, numbers in a list of numb
 SEEN_NODES_MAX = 10_000  # the same of what is only looked at
 ARRAY_BYTES_MAX = 128 * 1024 * 1024
 _SEEN_ARRAY_BYTES_MAX = 16 * 1024 * 1024
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SET, _DEQUE = "ddp_runner:set", "ddp_runner:deque"
 _PAIRS, _STATEFUL = "ddp_runner:pairs", "ddp_runner:state_dict"
 _OBJECTS, _SHELL, _SHARED = "ddp_runner:objects", "ddp_runner:shell", "ddp_runner:shared"
@@ -345,7 +345,7 @@ class _Keeping:
         return self._has_objects and self._with_contents and self._left < NODES_MAX - SEEN_NODES_MAX
 
     def keep(self, value: Any, before: Kept | None) -> Kept:
-        if type(value) in _LEAVES or issubclass(type(value), (np.generic, Enum)):
+        if type(value) in LEAVES or issubclass(type(value), (np.generic, Enum)):
             return Member(value) if isinstance(value, Enum) else Leaf(value)
         if self._skipped(value) or id(value) in self._open:  # which holds itself
             return Kept(value)
@@ -401,7 +401,7 @@ class _Keeping:
         maxlen = getattr(value, "maxlen", None)
         if _size(value) > ENTRIES_MAX:
             raise _TooMuchError
-        if isinstance(value, (list, deque)) and set(map(type, _entries(value))) <= _LEAVES:
+        if isinstance(value, (list, deque)) and set(map(type, _entries(value))) <= LEAVES:
             return _Numbers(type(value), tuple(_entries(value)), maxlen=maxlen)
         self._count(_size(value))
         had = before.items if isinstance(before, _Sequence) else []
@@ -525,7 +525,7 @@ def _entries(container: Any) -> Iterator[Any]:
 def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
     """Whether they are the same objects, or numbers and texts that are alike."""
     return all(
-        one is other or (type(one) is type(other) and type(one) in _LEAVES and one == other)
+        one is other or (type(one) is type(other) and type(one) in LEAVES and one == other)
         for one, other in zip(values, others, strict=False)
     )
 
