@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ import tempfile
 from array import array
 from pathlib import Path
 
+from ddp_runner import start
 from ddp_runner.core.script import ZYGOTE_OF_SCRIPTS
 from ddp_runner.system import parent_death
 from tests.huge_pages import use_huge_pages
@@ -51,9 +53,9 @@ class Launcher:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="launcher_")
-        self._path = str(Path(self._folder.name) / "socket")
+        self.path = str(Path(self._folder.name) / "socket")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ready", self._path, str(os.getpid())],
+            [sys.executable, "-m", "tests.ready", self.path, str(os.getpid())],
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, **_ROOM},
             stdout=subprocess.PIPE,
@@ -71,7 +73,7 @@ class Launcher:
     def start(self, words, *, cwd, output, env):
         """The command with these words, as ``subprocess.Popen`` would start it."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.connect(self._path)
+        link.connect(self.path)
         asked = json.dumps({"words": words, "cwd": str(cwd), "env": env}).encode()
         fds = array("i", [output.fileno()]).tobytes()
         link.sendmsg(
@@ -118,6 +120,15 @@ def shared() -> Launcher:
     return _shared[0]
 
 
+def environment() -> dict[str, str]:
+    """Variables for a command or a program that starts launches of its own: these are forks, too.
+
+    The command itself is one where it is started by an interpreter that has them. See tests/forked.
+    """
+    path = f"{ROOT / 'tests' / 'forked'}{os.pathsep}{ROOT}"
+    return {"PYTHONPATH": path, "TESTS_READY": shared().path}
+
+
 def _received(link, size):
     data = b""
     while len(data) < size:
@@ -155,25 +166,37 @@ def _serve(path: str) -> None:
 def _keep(link) -> None:
     """Start one launch, report its pid, and, once it has ended, how."""
     size, [(_, _, fds)], _, _ = link.recvmsg(4, socket.CMSG_SPACE(4))
-    (output,) = array("i", fds)
+    outputs = array("i", fds)
     asked = json.loads(_received(link, int.from_bytes(size, "little")))
     pid = os.fork()
     if pid == 0:
         link.close()
-        _launch(asked, output)
-    os.close(output)
+        _launch(asked, outputs)
+    for number in outputs:
+        os.close(number)
     link.sendall(pid.to_bytes(4, "little"))
+    if asked.get("is_bound"):
+        _end_with(link, pid)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(OSError):
         link.sendall(status.to_bytes(4, "little"))
     os._exit(0)
 
 
-def _launch(asked, output) -> None:
+def _end_with(link, pid) -> None:
+    """Wait until it ends; kill it if who asked for it has ended before."""
+    ended = os.pidfd_open(pid)
+    readable, _, _ = select.select([link, ended], [], [])
+    if ended not in readable:
+        os.kill(pid, signal.SIGKILL)
+    os.close(ended)
+
+
+def _launch(asked, outputs) -> None:
     """Be the command. Its zygote waits, as a child that knows nothing, for what it is to be."""
     os.setsid()
     os.chdir(asked["cwd"])
-    _become(asked["env"], output)
+    _become(asked["env"], outputs)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     supervisor_pid = os.getpid()
     zygote_pid = os.fork()
@@ -200,18 +223,19 @@ def _launch(asked, output) -> None:
         os._exit(code)
 
 
-def _become(environment, output) -> None:
-    """Have another process's environment, also in the eyes of others, and write to ``output``."""
+def _become(environment, outputs) -> None:
+    """Have another process's environment, also in the eyes of others, and write to one output or to two."""
     os.environ.clear()
     _show(environment)
     os.environ.update(environment)
     tempfile.tempdir = None
+    start.clean_search_path()
     null = os.open(os.devnull, os.O_RDONLY)
-    for number, stream in enumerate((null, output, output)):
+    for number, stream in enumerate((null, outputs[0], outputs[-1])):
         os.dup2(stream, number)
-    os.close(null)
-    if output > 2:
-        os.close(output)
+    for number in {null, *outputs}:
+        if number > 2:
+            os.close(number)
 
 
 def _show(environment) -> None:
@@ -234,7 +258,7 @@ def _be_zygote(link, supervisor_pid) -> None:
     link.close()
     asked = json.loads(message)
     os.setsid()
-    _become(asked["env"], output)
+    _become(asked["env"], [output])
     # Which torch has read already, as it stood in the launcher's environment.
     sys.modules["torch"].set_num_threads(int(asked["env"]["OMP_NUM_THREADS"]))
     sys.argv = ["zygote", str(channel), *asked["arguments"][1:]]

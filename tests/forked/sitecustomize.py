@@ -1,0 +1,64 @@
+"""Hands a launch that a command or a program starts over to tests.ready, and stands in its place.
+
+It is on the ``PYTHONPATH`` that ``tests.ready.environment()`` gives. The command that runs is a fork which has
+imported torch; this process passes its signals on, ends as it ends, and takes it along if it is killed.
+"""
+
+import os
+import sys
+
+
+def _words():
+    """Return the words of the launch that this interpreter was started for; None for anything else."""
+    given = sys.orig_argv[1:]
+    if given[:2] == ["-m", "ddp_runner"]:
+        words = given[2:]
+    elif given[:1] == ["-c"] and given[1].endswith("sys.exit(main(sys.argv[2:]))"):  # launch()
+        words = given[3:]
+    elif given[1:2] == ["ddp_runner.__main__"] and given[0].endswith("start.py"):
+        words = given[2:]
+    else:
+        return None
+    return None if words[:1] in (["page"], ["docs"]) else words
+
+
+def _stand_for(words, path):
+    import json
+    import signal
+    import socket
+    from array import array
+
+    pid, waiting = 0, []
+
+    def pass_on(number, frame):
+        if pid:
+            os.kill(pid, number)
+        else:
+            waiting.append(number)
+
+    passed = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    for number in passed:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link.connect(path)
+    asked = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ), "is_bound": True}
+    text = json.dumps(asked).encode()
+    link.sendmsg(
+        [len(text).to_bytes(4, "little")],
+        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [1, 2]).tobytes())],
+    )
+    link.sendall(text)
+    pid = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")
+    for number in waiting:
+        os.kill(pid, number)
+    status = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if (_path := os.environ.get("TESTS_READY")) and (_asked := _words()) is not None:
+    _stand_for(_asked, _path)
