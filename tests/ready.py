@@ -120,12 +120,13 @@ def shared() -> Launcher:
     return _shared[0]
 
 
-def environment() -> dict[str, str]:
+def environment(imports: str = str(ROOT)) -> dict[str, str]:
     """Variables for a command or a program that starts launches of its own: these are forks, too.
 
     The command itself is one where it is started by an interpreter that has them. See tests/forked.
+    ``imports``: what is on its path beside.
     """
-    path = f"{ROOT / 'tests' / 'forked'}{os.pathsep}{ROOT}"
+    path = f"{ROOT / 'tests' / 'forked'}{os.pathsep}{imports}"
     return {"PYTHONPATH": path, "TESTS_READY": shared().path}
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,8 @@ from ddp_runner.cli.find_learning_rate import Range, range_of
 from ddp_runner.cli.finding import split_off_finding
 from ddp_runner.cli.launch import launch
 from ddp_runner.core.errors import BadInputError
+from tests import ready
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
 # Texts of one length.
 GREEDY = """
@@ -93,7 +92,7 @@ def start(tmp_path):
             cwd=work,
             env={
                 **os.environ,
-                "PYTHONPATH": str(ROOT),
+                **ready.environment(),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "TMPDIR": str(tmp_path / "folders"),
                 "HOME": str(tmp_path),

@@ -42,7 +42,7 @@ def _stand_for(words, path):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.connect(path)
-    asked = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ), "is_bound": True}
+    asked = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ), "is_bound": True}  # noqa: PTH109 - imports little
     text = json.dumps(asked).encode()
     link.sendmsg(
         [len(text).to_bytes(4, "little")],
