@@ -15,12 +15,14 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import types
 from array import array
 from pathlib import Path
 
@@ -120,14 +122,15 @@ def shared() -> Launcher:
     return _shared[0]
 
 
-def environment(imports: str = str(ROOT)) -> dict[str, str]:
+def environment(imports: str = str(ROOT), *, programs: bool = False) -> dict[str, str]:
     """Variables for a command or a program that starts launches of its own: these are forks, too.
 
     The command itself is one where it is started by an interpreter that has them. See tests/forked.
-    ``imports``: what is on its path beside.
+    ``imports``: what is on its path beside. ``programs``: so is any program that is a file, and torchrun.
     """
     path = f"{ROOT / 'tests' / 'forked'}{os.pathsep}{imports}"
-    return {"PYTHONPATH": path, "TESTS_READY": shared().path}
+    more = {"TESTS_READY_PROGRAMS": "1"} if programs else {}
+    return {"PYTHONPATH": path, "TESTS_READY": shared().path, **more}
 
 
 def _received(link, size):
@@ -198,6 +201,9 @@ def _launch(asked, outputs) -> None:
     os.setsid()
     os.chdir(asked["cwd"])
     _become(asked["env"], outputs)
+    if asked.get("is_program"):
+        _be_program(asked["words"])
+        sys.exit()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     supervisor_pid = os.getpid()
     zygote_pid = os.fork()
@@ -222,6 +228,20 @@ def _launch(asked, outputs) -> None:
                 os.kill(zygote_pid, signal.SIGKILL)
                 os.waitpid(zygote_pid, 0)
         os._exit(code)
+
+
+def _be_program(words) -> None:
+    """Run a file, or a module behind ``-m``, as the interpreter that was started for it would."""
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = words[0]
+    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
 
 
 def _become(environment, outputs) -> None:

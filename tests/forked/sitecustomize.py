@@ -8,7 +8,18 @@ import os
 import sys
 
 
-def _words():
+def _program():
+    """Return the words of the program that this interpreter was started for; None for anything else."""
+    given = [word for word in sys.orig_argv[1:] if word != "-u"]
+    is_torchrun = given[:2] == ["-m", "torch.distributed.run"]
+    return given if is_torchrun or (given and _is_of_others(given[0])) else None
+
+
+def _is_of_others(file):
+    return file.endswith(".py") and not file.endswith("ddp_runner/start.py")
+
+
+def _launch():
     """Return the words of the launch that this interpreter was started for; None for anything else."""
     given = sys.orig_argv[1:]
     if given[:2] == ["-m", "ddp_runner"]:
@@ -22,7 +33,7 @@ def _words():
     return None if words[:1] in (["page"], ["docs"]) else words
 
 
-def _stand_for(words, path):
+def _stand_for(words, path, *, is_program):
     import json
     import signal
     import socket
@@ -42,7 +53,13 @@ def _stand_for(words, path):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.connect(path)
-    asked = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ), "is_bound": True}  # noqa: PTH109 - imports little
+    asked = {
+        "words": words,
+        "cwd": os.getcwd(),  # noqa: PTH109 - imports little
+        "env": dict(os.environ),
+        "is_bound": True,
+        "is_program": is_program,
+    }
     text = json.dumps(asked).encode()
     link.sendmsg(
         [len(text).to_bytes(4, "little")],
@@ -60,5 +77,8 @@ def _stand_for(words, path):
     os._exit(code)
 
 
-if (_path := os.environ.get("TESTS_READY")) and (_asked := _words()) is not None:
-    _stand_for(_asked, _path)
+if _path := os.environ.get("TESTS_READY"):
+    if (_asked := _launch()) is not None:
+        _stand_for(_asked, _path, is_program=False)
+    if os.environ.get("TESTS_READY_PROGRAMS") and (_asked := _program()) is not None:
+        _stand_for(_asked, _path, is_program=True)
