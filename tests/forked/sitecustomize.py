@@ -72,13 +72,19 @@ def _stand_for(words, path, *, is_program):
     status = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code in passed:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
+        signal.pause()
     os._exit(code)
 
 
 if _path := os.environ.get("TESTS_READY"):
-    if (_asked := _launch()) is not None:
-        _stand_for(_asked, _path, is_program=False)
-    if os.environ.get("TESTS_READY_PROGRAMS") and (_asked := _program()) is not None:
-        _stand_for(_asked, _path, is_program=True)
+    try:
+        if (_asked := _launch()) is not None:
+            _stand_for(_asked, _path, is_program=False)
+        if os.environ.get("TESTS_READY_PROGRAMS") and (_asked := _program()) is not None:
+            _stand_for(_asked, _path, is_program=True)
+    except BaseException as error:  # noqa: BLE001 - the interpreter would go on, as if nothing had been asked
+        os.write(2, f"tests/forked: {error!r}\n".encode())
+        os._exit(99)
