@@ -104,7 +104,7 @@ class _Process:
             self._link.settimeout(timeout)
             try:
                 status = _received(self._link, 4)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):  # the latter where nothing is left of the time
                 raise subprocess.TimeoutExpired("ddp_runner", timeout) from None
             self.returncode = os.waitstatus_to_exitcode(int.from_bytes(status, "little"))
             self._link.close()
