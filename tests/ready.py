@@ -15,14 +15,18 @@ import gc
 import importlib
 import json
 import os
+import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import types
 from array import array
 from pathlib import Path
 
+from ddp_runner import start
 from ddp_runner.core.script import ZYGOTE_OF_SCRIPTS
 from ddp_runner.system import parent_death
 from tests.huge_pages import use_huge_pages
@@ -51,9 +55,9 @@ class Launcher:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="launcher_")
-        self._path = str(Path(self._folder.name) / "socket")
+        self.path = str(Path(self._folder.name) / "socket")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ready", self._path, str(os.getpid())],
+            [sys.executable, "-m", "tests.ready", self.path, str(os.getpid())],
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, **_ROOM},
             stdout=subprocess.PIPE,
@@ -71,7 +75,7 @@ class Launcher:
     def start(self, words, *, cwd, output, env):
         """The command with these words, as ``subprocess.Popen`` would start it."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.connect(self._path)
+        link.connect(self.path)
         asked = json.dumps({"words": words, "cwd": str(cwd), "env": env}).encode()
         fds = array("i", [output.fileno()]).tobytes()
         link.sendmsg(
@@ -100,7 +104,7 @@ class _Process:
             self._link.settimeout(timeout)
             try:
                 status = _received(self._link, 4)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):  # the latter where nothing is left of the time
                 raise subprocess.TimeoutExpired("ddp_runner", timeout) from None
             self.returncode = os.waitstatus_to_exitcode(int.from_bytes(status, "little"))
             self._link.close()
@@ -116,6 +120,17 @@ def shared() -> Launcher:
         _shared.append(Launcher())
         atexit.register(_shared[0].close)
     return _shared[0]
+
+
+def environment(imports: str = str(ROOT), *, programs: bool = False) -> dict[str, str]:
+    """Variables for a command or a program that starts launches of its own: these are forks, too.
+
+    The command itself is one where it is started by an interpreter that has them. See tests/forked.
+    ``imports``: what is on its path beside. ``programs``: so is any program that is a file, and torchrun.
+    """
+    path = f"{ROOT / 'tests' / 'forked'}{os.pathsep}{imports}"
+    more = {"TESTS_READY_PROGRAMS": "1"} if programs else {}
+    return {"PYTHONPATH": path, "TESTS_READY": shared().path, **more}
 
 
 def _received(link, size):
@@ -155,25 +170,40 @@ def _serve(path: str) -> None:
 def _keep(link) -> None:
     """Start one launch, report its pid, and, once it has ended, how."""
     size, [(_, _, fds)], _, _ = link.recvmsg(4, socket.CMSG_SPACE(4))
-    (output,) = array("i", fds)
+    outputs = array("i", fds)
     asked = json.loads(_received(link, int.from_bytes(size, "little")))
     pid = os.fork()
     if pid == 0:
         link.close()
-        _launch(asked, output)
-    os.close(output)
+        _launch(asked, outputs)
+    for number in outputs:
+        os.close(number)
     link.sendall(pid.to_bytes(4, "little"))
+    if asked.get("is_bound"):
+        _end_with(link, pid)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(OSError):
         link.sendall(status.to_bytes(4, "little"))
     os._exit(0)
 
 
-def _launch(asked, output) -> None:
+def _end_with(link, pid) -> None:
+    """Wait until it ends; kill it if who asked for it has ended before."""
+    ended = os.pidfd_open(pid)
+    readable, _, _ = select.select([link, ended], [], [])
+    if ended not in readable:
+        os.kill(pid, signal.SIGKILL)
+    os.close(ended)
+
+
+def _launch(asked, outputs) -> None:
     """Be the command. Its zygote waits, as a child that knows nothing, for what it is to be."""
     os.setsid()
     os.chdir(asked["cwd"])
-    _become(asked["env"], output)
+    _become(asked["env"], outputs)
+    if asked.get("is_program"):
+        _be_program(asked["words"])
+        sys.exit()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     supervisor_pid = os.getpid()
     zygote_pid = os.fork()
@@ -200,18 +230,33 @@ def _launch(asked, output) -> None:
         os._exit(code)
 
 
-def _become(environment, output) -> None:
-    """Have another process's environment, also in the eyes of others, and write to ``output``."""
+def _be_program(words) -> None:
+    """Run a file, or a module behind ``-m``, as the interpreter that was started for it would."""
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = words[0]
+    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+
+
+def _become(environment, outputs) -> None:
+    """Have another process's environment, also in the eyes of others, and write to one output or to two."""
     os.environ.clear()
     _show(environment)
     os.environ.update(environment)
     tempfile.tempdir = None
+    start.clean_search_path()
     null = os.open(os.devnull, os.O_RDONLY)
-    for number, stream in enumerate((null, output, output)):
+    for number, stream in enumerate((null, outputs[0], outputs[-1])):
         os.dup2(stream, number)
-    os.close(null)
-    if output > 2:
-        os.close(output)
+    for number in {null, *outputs}:
+        if number > 2:
+            os.close(number)
 
 
 def _show(environment) -> None:
@@ -234,7 +279,7 @@ def _be_zygote(link, supervisor_pid) -> None:
     link.close()
     asked = json.loads(message)
     os.setsid()
-    _become(asked["env"], output)
+    _become(asked["env"], [output])
     # Which torch has read already, as it stood in the launcher's environment.
     sys.modules["torch"].set_num_threads(int(asked["env"]["OMP_NUM_THREADS"]))
     sys.argv = ["zygote", str(channel), *asked["arguments"][1:]]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ready
 from tests.scenarios.harness import ROOT
 
 _BLOCK = re.compile(
@@ -72,8 +73,11 @@ def documents():
     return [ROOT / "README.md", *sorted(docs.rglob("*.md")), *sorted(docs.rglob("*.py"))]
 
 
-def run_block(block, folder, *, short=SHORT):
-    """Run it in ``folder`` as a reader would; what it printed."""
+def run_block(block, folder, *, short=SHORT, is_cold=False):
+    """Run it in ``folder`` as a reader would; what it printed.
+
+    What is launched is a fork of the ready process, unless it ``is_cold``.
+    """
     words = [sys.executable, "-c", block.text]
     if block.language != "python":
         words = ["bash", "-euo", "pipefail", "-c", block.text]
@@ -83,7 +87,7 @@ def run_block(block, folder, *, short=SHORT):
         env={
             **os.environ,
             **short,
-            "PYTHONPATH": str(ROOT),
+            **({"PYTHONPATH": str(ROOT)} if is_cold else ready.environment()),
             "DDP_RUNNER_PYTHON": sys.executable,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # for torchrun
             "TMPDIR": str(folder),
@@ -127,7 +131,8 @@ def test_every_documented_command_works_one_after_the_other_in_one_folder(tmp_pa
             # What launches is run alone: its interpreter stands for the user's program.
             if block.language != "python" or "launch(" in block.text:
                 run_in_a_row(in_a_row, folder)
-                run_block(block, folder)
+                is_first = not any(one.language != "python" for one in ran)
+                run_block(block, folder, is_cold=is_first)
             else:
                 in_a_row.append(block)
             ran.append(block)
@@ -203,7 +208,7 @@ def test_a_command_that_takes_minutes_works_as_it_is_written(tmp_path):
     blocks = marked("test_a_command_that_takes_minutes_works_as_it_is_written")
     assert any("demo" in block.text for block in blocks)
     for text in sorted({block.text for block in blocks}):
-        run_block(Block("documents", "", "", text), folder, short={})
+        run_block(Block("documents", "", "", text), folder, short={}, is_cold=True)
 
 
 def test_blocks_are_distinguished(tmp_path, monkeypatch):

@@ -6,11 +6,12 @@ A count that has fallen is to be written down here, lower; one that has risen wa
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 
 import pytest
 
-from tests.test_layout import MODULES, TREES
+from tests.test_layout import MODULES, trees
 
 SHARD_LINES = 120
 LONG_LINES = 60
@@ -53,10 +54,11 @@ COUNTS = {
 }
 
 
+@functools.cache
 def _arrows():
     """Each import of one of our modules by another, for types or not, once a pair."""
     found = set()
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 named = [one.name for one in node.names]
@@ -69,9 +71,6 @@ def _arrows():
     return found
 
 
-ARROWS = _arrows()
-
-
 def _is_in(module, *places):
     short = module.removeprefix("ddp_runner.")
     return any(short == place or short.startswith(f"{place}.") for place in places)
@@ -79,18 +78,18 @@ def _is_in(module, *places):
 
 def _measured():
     importers = defaultdict(set)
-    for source, target in ARROWS:
+    for source, target in _arrows():
         importers[target].add(source)
     functions = [
         node
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
     lengths = {name: path.read_text().count("\n") for name, path in MODULES.items()}
     return {
         "imports by the kernel of what is outside it": sum(
-            _is_in(source, *KERNEL) and not _is_in(target, *KERNEL) for source, target in ARROWS
+            _is_in(source, *KERNEL) and not _is_in(target, *KERNEL) for source, target in _arrows()
         ),
         "files with one importer and under 120 lines": sum(
             len(who) == 1 and lengths[name] < SHARD_LINES and MODULES[name].stem != "__init__"
@@ -116,7 +115,7 @@ def test_no_new_door_leads_where_none_is_wanted(source, target):
     """From room to room, by imports."""
     doors = sorted(
         pair
-        for pair in ARROWS
+        for pair in _arrows()
         if _is_in(pair[0], source) and _is_in(pair[1], target) and not _is_in(pair[0], target)
     )
     assert len(doors) == NEVER[source, target], "\n".join(map(" -> ".join, doors))

@@ -6,6 +6,7 @@ The import contracts in ``pyproject.toml`` say which room may import which; thes
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -27,7 +28,12 @@ def _module(path):
 
 
 MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@functools.cache
+def trees():
+    """Each module's syntax: not while tests are collected, which each test process does."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def _is_for_types(node):
@@ -53,7 +59,7 @@ def _imports(node, *, inside=False):
 
 def _ours(name):
     return [
-        (one, inside) for one, inside in _imports(TREES[name]) if one in MODULES and one != name
+        (one, inside) for one, inside in _imports(trees()[name]) if one in MODULES and one != name
     ]
 
 
@@ -103,7 +109,7 @@ def test_a_file_name_means_one_thing():
 
 def test_each_file_says_first_what_it_is_for():
     """In one sentence."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         first = (ast.get_docstring(tree) or "").partition("\n")[0]
         assert first.endswith("."), f"{name}: {first!r}"
 

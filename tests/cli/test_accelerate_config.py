@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ready
+
 SCRIPT = """
 import os
 try:
@@ -31,7 +31,7 @@ def seen(words, folder, *, script=SCRIPT, stored="", **environment):
     ended = subprocess.run(
         [sys.executable, "-m", "ddp_runner", "run", *words, "train.py"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "hf"), **environment},
+        env={**os.environ, **ready.environment(), "HF_HOME": str(folder / "hf"), **environment},
         capture_output=True,
         text=True,
         timeout=120,

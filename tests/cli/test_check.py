@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from ddp_runner.cli.check import KILLS
+from tests import ready
 
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIOS = ROOT / "tests" / "scenarios"
@@ -30,15 +31,19 @@ _ONE_KILL = (
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a check whose temporary folder is ours; whatever it started ends with the test."""
+    """Start a check whose temporary folder is ours; whatever it started ends with the test.
+
+    Its runs are forks of the ready process, and are not its descendants then, where ``is_cold`` is False.
+    """
     started = []
 
-    def start(*words, command=("-m", "ddp_runner", "check")):
+    def start(*words, command=("-m", "ddp_runner", "check"), is_cold=False):
         (tmp_path / "folders").mkdir()
+        variables = {"PYTHONPATH": str(ROOT)} if is_cold else ready.environment()
         process = subprocess.Popen(
             [sys.executable, *command, "--cpu", "-b", "8", *words],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "folders")},
+            env={**os.environ, **variables, "TMPDIR": str(tmp_path / "folders")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,7 +119,7 @@ def test_wrong_input_is_one_line(start, tmp_path, words, line):
 
 
 def test_a_signal_ends_everything_and_removes_the_folder(start, tmp_path):
-    check = start("--task", SOUND, "--max-steps", "100000")
+    check = start("--task", SOUND, "--max-steps", "100000", is_cold=True)
     deadline_s = time.monotonic() + DEADLINE_S
     while not any(path.stat().st_size for path in tmp_path.glob("folders/*/*/logs/metrics.jsonl")):
         assert check.poll() is None

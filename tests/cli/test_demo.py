@@ -19,6 +19,7 @@ from ddp_runner.cli.repairs import read_repairs
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares
+from tests import ready
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 250.0  # a hang; three runs on a slow machine take minutes
@@ -53,17 +54,21 @@ def name_of(process):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a demo whose temporary folder is ours; whatever it started ends with the test."""
+    """Start a demo whose temporary folder is ours; whatever it started ends with the test.
+
+    Its runs are forks of the ready process, and are not its descendants then, where ``is_cold`` is False.
+    """
     started = []
 
-    def start(steps, harmless, changing=()):
+    def start(steps, harmless, changing=(), *, is_cold=False):
         code = _SHORT.format(steps=steps, harmless=harmless, changing=changing)
         output = (tmp_path / "output.txt").open("w")
         (tmp_path / "folders").mkdir()
+        variables = {"PYTHONPATH": str(ROOT)} if is_cold else ready.environment()
         with output:
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "folders")},
+                env={**os.environ, **variables, "TMPDIR": str(tmp_path / "folders")},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -128,7 +133,7 @@ def test_a_fault_that_never_came_is_no_proof(start, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_and_removes_the_folder(start, tmp_path, number):
     """Interrupted in the middle of training: exit 130, no process, no file."""
-    demo = start(100_000, ())
+    demo = start(100_000, (), is_cold=True)
     folders = tmp_path / "folders"
     status = poll(
         # Not in every folder: others come and go, and a look into one that has gone is an error.

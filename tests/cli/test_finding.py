@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,9 @@ from ddp_runner.cli.find_learning_rate import Range, range_of
 from ddp_runner.cli.finding import split_off_finding
 from ddp_runner.cli.launch import launch
 from ddp_runner.core.errors import BadInputError
+from tests import ready
+from tests.scenarios.harness import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
 # Texts of one length.
 GREEDY = """
@@ -80,10 +80,13 @@ LINE = """
 
 @pytest.fixture
 def start(tmp_path):
-    """Start the command in a folder of its own with a task; its temporary folders are ours."""
+    """Start the command in a folder of its own with a task; its temporary folders are ours.
+
+    It is a fork of the ready process unless it ``is_cold``, as where the memory of a rank is measured.
+    """
     started = []
 
-    def start(task, *words):
+    def start(task, *words, is_cold=False):
         work = tmp_path / "work"
         work.mkdir(exist_ok=True)
         (work / "mine.py").write_text(textwrap.dedent(task))
@@ -93,7 +96,7 @@ def start(tmp_path):
             cwd=work,
             env={
                 **os.environ,
-                "PYTHONPATH": str(ROOT),
+                **({"PYTHONPATH": str(ROOT)} if is_cold else ready.environment()),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "TMPDIR": str(tmp_path / "folders"),
                 "HOME": str(tmp_path),
@@ -131,7 +134,7 @@ def contents(folder):
 def test_the_largest_batch_below_the_limit_is_found(start, tmp_path):
     """One size ends a rank beyond the limit, one is refused its memory; nothing is left of any of them."""
     words = ("--find-batch-size", "0.75", "-b", "2", "max_memory_gb=2", "num_workers=0")
-    code, text, errors = ended(start(GREEDY, *words))
+    code, text, errors = ended(start(GREEDY, *words, is_cold=True))
     assert code == 0, text + errors
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
     table = {row[0]: row[1:] for row in rows if row[0].isdecimal()}

@@ -8,6 +8,7 @@ import pytest
 
 import ddp_runner
 from ddp_runner.core.errors import BadInputError
+from tests import ready
 
 SCRIPT = """
 import json, sys
@@ -21,7 +22,10 @@ TINY = {"batch_size": 4, "num_workers": 0, "device": "cpu"}
 
 @pytest.fixture(autouse=True)
 def in_its_folder(tmp_path, monkeypatch):
+    """The runs are forks of the ready process."""
     monkeypatch.chdir(tmp_path)
+    for name, value in ready.environment().items():
+        monkeypatch.setenv(name, value)
 
 
 def test_a_script_runs_as_under_the_command(tmp_path, capfd):

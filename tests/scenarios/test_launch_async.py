@@ -12,6 +12,7 @@ import pytest
 
 from ddp_runner import BadInputError, launch_async
 from ddp_runner.cli import launch_async as module
+from tests import ready
 from tests.scenarios.leftovers import processes_with
 
 SMALL = {
@@ -54,6 +55,13 @@ async def cancelled_at(folder, step):
     with pytest.raises(asyncio.CancelledError):
         await running
     return turns
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch):
+    """The runs are forks of the ready process."""
+    for name, value in ready.environment().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

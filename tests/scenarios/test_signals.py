@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ready
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run, poll
 
@@ -68,7 +69,8 @@ def test_a_program_that_is_ended_has_its_run_saved_first(tmp_path, number):
         "import sys\nimport ddp_runner\n"
         "if __name__ == '__main__':\n    ddp_runner.launch(arguments=sys.argv[1:])\n"
     )
-    with stranger(tmp_path, command=(sys.executable, str(program))) as run:
+    command = (sys.executable, str(program))
+    with stranger(tmp_path, command=command, environment=ready.environment()) as run:
         run.wait_for_step(5)
         run.signal(number)
         run.signal(number)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import ready
 from tests.scenarios.conftest import PATIENT
-from tests.scenarios.harness import ROOT, Run
+from tests.scenarios.harness import Run
 from tests.test_documented import all_blocks
 
 TASK = f"{Path(__file__).with_name('mixing.py')}:MixingTask"
@@ -51,7 +52,7 @@ def test_the_guide_for_images_trains_and_is_exact(tmp_path):
         done = subprocess.run(
             [sys.executable, "-m", "ddp_runner", *words],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+            env={**os.environ, **ready.environment()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

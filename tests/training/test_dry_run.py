@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -20,8 +19,8 @@ from ddp_runner.observe.dry_run_report import (
     memory_table,
     module_table,
 )
+from tests import ready
 
-ROOT = Path(__file__).resolve().parents[2]
 TASK = """
     import torch
     from torch import nn
@@ -53,7 +52,7 @@ def started(folder, *words, **environment):
     return subprocess.run(
         [sys.executable, "-m", "ddp_runner", "--dry-run", "--cpu", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), **environment},
+        env={**os.environ, **ready.environment(), "HOME": str(folder), **environment},
         capture_output=True,
         text=True,
         timeout=200,

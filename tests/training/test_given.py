@@ -19,8 +19,8 @@ from ddp_runner.training.given import spec_in_this_process
 from ddp_runner.training.runtime import ProgressLine
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.trainer import DDPTrainer
+from tests import ready
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "batch_size": 8,
     "max_steps": 60,
@@ -52,7 +52,7 @@ def program(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, file],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **ready.environment(programs=True)},
         capture_output=True,
         text=True,
         timeout=250,

@@ -28,6 +28,7 @@ from torch.utils.data import (
 from ddp_runner import BadInputError, DDPTrainer, SafeDataLoader
 from ddp_runner.core.faults import FaultError
 from ddp_runner.training.components.lr_schedule import OwnRates
+from tests import ready
 from tests.training import plain_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,10 +43,12 @@ def run(way, kind, folder, *words, ranks=1, restarts=0, check=True):
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         launcher += [f"--max-restarts={restarts}", "--monitor-interval=0.1"]
     out = folder / way
+    # Forks of the ready process: as of 30 starts, importing torch would be nearly all.
+    forks = ready.environment(programs=True)
     done = subprocess.run(
         [*launcher, plain_program.__file__, way, kind, str(out), *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **forks, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=250,

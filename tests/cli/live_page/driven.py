@@ -81,12 +81,12 @@ def wait_until_served(base):
 class Page:
     """The page's process over a folder."""
 
-    def __init__(self, folder, *words, cwd=None):
+    def __init__(self, folder, *words, cwd=None, variables=None):
         self.port = free_port()
         self.base = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ddp_runner", "page", "-l", folder, "--port", str(self.port), *words],
-            env={**os.environ, "PYTHONPATH": IMPORTS},
+            env={**os.environ, "PYTHONPATH": IMPORTS, **(variables or {})},
             stdout=subprocess.PIPE,
             cwd=cwd,
             text=True,

@@ -10,7 +10,9 @@ import time
 import psutil
 import pytest
 
+from tests import ready
 from tests.cli.live_page.driven import (
+    IMPORTS,
     OPENS_WITHIN_S,
     Page,
     browser,
@@ -118,7 +120,9 @@ def test_a_run_is_started_from_the_form(tmp_path):
     """Every setting is there with its meaning; what is wrong is said; the run ends as one from a terminal."""
     logs = tmp_path / "logs"
     logs.mkdir()
-    with Page(logs, cwd=tmp_path) as page, browser(1200) as driver:
+    # The run is a fork of the ready process, and does not go through all of the task's validation data.
+    variables = {**ready.environment(IMPORTS), "DDP_RUNNER_LOG__EVALUATE_BATCHES": "2"}
+    with Page(logs, cwd=tmp_path, variables=variables) as page, browser(1200) as driver:
         driver.get(f"{page.base}/?token={page.token}")
         shows(driver, "holds no run yet")
         driver.find_element("link text", "Start a run").click()
