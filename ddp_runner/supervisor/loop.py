@@ -38,7 +38,7 @@ from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.supervisor.reporting.side_programs import PageKeeper, TrackerKeeper
-from ddp_runner.supervisor.script_supervisor import ScriptSupervisor
+from ddp_runner.supervisor.script.agent import ScriptSupervisor
 from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system import parent_death

@@ -48,9 +48,9 @@ from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import Ending
-from ddp_runner.supervisor.script_errors import error_file, explained, recorded_fault
-from ddp_runner.supervisor.script_hangs import ScriptHangs
-from ddp_runner.supervisor.script_resume import words_to_resume
+from ddp_runner.supervisor.script.attempt_files import error_file, explained, recorded_fault
+from ddp_runner.supervisor.script.hangs import ScriptHangs
+from ddp_runner.supervisor.script.own_checkpoint import words_to_resume
 from ddp_runner.supervisor.supervisor import Supervisor
 
 LATE_S = 10.0  # for ranks to end after the first has
