@@ -1,4 +1,4 @@
-"""What the supervisor does about a program of the user's own: watches its ranks, and starts all of them again.
+"""Runs a program of the user's own: starts its ranks, watches them, and starts all of them again where one is lost.
 
 A rank of such a program has a state that nobody else can have: where its loops stand, and its data. So
 one that is lost takes all with it, and they begin again from the script's own checkpoint.
@@ -11,78 +11,171 @@ import uuid
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
-from ddp_runner.core.classify import RankExit, classify_exit
+from ddp_runner.core.classify import classify_exit
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
+from ddp_runner.core.exits import (
+    OF_SIGNAL,
+    STATUS_OF_REASON,
+    ExitCode,
+    RunStatus,
+    StopReason,
+    exit_code_of,
+)
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.fork_specs import ScriptCall
 from ddp_runner.core.helper_roles import STORE
+from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import (
     NO_PROCESS_LEFT,
+    RUN_TABLE,
+    Machine,
     MembershipEvent,
     RankEvent,
     RankState,
     RunEvent,
+    RunState,
 )
-from ddp_runner.core.messages import CollectivesBegun, Finished, Leaving, Message, Ready
+from ddp_runner.core.messages import (
+    CollectivesBegun,
+    Finished,
+    Forked,
+    Leaving,
+    Message,
+    Ready,
+    StoreReady,
+    decode,
+)
 from ddp_runner.core.script import (
+    EXIT_CODE_OF_STOP,
     GRACE_AFTER_FAULT_S,
     STOPPED_MAX_S,
     Attempt,
     EndRun,
     ScriptPlan,
+    StartAgain,
     does_not_resume,
-    exit_code_of,
-    first_cause,
+    failure_line,
     plan_restart,
+    was_asked_to_end,
 )
+from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.observe.format import rank_list
 from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.endings import exit_of
+from ddp_runner.supervisor.processes.endings import exit_of, store_died
+from ddp_runner.supervisor.processes.helper_process import HelperEnded, RankEnded, ZygoteEnded
+from ddp_runner.supervisor.processes.keeper import Keeper
+from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.processes.rank_start import RankStart
+from ddp_runner.supervisor.processes.resources import remove_temporary_files
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.reporting.run_facts import Ending
-from ddp_runner.supervisor.script.attempt_files import error_file, explained, recorded_fault
+from ddp_runner.supervisor.recovery.zygote_keeper import ZygoteKeeper
+from ddp_runner.supervisor.reporting.outputs import Outputs
+from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
+from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.script.attempt_files import AttemptFiles, error_file
 from ddp_runner.supervisor.script.hangs import ScriptHangs
+from ddp_runner.supervisor.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
 from ddp_runner.supervisor.script.own_checkpoint import words_to_resume
-from ddp_runner.supervisor.supervisor import Supervisor
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
+from ddp_runner.system.run_directories import RunDirectories
 
-LATE_S = 10.0  # for ranks to end after the first has
-_EXIT_CODE_OF_STOP = {StopReason.INTERRUPTED: 130, StopReason.PREEMPTED: 143}
 
+class ScriptAgent:
+    """One run of a script, from the first attempt to its ending: the loop's :class:`~..loop.Agent`.
 
-class ScriptSupervisor(Supervisor):
-    """One run of a script, from the first attempt to its ending. Driven as :class:`Supervisor` is."""
+    It acts on ranks through their world, so on whichever machine they are. Where the run stands is in
+    the table of ``core/lifecycle.py``, and what has become of the attempt in hand in a LiveAttempt.
+    """
 
-    def __init__(self, *args: Any, script: ScriptPlan, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        script: ScriptPlan,
+        node: Node,
+        *,
+        outputs: Outputs,
+        directories: RunDirectories,
+        published: Published,
+        clock: Clock,
+    ) -> None:
+        self.plan = plan
+        self.node = node
+        self.world = World(plan, node)
+        self.outputs = outputs
+        self.directories = directories
+        self.facts = RunFacts(name=plan.settings.run.name)
+        self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
+        self.ending: Ending | None = None
+        self.recorder = Recorder(
+            outputs, facts=self.facts, published=published, clock=clock, host_of=self.world.host_of
+        )
+        self.start = Start(
+            self.facts,
+            node=node,
+            world=self.world,
+            recorder=self.recorder,
+            debug=plan.settings.run.debug,
+            waits_for=str,
+        )
+        recovery = plan.settings.recovery
+        self._zygotes = ZygoteKeeper(
+            recovery,
+            self.facts,
+            node=node,
+            world=self.world,
+            recorder=self.recorder,
+            repair=self,
+        )
+        self._store = Keeper(STORE, node, stopped_max_s=recovery.stopped_max_s)
         self._script = script
-        self._attempts: list[Attempt] = []  # those that have failed
-        self._records: list[AttemptRecord] = []
-        self._began_s = 0.0  # when this attempt was asked for
-        self._faults: list[Fault] = []  # of this attempt
-        self._codes: dict[int, int] = {}  # rank -> with which it would have ended a shell's command
-        # Ranks of this attempt whose program had ended before anybody was asked to end.
-        self._left: dict[int, Leaving] = {}
-        self._left_when_asked: set[int] = set()
-        self._kill_at_s: float | None = None  # what is left of this attempt gets SIGKILL then
-        self._again_at_s = 0.0
-        self._renews_store = False
-        self._has_saved = False  # in an attempt that has failed
-        self._others_ended_s: float | None = None  # when the first ranks of this attempt had ended
-        self._hangs = ScriptHangs(script.hang_timeout_s, world=self.world)  # of this attempt
+        self._clock = clock
         self._run_id = uuid.uuid4().hex[:12]
+        self._files = AttemptFiles(plan.settings.run.log_dir)
+        self._stop: StopReason | None = None
+        self._signals = StopSignals()  # to this process, by a person or a scheduler
+        self._failed: list[Attempt] = []
+        self._records: list[AttemptRecord] = []
+        self._has_saved = False  # in an attempt that has failed
+        self._attempt = LiveAttempt(0)
+        self._again_at_s = 0.0  # when the ranks of this attempt may be started
+        self._hangs = ScriptHangs(script.hang_timeout_s, world=self.world)  # of this attempt
 
-    @property
-    def attempt(self) -> int:
-        """The number of this attempt, from 0; torchrun calls it the restart count."""
-        return len(self._attempts)
+    # What comes in.
+
+    def on_packet(self, packet: bytes, rank: int | None) -> None:
+        """A packet came in; ``rank`` is that of the process that sent it, None for one that is no rank."""
+        if self.ending is not None:
+            return
+        message = decode(packet)
+        if rank is None:
+            self._on_helper_message(message)
+        else:
+            self._on_rank_message(message, self.world.ranks[rank])
+
+    def _on_helper_message(self, message: Message) -> None:
+        match message:
+            case events.ZygoteReady():
+                self.node.zygote_is_ready()
+                self.start.imported(message.import_s)
+                self.recorder.record(message)
+            case Forked():
+                rank, ended = self.node.claim(message)
+                if rank is not None:
+                    self.world.ranks[rank].pid = message.pid
+                if ended is not None:
+                    self.on_ended(ended)
+            case StoreReady():
+                self.node.helper_is_ready(STORE, message)
+            case _:
+                raise TypeError(f"unexpected {type(message).__name__}")
 
     def _on_rank_message(self, message: Message, handle: RankHandle) -> None:
         match message:
@@ -96,55 +189,75 @@ class ScriptSupervisor(Supervisor):
             case CollectivesBegun():
                 self._hangs.note(message)
             case events.Faulted(fault=fault):
-                self._codes.setdefault(handle.rank, 1)
+                self._attempt.said_error(handle.rank)
                 self._report(fault)
             case Leaving():
-                if self._is_ending_rest:
-                    self._left_when_asked.add(handle.rank)
-                else:
-                    self._left[handle.rank] = message
+                self._attempt.heard_leaving(message)
             case _:
                 raise TypeError(f"a script's rank does not send {type(message).__name__}")
 
     def _on_formed(self, formed: events.RankFormed) -> None:
         self.recorder.record(replace(formed, pid=self.world.ranks[formed.rank].pid))
-        if any(handle.state is not RankState.TRAINING for handle in self.world.ranks):
+        if not self.world.counts.are_all_present(RankState.TRAINING):
             return
         self.facts.ever_formed = True
         self.start.formed(self._clock.monotonic())
         self.machine.advance(RunEvent.WORLD_FORMED)
 
+    def on_ended(self, ended: Ended) -> None:
+        """A child process was reaped. What it still had to say is heard first."""
+        self.start.show_output()
+        for packet, rank in self.node.last_packets(ended.pid):
+            self.on_packet(packet, rank)
+        match self.node.departed(ended):
+            case RankEnded(rank=rank, wrote=wrote):
+                self._on_rank_ended(self.world.ranks[rank], ended, wrote)
+            case ZygoteEnded(output=output) if self.ending is None:
+                none_left = self._zygotes.zygote_ended(ended, output)
+                if none_left is not None:
+                    detail = self.start.without_shown(none_left.detail)
+                    self._end(Ending.of(RunStatus.FAILED, none_left.reason, detail=detail))
+            case HelperEnded(output=output, was_unwanted=was_unwanted):
+                if ended.signal_number == signal.SIGKILL:
+                    # If the kernel has killed it for memory, no rank is taken for the one that it killed.
+                    self.node.kernel_kills.claim(self._clock.monotonic())
+                if not was_unwanted:
+                    self._report(store_died(ended, output=output, step=self.facts.committed_step))
+
     def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+        attempt, was_killed = self._attempt, handle.state is RankState.KILLING
         is_done = ended.exit_code == 0 and handle.state is RankState.TRAINING
-        if is_done and self._is_ending_rest and self._had_gone_before(handle):
-            self._left[handle.rank] = Leaving(rank=handle.rank, exit_code=0, at_ns=ended.at_ns)
-        elif is_done and not self._is_ending_rest:
+        if is_done and (not attempt.is_ending or self._had_gone_before(handle)):
+            attempt.has_done(handle.rank, ended.at_ns)
+        if is_done and not attempt.is_ending:
             step = handle.slot.get(Cell.COMMITTED_STEP)
             handle.finished = Finished(rank=handle.rank, reason=StopReason.COMPLETED, step=step)
             handle.machine.advance(RankEvent.GOT_FINISHED)
-            left = Leaving(rank=handle.rank, exit_code=0, at_ns=ended.at_ns)
-            self._left.setdefault(handle.rank, left)
-        was_killed = handle.state is RankState.KILLING
         handle.machine.advance(RankEvent.EXITED)
-        left_with = self._left.get(handle.rank)
-        if left_with is not None and left_with.exit_code:
-            self._codes[handle.rank] = left_with.exit_code
-            self._report_once(self._fault_of_leaving(left_with))
-        elif not is_done and not self._is_our_doing(ended, was_killed=was_killed):
+        left = attempt.left_with(handle.rank)
+        if left is not None and left.exit_code:
+            attempt.failed(handle.rank, left.exit_code)
+            self._report_once(fault_of_leaving(left, handle))
+        elif not is_done and not self._was_asked_to_end(ended, was_killed=was_killed):
             code = exit_code_of(exit_code=ended.exit_code, signal_number=ended.signal_number)
-            self._codes[handle.rank] = code
+            attempt.failed(handle.rank, code)
             self._report_once(self._fault_of(handle, ended, wrote))
         if not handle.has_log:
             self.outputs.keep_words(handle.rank, wrote.before_log)
         handle.released()
 
     def _had_gone_before(self, handle: RankHandle) -> bool:
-        """Whether a rank that ended with 0 most likely did so before it was asked: its peers lose it before we can reap it.
+        """Whether a rank that ended with 0 most likely did so before it was asked: its peers lose it before we can reap it."""
+        is_silent = self._attempt.is_silent(handle.rank) and not self._script.is_program
+        return is_silent and self._stop is None
 
-        One that ends because of SIGTERM says with which code.
-        """
-        is_silent = handle.rank not in self._left_when_asked and not self._script.is_program
-        return is_silent and self._stop is None and handle.state is not RankState.KILLING
+    def _was_asked_to_end(self, ended: Ended, *, was_killed: bool) -> bool:
+        return self._attempt.is_ending and was_asked_to_end(
+            exit_code=ended.exit_code,
+            signal_number=ended.signal_number,
+            was_killed=was_killed,
+            stops=self._stop is not None,
+        )
 
     def _fault_of(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> Fault:
         by_memory = ended.signal_number == signal.SIGKILL and self.world.was_killed_for_memory(
@@ -161,70 +274,28 @@ class ScriptSupervisor(Supervisor):
         )
         return classify_exit(end)
 
-    def _fault_of_leaving(self, left: Leaving) -> Fault:
-        reading = self.world.ranks[left.rank].slot.read()
-        return classify_exit(
-            RankExit(
-                rank=left.rank,
-                step=reading.step,
-                phase=reading.phase.label,
-                at_ns=left.at_ns,
-                exit_code=left.exit_code,
-                signal_number=None,
-                words=left.words,
-            )
-        )
-
     def _report_once(self, fault: Fault) -> None:
         """Report how a rank ended, unless it has said why itself."""
-        if not any(known.rank == fault.rank for known in self._faults):
+        if not self._attempt.has_fault_of(fault.rank):
             self._report(fault)
 
-    def _is_our_doing(self, ended: Ended, *, was_killed: bool) -> bool:
-        """Whether a rank ended because it was asked to. One that had failed before may be reaped later."""
-        if not self._is_ending_rest:
-            return False
-        asked = signal.SIGTERM
-        by_signal = ended.signal_number == asked or was_killed
-        return by_signal or ended.exit_code in (0, 128 + asked) or self._stop is not None
-
-    @property
-    def _is_ending_rest(self) -> bool:
-        """Whether what is left of this attempt was asked to end."""
-        return self._kill_at_s is not None
-
     def _report(self, fault: Fault) -> None:
-        if fault.kind is FaultKind.STORE_DIED and self._renews_store:
-            self._renews_store = False
-            return
-        if self.run_end.is_known:
+        if self.ending is not None:
             return
         fault = self.recorder.shown(fault)
         self.recorder.record(events.Faulted(fault=fault))
-        self._faults.append(fault)
+        self._attempt.faults.append(fault)
 
-    def _end_after_fault(self) -> None:
-        """End the other ranks, once every end of this turn is known: a rank may have ended before it was asked."""
-        if self._faults and not self._is_ending_rest and self._stop is None:
-            self.machine.advance(RunEvent.INCIDENT_BEGAN)
-            self._end_rest(GRACE_AFTER_FAULT_S, but=self._ending_themselves())
-
-    def _ending_themselves(self) -> set[int]:
-        """Ranks whose program has ended or raised: what they still write, as a traceback, is not to be cut off."""
-        said = {fault.rank for fault in self._faults if fault.kind is not FaultKind.RANK_HUNG}
-        return said | self._left.keys()
-
-    def _end_rest(self, grace_s: float, *, but: Collection[int] = ()) -> None:
-        """SIGTERM to whoever is left, ``but`` these ranks, and SIGKILL to all after ``grace_s``."""
-        self._kill_at_s = self._clock.monotonic() + grace_s
-        for handle in self.world.ranks:
-            if handle.is_alive and handle.rank not in but:
-                self.world.signal_rank(handle, signal.SIGTERM)
-                if self.world.is_stopped(handle):
-                    self.world.wake([handle])
-
-    def _begin_stop(self, reason: StopReason) -> None:
-        if self._stop is not None or self.run_end.is_known:
+    def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
+        """Have the ranks end in order; :class:`StopSignals` knows who may ask for an end at once."""
+        if self.ending is not None:
+            return
+        if not self.facts.ever_formed:
+            line = f"{reason.value} before training began"
+            self._end(Ending.of(STATUS_OF_REASON[reason], line))
+            return
+        self._signals.heard(by, self._clock.monotonic())
+        if self._stop is not None:
             return
         self._stop = reason
         self.machine.advance(RunEvent.STOP_ASKED)
@@ -237,23 +308,27 @@ class ScriptSupervisor(Supervisor):
     def ask_save(self) -> None:
         """A script saves when it does."""
 
+    def schedule_respawn(self, handle: RankHandle) -> None:
+        """A rank has no process, and is to get one: its fork was lost with the zygote."""
+        handle.member.advance(MembershipEvent.TO_REPLACE)
+
+    # What is done about it.
+
     def advance(self) -> None:
         """Do whatever the facts allow now. Called after every event and every tick."""
         now_s = self._clock.monotonic()
         if self.ending is not None:
             return
         self.node.kernel_kills.look_sometimes(now_s)
-        ranks = self.world.ranks
-        self.facts.committed_step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in ranks)
-        self.keeper.look(now_s)
+        self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
+        self._zygotes.look(now_s)
+        self._store.look(now_s)
         self._look_for_stopped(now_s)
         self._end_after_fault()
-        if self._kill_at_s is not None:
-            self._wait_for_rest(now_s, self._kill_at_s)
-        elif all(handle.has_finished for handle in ranks):
-            self._note_attempt(None)
-            self._say_if_nothing_was_trained()
-            self.run_end.completed(StopReason.COMPLETED)
+        if self._attempt.rest_ends_by_s is not None:
+            self._wait_for_rest(now_s, self._attempt.rest_ends_by_s)
+        elif all(handle.has_finished for handle in self.world.ranks):
+            self._complete()
         else:
             self._spawn(now_s)
             self._form(now_s)
@@ -261,25 +336,13 @@ class ScriptSupervisor(Supervisor):
             self._end_if_it_does_not_resume()
             self._look_for_hung(now_s)
 
-    def _say_if_nothing_was_trained(self) -> None:
-        """Some scripts end with 0 where they miss a GPU."""
-        if not self.facts.committed_step and not self._script.is_program:
-            self.recorder.say("no rank has made an optimizer step", level="WARNING")
-
-    def _look_for_hung(self, now_s: float) -> None:
-        fault = self._hangs.look(now_s) if self._script.hang_timeout_s else None
-        if fault is not None:
-            self._codes[fault.rank] = 128 + signal.SIGKILL
-            self._report(fault)
-
     def _look_for_stopped(self, now_s: float) -> None:
         """A rank that the system holds stopped has all others wait, and nobody may wake it."""
         for handle in self.world.ranks:
-            if self._is_ending_rest or self._faults:
+            if self._attempt.is_ending or self._attempt.faults:
                 return
             if handle.is_alive and self.world.stopped_s(handle, now_s) > STOPPED_MAX_S:
-                self._codes[handle.rank] = 128 + signal.SIGKILL
-                self._report(
+                self._report_hung(
                     Fault(
                         kind=FaultKind.RANK_HUNG,
                         rank=handle.rank,
@@ -290,113 +353,104 @@ class ScriptSupervisor(Supervisor):
                     )
                 )
 
-    def _name_late_ones(self, now_s: float) -> None:
-        """Ranks that still run when others have ended for a while: perhaps for ever, at their own end."""
-        left = [handle.rank for handle in self.world.ranks if not handle.has_finished]
-        if len(left) == len(self.world.ranks):
-            self._others_ended_s = None
-        elif self._others_ended_s is None:
-            self._others_ended_s = now_s
-        elif self._others_ended_s + LATE_S < now_s:
-            self._others_ended_s = float("inf")  # said once
-            self.recorder.say(
-                f"not ended, {LATE_S:g} s after others have: {rank_list(left)}", level="WARNING"
-            )
+    def _look_for_hung(self, now_s: float) -> None:
+        fault = self._hangs.look(now_s) if self._script.hang_timeout_s else None
+        if fault is not None:
+            self._report_hung(fault)
 
-    def _wait_for_rest(self, now_s: float, kill_at_s: float) -> None:
-        left = [handle for handle in self.world.ranks if handle.is_alive]
-        if left:
-            is_due = now_s >= kill_at_s or (self._stop and self._signals.ends_at_once(now_s))
-            for handle in left if is_due else ():
+    def _report_hung(self, fault: Fault) -> None:
+        self._attempt.failed(fault.rank, OF_SIGNAL + signal.SIGKILL)  # of which it will end
+        self._report(fault)
+
+    def _end_after_fault(self) -> None:
+        """End the other ranks, once every end of this turn is known: a rank may have ended before it was asked."""
+        attempt = self._attempt
+        if attempt.faults and not attempt.is_ending and self._stop is None:
+            self.machine.advance(RunEvent.INCIDENT_BEGAN)
+            self._end_rest(GRACE_AFTER_FAULT_S, but=attempt.ending_themselves())
+
+    def _end_rest(self, grace_s: float, *, but: Collection[int] = ()) -> None:
+        """SIGTERM to whoever is left, ``but`` these ranks, and SIGKILL to all after ``grace_s``."""
+        self._attempt.rest_ends_by_s = self._clock.monotonic() + grace_s
+        for handle in self.world.ranks:
+            if handle.is_alive and handle.rank not in but:
+                self.world.signal_rank(handle, signal.SIGTERM)
+                if self.world.is_stopped(handle):
+                    self.world.wake([handle])
+
+    def _wait_for_rest(self, now_s: float, ends_by_s: float) -> None:
+        alive = [handle for handle in self.world.ranks if handle.is_alive]
+        is_asked_again = self._stop is not None and self._signals.ends_at_once(now_s)
+        if alive and (now_s >= ends_by_s or is_asked_again):
+            for handle in alive:
                 if handle.state is not RankState.KILLING:
                     self.world.kill_rank(handle, now_s)
+        if alive:
             return
-        self._kill_at_s = None
-        if self._stop is not None:
-            self._note_attempt(None)
-            self.run_end.at_once(
-                Ending.of(
-                    STATUS_OF_REASON[self._stop],
-                    f"{self._stop.value}: all ranks have ended",
-                    exit_code=_EXIT_CODE_OF_STOP.get(self._stop, 1),
-                )
-            )
+        if self._stop is None:
+            self._judge(now_s)
             return
-        self._judge(now_s)
+        self._keep_record(None)
+        line, code = f"{self._stop.value}: all ranks have ended", EXIT_CODE_OF_STOP[self._stop]
+        self._end(Ending.of(STATUS_OF_REASON[self._stop], line, exit_code=code))
+
+    def _complete(self) -> None:
+        self._keep_record(None)
+        if not self.facts.committed_step and not self._script.is_program:
+            # Some scripts end with 0 where they miss a GPU.
+            self.recorder.say("no rank has made an optimizer step", level="WARNING")
+        self.machine.advance(RunEvent.ALL_FINISHED)
+        self.ending = Ending.of(RunStatus.COMPLETED, RunStatus.COMPLETED.value)
 
     def _judge(self, now_s: float) -> None:
         """The attempt is over: start all again, or end the run."""
-        left = [self._fault_of_leaving(one) for one in self._left.values() if not one.exit_code]
-        culprit = first_cause(explained(self._faults, self._recorded()), left)
-        failed = Attempt(
-            fault=culprit,
-            exit_code=self._codes.get(culprit.rank, 1),
+        steps = {one.rank: one.slot.get(Cell.COMMITTED_STEP) for one in self.world.ranks}
+        failed = self._attempt.judged(
+            self.world.ranks,
+            self._files.recorded(self._attempt.number, steps, hidden=self.outputs.hidden),
             steps=self.facts.committed_step,
-            at_s=now_s,
+            now_s=now_s,
         )
-        self._note_attempt(failed)
-        log = f"; see {self._log_file(culprit.rank)}" if culprit.rank >= 0 else ""
-        self._attempts.append(failed)
+        self._keep_record(failed)
+        self._failed.append(failed)
         self._has_saved |= any(handle.slot.get(Cell.SCRIPT_SAVES) for handle in self.world.ranks)
-        plan = plan_restart(
-            self._attempts,
+        counts_steps = not self._script.is_program
+        decided = plan_restart(
+            self._failed,
             restarts=self._script.restarts,
             settings=self.plan.settings.recovery,
-            counts_steps=not self._script.is_program,
+            counts_steps=counts_steps,
         )
-        what = culprit.cause
-        if culprit.rank >= 0 and not what.startswith("rank "):
-            what = f"rank {culprit.rank}: {what}"
-        if not self._script.is_program:
-            what += f" after {failed.steps:,} optimizer steps"
-        if isinstance(plan, EndRun):
-            reason = f"{what} ({plan.reason}){log}"
-            if plan.status is RunStatus.GAVE_UP:
-                reason = f"gave up: {plan.reason}; the last: {what}{log}"
-            self.run_end.at_once(
-                Ending.of(
-                    plan.status,
-                    reason,
-                    exit_code=plan.exit_code,
-                    detail=self._traceback_to_show(culprit),
+        culprit = failed.fault
+        what = failure_line(culprit, steps=failed.steps if counts_steps else None)
+        log = f"; see {self._log(culprit.rank)}" if culprit.rank >= 0 else ""
+        trace = self._traceback_to_show(culprit)
+        match decided:
+            case EndRun(reason=why, status=status, exit_code=code):
+                reason = f"{what} ({why}){log}"
+                if status is RunStatus.GAVE_UP:
+                    reason = f"gave up: {why}; the last: {what}{log}"
+                self._end(Ending.of(status, reason, exit_code=code, detail=trace))
+            case StartAgain(delay_s=delay_s):
+                if trace:
+                    self.recorder.say(trace, level="ERROR")
+                ranks, number = len(self.world.ranks), len(self._failed)
+                self.recorder.say(
+                    f"{what} -> all {ranks} ranks start again (attempt {number}){log}",
+                    level="WARNING",
                 )
-            )
-            return
-        if trace := self._traceback_to_show(culprit):
-            self.recorder.say(trace, level="ERROR")
-        self.recorder.say(
-            f"{what} -> all {len(self.world.ranks)} ranks"
-            f" start again (attempt {self.attempt}){log}",
-            level="WARNING",
-        )
-        self._faults.clear()
-        self._codes.clear()
-        self._left.clear()
-        self._left_when_asked.clear()
+                self._start_again(now_s + delay_s)
+
+    def _start_again(self, at_s: float) -> None:
+        """Nothing of the attempt that is over is left but its record."""
+        self._attempt = LiveAttempt(len(self._failed))
+        self._again_at_s = at_s
         self._hangs = ScriptHangs(self._script.hang_timeout_s, world=self.world)
         self.world.forget_stacks()
-        self._again_at_s = now_s + plan.delay_s
-        # What is in the store is of this attempt: torch keeps no prefix for each.
-        store = self.node.helper(STORE)
-        self._renews_store = store is not None
-        self.node.kill(store)
+        self.world.renew_store()  # torch keeps no prefix for each attempt in it
         for handle in self.world.ranks:
             handle.member.advance(MembershipEvent.TO_REPLACE)
-            handle.slot.clear()  # what it says is of the attempt that is over
-
-    def _recorded(self) -> list[Fault]:
-        """What ranks of this attempt have left in the files for their errors."""
-        steps = ((one, one.slot.get(Cell.COMMITTED_STEP)) for one in self.world.ranks)
-        found = (
-            recorded_fault(
-                error_file(self._log_file(one.rank)),
-                rank=one.rank,
-                step=step,
-                hidden=self.outputs.hidden,
-            )
-            for one, step in steps
-        )
-        return [fault for fault in found if fault is not None]
+            handle.slot.clear()
 
     def _traceback_to_show(self, culprit: Fault) -> str:
         """The only one on the console: a Python's own is held back there. A program's is not."""
@@ -405,72 +459,56 @@ class ScriptSupervisor(Supervisor):
         return "" if is_there else culprit.detail.rstrip()
 
     def _spawn(self, now_s: float) -> None:
-        if not self.node.can_fork or now_s < self._again_at_s or self._renews_store:
+        store = self.node.helper(STORE)
+        is_store_leaving = store is not None and store.is_unwanted
+        if not self.world.can_fork or now_s < self._again_at_s or is_store_leaving:
             return
-        if self.node.helper(STORE) is None:
-            self.node.start_store()
+        if store is None:
+            self.world.start_store()
         missing = [handle for handle in self.world.ranks if handle.needs_process]
         if not missing or any(handle.state not in NO_PROCESS_LEFT for handle in missing):
             return
-        self._began_s = now_s
+        self._attempt.began_s = now_s
         resume_words, notes = words_to_resume(self._script.resume_with)
         for line in notes:
             self.recorder.say(line, level="WARNING")
-        arguments = [*self._script.arguments, *resume_words]
-        restarts = self.plan.settings.recovery.max_restarts if self._script.restarts else 0
         for handle in missing:
-            log = self._log_file(handle.rank)
-            call = ScriptCall(
-                path=self._script.path,
-                module=self._script.module,
-                arguments=tuple(arguments),
-                is_program=self._script.is_program,
-                plain_saves=self._script.plain_saves,
-                log_file=str(log),
-                error_file=str(error_file(log)),
-                run_id=self._script.rdzv_id or self._run_id,
-                role=self._script.role,
-                attempt=self.attempt,
-                max_restarts=restarts,
-            )
+            log = self._log(handle.rank)
+            call = self._call((*self._script.arguments, *resume_words), handle.rank)
             start = RankStart(script=call, log_file=log, reads_stdin=handle.rank == 0)
             if self.world.spawn_rank(handle, start, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
 
-    def _end_if_it_does_not_resume(self) -> None:
-        """It would train again what is trained, and overwrite what it has saved."""
-        slots = [handle.slot for handle in self.world.ranks]
-        if self._script.from_scratch or not does_not_resume(
-            attempt=self.attempt,
-            saved_before=self._has_saved,
-            steps=max(slot.get(Cell.COMMITTED_STEP) for slot in slots),
-            loads=max(slot.get(Cell.SCRIPT_LOADS) for slot in slots),
-        ):
-            return
-        line = (
-            f"attempt {self.attempt} began to train without torch.load, though one before it has saved:"
-            " the script does not resume (--from-scratch allows that)"
+    def _call(self, arguments: tuple[str, ...], rank: int) -> ScriptCall:
+        script, log = self._script, self._log(rank)
+        return ScriptCall(
+            path=script.path,
+            module=script.module,
+            arguments=arguments,
+            is_program=script.is_program,
+            plain_saves=script.plain_saves,
+            log_file=str(log),
+            error_file=str(error_file(log)),
+            run_id=script.rdzv_id or self._run_id,
+            role=script.role,
+            attempt=self._attempt.number,
+            max_restarts=self.plan.settings.recovery.max_restarts if script.restarts else 0,
         )
-        self._note_attempt(None)
-        self.run_end.at_once(Ending.of(RunStatus.FAILED, line))
 
     def _form(self, now_s: float) -> None:
-        ready = all(
-            handle.state is RankState.READY and handle.pid is not None
-            for handle in self.world.ranks
-        )
-        if not ready or not self.node.has_ready_store:
+        # A rank may be ready before its zygote has reported who it is. Until then nobody could end it.
+        ranks = self.world.ranks
+        are_ready = self.world.counts.are_all_present(RankState.READY)
+        if not are_ready or any(one.pid is None for one in ranks) or not self.world.has_ready_store:
             return
         if not self.recorder.may_write and not self._begin():
             return
-        self._log_file(0).parent.mkdir(exist_ok=True)
-        for handle in self.world.ranks:  # of an earlier launch
-            error_file(self._log_file(handle.rank)).unlink(missing_ok=True)
-        ranks = tuple(range(len(self.world.ranks)))
+        numbers, number = range(len(ranks)), self._attempt.number
+        self._files.make(number, numbers)
         shown = self._script.shown_ranks
         self.outputs.follow(
-            [self._log_file(rank) for rank in ranks],
-            shown=ranks if shown is None else shown,
+            [self._log(rank) for rank in numbers],
+            shown=numbers if shown is None else shown,
             marks_lines=self._script.marks_lines,
         )
         self.facts.generation += 1
@@ -484,14 +522,16 @@ class ScriptSupervisor(Supervisor):
         try:
             self.directories.claim()
         except BadInputError as error:
-            self.run_end.bad_input(str(error))
+            line = str(error)
+            code = ExitCode.BAD_USAGE
+            self._end(Ending.of(RunStatus.FAILED, line, exit_code=code, error_line=line))
             return False
         self.outputs.open(shown_bytes=self.start.shown_bytes())
         threads = self.plan.threads_per_rank
         lines = (
             *self.plan.notes,
             f"{self._script.name} on {len(self.world.ranks)} ranks, {threads} threads each",
-            f"what they write: {self._log_file(0).parent}/rank_<r>.log",
+            f"what they write: {self._files.folder(self._attempt.number)}/rank_<r>.log",
         )
         self.recorder.record(
             events.RunBegins(
@@ -505,26 +545,69 @@ class ScriptSupervisor(Supervisor):
         )
         return True
 
-    def _log_file(self, rank: int) -> Path:
-        folder = Path(self.plan.settings.run.log_dir, f"attempt_{self.attempt}")
-        return folder / f"rank_{rank}.log"
+    def _name_late_ones(self, now_s: float) -> None:
+        """Ranks that still run when others have ended for a while: perhaps for ever, at their own end."""
+        ranks = self.world.ranks
+        left = [handle.rank for handle in ranks if not handle.has_finished]
+        if self._attempt.are_others_late(len(left), of=len(ranks), now_s=now_s):
+            line = f"not ended, {LATE_S:g} s after others have: {rank_list(left)}"
+            self.recorder.say(line, level="WARNING")
 
-    def _note_attempt(self, failed: Attempt | None) -> None:
-        slots = [handle.slot for handle in self.world.ranks]
-        first_ns = min((ns for slot in slots if (ns := slot.get(Cell.FIRST_STEP_NS))), default=0)
-        fault = None if failed is None else failed.fault
+    def _end_if_it_does_not_resume(self) -> None:
+        """It would train again what is trained, and overwrite what it has saved."""
+        if self._script.from_scratch or not does_not_resume(
+            attempt=self._attempt.number,
+            saved_before=self._has_saved,
+            steps=max(self.world.present_cells(Cell.COMMITTED_STEP)),
+            loads=max(self.world.present_cells(Cell.SCRIPT_LOADS)),
+        ):
+            return
+        line = (
+            f"attempt {self._attempt.number} began to train without torch.load, though one before it has"
+            " saved: the script does not resume (--from-scratch allows that)"
+        )
+        self._keep_record(None)
+        self._end(Ending.of(RunStatus.FAILED, line))
+
+    def _log(self, rank: int) -> Path:
+        return self._files.log(self._attempt.number, rank)
+
+    def _keep_record(self, failed: Attempt | None) -> None:
+        first_ns = min((ns for ns in self.world.present_cells(Cell.FIRST_STEP_NS) if ns), default=0)
         self._records.append(
-            AttemptRecord(
-                attempt=self.attempt,
+            self._attempt.record(
+                failed,
                 steps=self.facts.committed_step,
-                seconds=round(self._clock.monotonic() - self._began_s, 3),
-                first_step_s=round(first_ns / 1e9 - self._began_s, 3) if first_ns else None,
-                rank=None if fault is None else fault.rank,
-                cause="" if fault is None else fault.cause,
-                detail="" if fault is None else fault.detail,
-                exit_code=None if failed is None else failed.exit_code,
+                first_step_ns=first_ns,
+                now_s=self._clock.monotonic(),
             )
         )
+
+    # How it ends.
+
+    def _end(self, ending: Ending) -> None:
+        """End the run, which is not complete, as it is."""
+        self.machine.advance(RunEvent.GAVE_UP)
+        self.ending = ending
+
+    def end_at_once(self, line: str) -> None:
+        """End a run that has no ending as it is, as a failed one."""
+        if self.ending is None:
+            self._end(Ending.of(RunStatus.FAILED, line))
+
+    def fail(self, detail: str) -> None:
+        """End the run because this agent is at fault itself; one that has ended stays so."""
+        if self.ending is not None:
+            self.recorder.say(detail.strip(), level="ERROR")
+            return
+        last = detail.strip().splitlines()[-1]
+        line = f"a bug in the supervisor: {last}"
+        self._end(Ending.of(RunStatus.FAILED, line, detail=detail))
+
+    def tidy_up(self) -> None:
+        """Remove what a save into the folder of the logs has left that was cut off; every process has ended."""
+        for path in remove_temporary_files(Path(self.plan.settings.run.log_dir)):
+            self.recorder.say(f"removed {path}, which a save that was cut off had left")
 
     def closing_words(self) -> str:
         """A script's checkpoints are its own."""

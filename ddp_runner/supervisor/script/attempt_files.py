@@ -1,20 +1,48 @@
-"""What ``@record`` of torch.distributed.elastic has written about an exception of a rank, as a fault."""
+"""The folder of each attempt: the logs of its ranks, and what ``@record`` of torch.distributed.elastic writes beside them."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddp_runner.core.classify import classify_error
-from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.faults import Fault
 from ddp_runner.system.run_files import reading
 
 _FILE_BYTES_MAX = 1_000_000
-# What an exception may have led to in the same rank, and may not stand for.
-_EXPLAINED = (FaultKind.RANK_EXITED, FaultKind.RANK_KILLED)
+
+
+class AttemptFiles:
+    """Owned by :class:`ScriptAgent`; the files of its attempts are on this machine."""
+
+    def __init__(self, log_dir: str) -> None:
+        self._log_dir = log_dir
+
+    def folder(self, attempt: int) -> Path:
+        """Where the ranks of an attempt write."""
+        return Path(self._log_dir, f"attempt_{attempt}")
+
+    def log(self, attempt: int, rank: int) -> Path:
+        """What a rank of an attempt writes to."""
+        return self.folder(attempt) / f"rank_{rank}.log"
+
+    def make(self, attempt: int, ranks: Sequence[int]) -> None:
+        """Make the folder of an attempt; errors that an earlier launch has left in it go."""
+        self.folder(attempt).mkdir(exist_ok=True)
+        for rank in ranks:
+            error_file(self.log(attempt, rank)).unlink(missing_ok=True)
+
+    def recorded(
+        self, attempt: int, steps: Mapping[int, int], *, hidden: Sequence[str]
+    ) -> list[Fault]:
+        """The errors that ranks of an attempt have left there. ``steps``: those that each rank has done."""
+        found = (
+            recorded_fault(error_file(self.log(attempt, rank)), rank=rank, step=step, hidden=hidden)
+            for rank, step in steps.items()
+        )
+        return [fault for fault in found if fault is not None]
 
 
 def error_file(log_file: Path) -> Path:
@@ -49,21 +77,3 @@ def recorded_fault(path: Path, *, rank: int, step: int, hidden: Sequence[str] = 
         at_ns=time.monotonic_ns() - int(ago_s * 1e9),
     )
     return fault.without(hidden).bounded()
-
-
-def explained(faults: Sequence[Fault], recorded: Sequence[Fault]) -> list[Fault]:
-    """``faults`` of an attempt with what was recorded: a rank that has exited did so because of its exception.
-
-    A rank that somebody else has killed was; one that was ended because of others, and had raised before, counts.
-    """
-    by_rank = {fault.rank: fault for fault in recorded}
-    found = []
-    for fault in faults:
-        said = by_rank.pop(fault.rank, None)
-        if said is None or fault.origin is Origin.OUTSIDE:
-            found.append(fault)
-        elif fault.kind in _EXPLAINED:
-            found.append(said)
-        else:  # it has said so itself, with all of the traceback
-            found.append(replace(fault, at_ns=min(fault.at_ns, said.at_ns)))
-    return found + list(by_rank.values())
