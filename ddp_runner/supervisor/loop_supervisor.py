@@ -8,7 +8,7 @@ from ddp_runner.core.script import exit_code_of
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.reporting.run_facts import Ending
+from ddp_runner.supervisor.run_facts import Ending
 from ddp_runner.supervisor.supervisor import Supervisor
 
 

@@ -16,8 +16,8 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.last_save import LastSave
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts, fault_line
 from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.run_facts import Ending, RunFacts, fault_line
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 

@@ -47,7 +47,7 @@ from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.reporting.run_facts import Ending
+from ddp_runner.supervisor.run_facts import Ending
 from ddp_runner.supervisor.script_errors import error_file, explained, recorded_fault
 from ddp_runner.supervisor.script_hangs import ScriptHangs
 from ddp_runner.supervisor.script_resume import words_to_resume

@@ -17,10 +17,10 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankEvent, RankState
 from ddp_runner.core.messages import Abort, CountCollectives, Form, Message, Stacks, Stop
 from ddp_runner.supervisor.head_count import HeadCount
+from ddp_runner.supervisor.ports import RankHost, WhatIsKnown
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.rank_host import RankHost, WhatIsKnown
 
 SECRET_BYTES = 32
 

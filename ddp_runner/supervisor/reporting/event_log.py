@@ -11,7 +11,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Ready
 from ddp_runner.supervisor.reporting.outputs import Outputs
-from ddp_runner.supervisor.reporting.run_facts import fault_line
+from ddp_runner.supervisor.run_facts import fault_line
 
 
 class EventLog:

@@ -17,8 +17,8 @@ from ddp_runner.observe.summary import TimeShares, goodput
 from ddp_runner.observe.view import FaultView, NodeView, RankView, RunView
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Evaluated
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
+from ddp_runner.supervisor.run_facts import RunFacts
 
 
 def run_view(
