@@ -18,7 +18,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import RankExit, classify_exit
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
-from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.faults import Fault, FaultKind, Origin, rank_list
 from ddp_runner.core.fork_specs import ScriptCall
 from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.lifecycle import (
@@ -40,7 +40,6 @@ from ddp_runner.core.script import (
     first_cause,
     plan_restart,
 )
-from ddp_runner.observe.format import rank_list
 from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import exit_of

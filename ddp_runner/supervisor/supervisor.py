@@ -42,12 +42,12 @@ from ddp_runner.core.messages import (
     Message,
     Metrics,
     NotSaved,
+    OtherStage,
     Ready,
     Stop,
     WriteCopy,
     decode,
 )
-from ddp_runner.core.run_stages import OtherStage
 from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary

@@ -20,7 +20,7 @@ from ddp_runner.core.last_save import (
 from ddp_runner.core.lifecycle import IN_GENERATION, RankState
 from ddp_runner.core.messages import NotSaved, SaveAlone
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import LEAVE_TIMEOUT_S, Cutting
 from ddp_runner.supervisor.reporting.recorder import Recorder

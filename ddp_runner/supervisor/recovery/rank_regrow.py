@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, MembershipEvent, RankState
 from ddp_runner.core.recovery import regrow_delay_s
-from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
