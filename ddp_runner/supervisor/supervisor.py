@@ -94,7 +94,7 @@ class Supervisor:
     ) -> None:
         self.plan = plan
         self.node = node
-        self.world = world = World(plan, node, others)
+        self.world = world = World(node, others)
         self.outputs = outputs
         self.facts = facts = RunFacts(name=plan.settings.run.name)
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)

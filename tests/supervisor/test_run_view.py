@@ -34,7 +34,7 @@ NOW_NS = 1_000_000_000_000
 @pytest.fixture
 def handles():
     board = Board(memoryview(bytearray(WORLD * SLOT_BYTES)), WORLD)
-    return [RankHandle(rank, device=device(rank), slot=board.slot(rank)) for rank in range(WORLD)]
+    return [RankHandle(rank, slot=board.slot(rank)) for rank in range(WORLD)]
 
 
 def device(rank):

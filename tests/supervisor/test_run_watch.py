@@ -65,10 +65,7 @@ def plan(*indices, interval_s=INTERVAL_S, ranks_per_node=None):
 
 def handles(of):
     board = Board(memoryview(bytearray(of.world_size * SLOT_BYTES)), of.world_size)
-    return [
-        RankHandle(rank, device=of.devices[rank], slot=board.slot(rank))
-        for rank in range(of.world_size)
-    ]
+    return [RankHandle(rank, slot=board.slot(rank)) for rank in range(of.world_size)]
 
 
 def begun(of, reader=None, node=0):

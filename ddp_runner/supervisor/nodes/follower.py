@@ -103,7 +103,7 @@ class Follower:
         # The coordinator may not know the secrets of this machine's environment.
         self._hidden = hidden_texts(plan.settings.task, os.environ)
         self._checkpoint_dir = Path(plan.settings.run.checkpoint_dir)
-        self._world = World(plan, node)
+        self._world = World(node)
         for handle in self._world.ranks:
             if handle.rank not in node.processes:
                 handle.member.advance(MembershipEvent.DROPPED)
