@@ -22,7 +22,7 @@ from ddp_runner.observe.format import printable
 from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
-from ddp_runner.supervisor.folders import FolderKeeper
+from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
@@ -34,11 +34,11 @@ from ddp_runner.supervisor.processes.resources import StorePlace
 from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.reporting.run_view import run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.supervisor.reporting.side_programs import PageKeeper, TrackerKeeper
 from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.script.agent import ScriptAgent
 from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.supervisor.supervisor import Supervisor

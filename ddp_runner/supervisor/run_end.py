@@ -12,7 +12,7 @@ from ddp_runner.core.exits import (
     StopReason,
     exit_code_of,
 )
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind, fault_line
 from ddp_runner.core.last_save import SaveOutcome, closing_words
 from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
 from ddp_runner.core.messages import WriteCopy
@@ -24,8 +24,8 @@ from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.last_save import LastSave
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts, fault_line
 from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 

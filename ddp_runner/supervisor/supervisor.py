@@ -43,15 +43,18 @@ from ddp_runner.core.messages import (
     Message,
     Metrics,
     NotSaved,
+    OtherStage,
     Ready,
     Stop,
     WriteCopy,
     decode,
 )
-from ddp_runner.core.run_stages import OtherStage
 from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.observe.summary import RunSummary
+from ddp_runner.supervisor.features.fault_injector import FaultInjector
+from ddp_runner.supervisor.features.stage_change import StageChange
 from ddp_runner.supervisor.node_keeper import NodeKeeper
+from ddp_runner.supervisor.ports import RankHost
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.helper_process import RankEnded, ZygoteEnded
@@ -59,19 +62,16 @@ from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.processes.resources import remove_temporary_files
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.rank_host import RankHost
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
-from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
 from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
 from ddp_runner.supervisor.reporting.completed_run import kept_summary
 from ddp_runner.supervisor.reporting.event_log import with_newest
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_end import RunEnd
-from ddp_runner.supervisor.stage_change import StageChange
+from ddp_runner.supervisor.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.run_directories import RunDirectories
@@ -95,7 +95,7 @@ class Supervisor:
     ) -> None:
         self.plan = plan
         self.node = node
-        self.world = world = World(plan, node, others)
+        self.world = world = World(node, others)
         self.outputs = outputs
         self.facts = facts = RunFacts(name=plan.settings.run.name)
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)

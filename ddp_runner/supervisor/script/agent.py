@@ -25,7 +25,7 @@ from ddp_runner.core.exits import (
     StopReason,
     exit_code_of,
 )
-from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.faults import Fault, FaultKind, Origin, rank_list
 from ddp_runner.core.fork_specs import ScriptCall
 from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -63,7 +63,6 @@ from ddp_runner.core.script import (
     was_asked_to_end,
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
-from ddp_runner.observe.format import rank_list
 from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import exit_of, store_died
@@ -77,8 +76,8 @@ from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.zygote_keeper import ZygoteKeeper
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.script.attempt_files import AttemptFiles, error_file
 from ddp_runner.supervisor.script.hangs import ScriptHangs
 from ddp_runner.supervisor.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
@@ -108,7 +107,7 @@ class ScriptAgent:
     ) -> None:
         self.plan = plan
         self.node = node
-        self.world = World(plan, node)
+        self.world = World(node)
         self.outputs = outputs
         self.directories = directories
         self.facts = RunFacts(name=plan.settings.run.name)
