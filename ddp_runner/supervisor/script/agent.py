@@ -572,13 +572,19 @@ class ScriptAgent:
         return self._files.log(self._attempt.number, rank)
 
     def _keep_record(self, failed: Attempt | None) -> None:
+        """Add the attempt to those that summary.json holds; ``failed``: as what, None where it has not."""
         first_ns = min((ns for ns in self.world.present_cells(Cell.FIRST_STEP_NS) if ns), default=0)
+        began_s, fault = self._attempt.began_s, None if failed is None else failed.fault
         self._records.append(
-            self._attempt.record(
-                failed,
+            AttemptRecord(
+                attempt=self._attempt.number,
                 steps=self.facts.committed_step,
-                first_step_ns=first_ns,
-                now_s=self._clock.monotonic(),
+                seconds=round(self._clock.monotonic() - began_s, 3),
+                first_step_s=round(first_ns / 1e9 - began_s, 3) if first_ns else None,
+                rank=None if fault is None else fault.rank,
+                cause="" if fault is None else fault.cause,
+                detail="" if fault is None else fault.detail,
+                exit_code=None if failed is None else failed.exit_code,
             )
         )
 

@@ -8,7 +8,6 @@ from ddp_runner.core.classify import RankExit, classify_exit
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Leaving
 from ddp_runner.core.script import Attempt, explained, first_cause
-from ddp_runner.observe.script_summary import AttemptRecord
 from ddp_runner.supervisor.rank_handle import RankHandle
 
 LATE_S = 10.0  # for ranks to end after the first has
@@ -97,23 +96,6 @@ class LiveAttempt:
         culprit = first_cause(explained(self.faults, recorded), done)
         code = self._codes.get(culprit.rank, 1)
         return Attempt(fault=culprit, exit_code=code, steps=steps, at_s=now_s)
-
-    def record(
-        self, failed: Attempt | None, *, steps: int, first_step_ns: int, now_s: float
-    ) -> AttemptRecord:
-        """What summary.json says of it. ``first_step_ns``: when the first step of any rank was done; 0: none was."""
-        fault = None if failed is None else failed.fault
-        began_s = self.began_s
-        return AttemptRecord(
-            attempt=self.number,
-            steps=steps,
-            seconds=round(now_s - began_s, 3),
-            first_step_s=round(first_step_ns / 1e9 - began_s, 3) if first_step_ns else None,
-            rank=None if fault is None else fault.rank,
-            cause="" if fault is None else fault.cause,
-            detail="" if fault is None else fault.detail,
-            exit_code=None if failed is None else failed.exit_code,
-        )
 
 
 def fault_of_leaving(left: Leaving, handle: RankHandle) -> Fault:
