@@ -1,1 +1,1 @@
-"""A run of a script: its ranks are started together, and all again where one is lost."""
+"""Runs a script: its ranks are started together, and all again where one is lost."""

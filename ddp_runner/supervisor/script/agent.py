@@ -88,7 +88,7 @@ from ddp_runner.system.run_directories import RunDirectories
 
 
 class ScriptAgent:
-    """One run of a script, from the first attempt to its ending: the loop's :class:`~..loop.Agent`.
+    """Runs a script from its first attempt to its ending, as the :class:`~..loop.Agent` of the loop.
 
     It acts on ranks through their world, so on whichever machine they are. Where the run stands is in
     the table of ``core/lifecycle.py``, and what has become of the attempt in hand in a LiveAttempt.
@@ -150,7 +150,7 @@ class ScriptAgent:
     # What comes in.
 
     def on_packet(self, packet: bytes, rank: int | None) -> None:
-        """A packet came in; ``rank`` is that of the process that sent it, None for one that is no rank."""
+        """Take a packet in; ``rank`` is that of the process that sent it, None for one that is no rank."""
         if self.ending is not None:
             return
         message = decode(packet)
@@ -204,7 +204,7 @@ class ScriptAgent:
         self.machine.advance(RunEvent.WORLD_FORMED)
 
     def on_ended(self, ended: Ended) -> None:
-        """A child process was reaped. What it still had to say is heard first."""
+        """Note that a child process was reaped. What it still had to say is heard first."""
         self.start.show_output()
         for packet, rank in self.node.last_packets(ended.pid):
             self.on_packet(packet, rank)
@@ -246,7 +246,7 @@ class ScriptAgent:
         handle.released()
 
     def _had_gone_before(self, handle: RankHandle) -> bool:
-        """Whether a rank that ended with 0 most likely did so before it was asked: its peers lose it before we can reap it."""
+        """Return whether a rank that ended with 0 most likely did so before it was asked: its peers lose it before we can reap it."""
         is_silent = self._attempt.is_silent(handle.rank) and not self._script.is_program
         return is_silent and self._stop is None
 
@@ -305,10 +305,10 @@ class ScriptAgent:
         self._end_rest(grace_s)
 
     def ask_save(self) -> None:
-        """A script saves when it does."""
+        """Do nothing: a script saves when it does."""
 
     def schedule_respawn(self, handle: RankHandle) -> None:
-        """A rank has no process, and is to get one: its fork was lost with the zygote."""
+        """Have a process started for a rank whose fork was lost with the zygote."""
         handle.member.advance(MembershipEvent.TO_REPLACE)
 
     # What is done about it.
@@ -336,7 +336,7 @@ class ScriptAgent:
             self._look_for_hung(now_s)
 
     def _look_for_stopped(self, now_s: float) -> None:
-        """A rank that the system holds stopped has all others wait, and nobody may wake it."""
+        """Report a rank that the system holds stopped: all others wait for it, and nobody may wake it."""
         for handle in self.world.ranks:
             if self._attempt.is_ending or self._attempt.faults:
                 return
@@ -369,7 +369,7 @@ class ScriptAgent:
             self._end_rest(GRACE_AFTER_FAULT_S, but=attempt.ending_themselves())
 
     def _end_rest(self, grace_s: float, *, but: Collection[int] = ()) -> None:
-        """SIGTERM to whoever is left, ``but`` these ranks, and SIGKILL to all after ``grace_s``."""
+        """Send SIGTERM to whoever is left, ``but`` these ranks; all get SIGKILL after ``grace_s``."""
         self._attempt.rest_ends_by_s = self._clock.monotonic() + grace_s
         for handle in self.world.ranks:
             if handle.is_alive and handle.rank not in but:
@@ -402,7 +402,7 @@ class ScriptAgent:
         self.ending = Ending.of(RunStatus.COMPLETED, RunStatus.COMPLETED.value)
 
     def _judge(self, now_s: float) -> None:
-        """The attempt is over: start all again, or end the run."""
+        """Start all ranks again, or end the run: the attempt is over."""
         steps = {one.rank: one.slot.get(Cell.COMMITTED_STEP) for one in self.world.ranks}
         failed = self._attempt.judged(
             self.world.ranks,
@@ -441,7 +441,7 @@ class ScriptAgent:
                 self._start_again(now_s + delay_s)
 
     def _start_again(self, at_s: float) -> None:
-        """Nothing of the attempt that is over is left but its record."""
+        """Begin the next attempt; nothing of the one that is over is left but its record."""
         self._attempt = LiveAttempt(len(self._failed))
         self._again_at_s = at_s
         self._hangs = ScriptHangs(self._script.hang_timeout_s, world=self.world)
@@ -452,7 +452,7 @@ class ScriptAgent:
             handle.slot.clear()
 
     def _traceback_to_show(self, culprit: Fault) -> str:
-        """The only one on the console: a Python's own is held back there. A program's is not."""
+        """Return the only traceback on the console: a Python's own is held back there, a program's is not."""
         shown = self._script.shown_ranks
         is_there = self._script.is_program and (shown is None or culprit.rank in shown)
         return "" if is_there else culprit.detail.rstrip()
@@ -516,7 +516,7 @@ class ScriptAgent:
         self.world.form(self.facts.generation, run_id=self._run_id)
 
     def _begin(self) -> bool:
-        """Every rank is there: the disk may be touched from here on."""
+        """Claim the folders and open the files: every rank is there."""
         self.facts.run_id = self._run_id
         try:
             self.directories.claim()
@@ -545,7 +545,7 @@ class ScriptAgent:
         return True
 
     def _name_late_ones(self, now_s: float) -> None:
-        """Ranks that still run when others have ended for a while: perhaps for ever, at their own end."""
+        """Name the ranks that still run when others have ended for a while: perhaps for ever, at their own end."""
         ranks = self.world.ranks
         left = [handle.rank for handle in ranks if not handle.has_finished]
         if self._attempt.are_others_late(len(left), of=len(ranks), now_s=now_s):
@@ -553,7 +553,7 @@ class ScriptAgent:
             self.recorder.say(line, level="WARNING")
 
     def _end_if_it_does_not_resume(self) -> None:
-        """It would train again what is trained, and overwrite what it has saved."""
+        """End a script that would train again what is trained, and overwrite what it has saved."""
         if self._script.from_scratch or not does_not_resume(
             attempt=self._attempt.number,
             saved_before=self._has_saved,
@@ -615,11 +615,11 @@ class ScriptAgent:
             self.recorder.say(f"removed {path}, which a save that was cut off had left")
 
     def closing_words(self) -> str:
-        """A script's checkpoints are its own."""
+        """Return nothing: a script's checkpoints are its own."""
         return ""
 
     def summary(self, ending: Ending) -> ScriptSummary:
-        """What summary.json holds."""
+        """Return what summary.json holds."""
         return ScriptSummary(
             run_id=self._run_id,
             status=ending.status,

@@ -1,4 +1,4 @@
-"""The folder of each attempt: the logs of its ranks, and what ``@record`` of torch.distributed.elastic writes beside them."""
+"""Knows the folder of each attempt: the logs of its ranks, and what ``@record`` of torch.distributed.elastic writes there."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _FILE_BYTES_MAX = 1_000_000
 
 
 class AttemptFiles:
-    """Owned by :class:`ScriptAgent`; the files of its attempts are on this machine."""
+    """Names, makes and reads the files of all attempts, which are on this machine."""
 
     def __init__(self, log_dir: str) -> None:
         self._log_dir = log_dir
 
     def folder(self, attempt: int) -> Path:
-        """Where the ranks of an attempt write."""
+        """Return where the ranks of an attempt write."""
         return Path(self._log_dir, f"attempt_{attempt}")
 
     def log(self, attempt: int, rank: int) -> Path:
-        """What a rank of an attempt writes to."""
+        """Return the log of a rank in an attempt."""
         return self.folder(attempt) / f"rank_{rank}.log"
 
     def make(self, attempt: int, ranks: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class AttemptFiles:
     def recorded(
         self, attempt: int, steps: Mapping[int, int], *, hidden: Sequence[str]
     ) -> list[Fault]:
-        """The errors that ranks of an attempt have left there. ``steps``: those that each rank has done."""
+        """Return the errors that ranks of an attempt have left there. ``steps``: those that each rank has done."""
         found = (
             recorded_fault(error_file(self.log(attempt, rank)), rank=rank, step=step, hidden=hidden)
             for rank, step in steps.items()
@@ -46,12 +46,12 @@ class AttemptFiles:
 
 
 def error_file(log_file: Path) -> Path:
-    """Where a rank is to write it, beside its log; TORCHELASTIC_ERROR_FILE of that rank and attempt."""
+    """Return where a rank is to write its error, beside its log; TORCHELASTIC_ERROR_FILE of that rank and attempt."""
     return log_file.absolute().with_name(f"{log_file.stem}_error.json")
 
 
 def recorded_fault(path: Path, *, rank: int, step: int, hidden: Sequence[str] = ()) -> Fault | None:
-    """What stands in the file, as of when it was written; None where there is none that can be read.
+    """Return what stands in the file, as of when it was written; None where there is none that can be read.
 
     ``hidden``: secrets, which a user's exception may hold.
     """

@@ -1,4 +1,4 @@
-"""One start of all ranks of a script: which have ended so far, with what, and whose fault that is. Acts on nobody."""
+"""Keeps what one start of all ranks of a script has come to: who has ended, how, and whose fault that is. Acts on nobody."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATE_S = 10.0  # for ranks to end after the first has
 
 
 class LiveAttempt:
-    """Owned by :class:`ScriptAgent`, which has another one for each attempt.
+    """Holds the facts of the attempt in hand; :class:`ScriptAgent` makes another one for each.
 
     ``number`` counts from 0; torchrun calls it the restart count.
     """
@@ -34,7 +34,7 @@ class LiveAttempt:
 
     @property
     def is_ending(self) -> bool:
-        """Whether what is left of it was asked to end."""
+        """Return whether what is left of it was asked to end."""
         return self.rest_ends_by_s is not None
 
     def heard_leaving(self, message: Leaving) -> None:
@@ -49,11 +49,11 @@ class LiveAttempt:
         self._left.setdefault(rank, Leaving(rank=rank, exit_code=0, at_ns=at_ns))
 
     def left_with(self, rank: int) -> Leaving | None:
-        """With what the program of a rank has ended by itself; None where it has not."""
+        """Return with what the program of a rank has ended by itself; None where it has not."""
         return self._left.get(rank)
 
     def is_silent(self, rank: int) -> bool:
-        """Whether a rank has not said that it ends since all were asked to; who ends because of SIGTERM says so."""
+        """Return whether a rank has not said that it ends since all were asked to; who ends because of SIGTERM says so."""
         return rank not in self._left_when_asked
 
     def failed(self, rank: int, code: int) -> None:
@@ -65,16 +65,16 @@ class LiveAttempt:
         self._codes.setdefault(rank, 1)
 
     def has_fault_of(self, rank: int) -> bool:
-        """Whether a rank has a fault in this attempt."""
+        """Return whether a rank has a fault in this attempt."""
         return any(known.rank == rank for known in self.faults)
 
     def ending_themselves(self) -> set[int]:
-        """The ranks whose program has ended or raised: what they still write, as a traceback, is not to be cut off."""
+        """Return the ranks whose program has ended or raised: what they still write, as a traceback, is not to be cut off."""
         said = {fault.rank for fault in self.faults if fault.kind is not FaultKind.RANK_HUNG}
         return said | self._left.keys()
 
     def are_others_late(self, left: int, *, of: int, now_s: float) -> bool:
-        """Whether ``left`` of so many ranks still run though others have ended for a while; True once."""
+        """Return whether ``left`` of so many ranks still run though others have ended for a while; True once."""
         if left == of:
             self._others_ended_s = None
         elif self._others_ended_s is None:
@@ -87,7 +87,7 @@ class LiveAttempt:
     def judged(
         self, handles: Sequence[RankHandle], recorded: Sequence[Fault], *, steps: int, now_s: float
     ) -> Attempt:
-        """The attempt as a failed one. ``recorded``: what its ranks have left in the files for their errors."""
+        """Return the attempt as a failed one. ``recorded``: what its ranks have left in the files for their errors."""
         done = [
             fault_of_leaving(left, handles[rank])
             for rank, left in self._left.items()
@@ -99,7 +99,7 @@ class LiveAttempt:
 
 
 def fault_of_leaving(left: Leaving, handle: RankHandle) -> Fault:
-    """The end of a rank's program, as the rank itself has said it."""
+    """Return the end of a rank's program as a fault, as the rank itself has said it."""
     reading = handle.slot.read()
     return classify_exit(
         RankExit(
