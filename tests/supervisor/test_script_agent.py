@@ -128,6 +128,17 @@ def test_a_stop_before_the_ranks_are_there_ends_at_once(simulate):
     assert run.ending.exit_code == ExitCode.INTERRUPTED
 
 
+def test_a_stop_between_two_attempts_ends_the_run(simulate):
+    """The attempt that was due is in the record, without any time of its own."""
+    run = simulate()
+    run.to_step(9)
+    run.kill(1)
+    run.run_until(lambda: run.supervisor._attempt.number == 1)
+    run.supervisor.ask_stop(StopReason.PREEMPTED)
+    assert run.run_to_end().status is RunStatus.PREEMPTED
+    assert run.attempts[1].seconds < 1.0
+
+
 def test_a_bug_of_the_agent_ends_a_run_of_a_script_at_once(simulate):
     """Nobody waits for a last save, which no script makes by order."""
     run = simulate()

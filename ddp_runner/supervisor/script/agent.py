@@ -143,7 +143,7 @@ class ScriptAgent:
         self._failed: list[Attempt] = []
         self._records: list[AttemptRecord] = []
         self._has_saved = False  # in an attempt that has failed
-        self._attempt = LiveAttempt(0)
+        self._attempt = LiveAttempt(0, now_s=clock.monotonic())
         self._again_at_s = 0.0  # when the ranks of this attempt may be started
         self._hangs = ScriptHangs(script.hang_timeout_s, world=self.world)  # of this attempt
 
@@ -438,12 +438,12 @@ class ScriptAgent:
                     f"{what} -> all {ranks} ranks start again (attempt {number}){log}",
                     level="WARNING",
                 )
-                self._start_again(now_s + delay_s)
+                self._start_again(now_s, delay_s)
 
-    def _start_again(self, at_s: float) -> None:
+    def _start_again(self, now_s: float, delay_s: float) -> None:
         """Begin the next attempt; nothing of the one that is over is left but its record."""
-        self._attempt = LiveAttempt(len(self._failed))
-        self._again_at_s = at_s
+        self._attempt = LiveAttempt(len(self._failed), now_s=now_s)
+        self._again_at_s = now_s + delay_s
         self._hangs = ScriptHangs(self._script.hang_timeout_s, world=self.world)
         self.world.forget_stacks()
         self.world.renew_store()  # torch keeps no prefix for each attempt in it

@@ -19,9 +19,9 @@ class LiveAttempt:
     ``number`` counts from 0; torchrun calls it the restart count.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, now_s: float) -> None:
         self.number = number
-        self.began_s = 0.0  # when its ranks were asked for
+        self.began_s = now_s  # when its ranks were asked for; before that, when it was due
         self.faults: list[Fault] = []
         # When what is left of it gets SIGKILL; None: nobody was asked to end.
         self.rest_ends_by_s: float | None = None
