@@ -46,8 +46,16 @@ EXIT_CODE_OF_STATUS = {
     RunStatus.PREEMPTED: ExitCode.PREEMPTED,
     RunStatus.INTERRUPTED: ExitCode.INTERRUPTED,
 }
+OF_SIGNAL = 128  # added to the number of a signal, in what a shell sees
 STATUS_OF_REASON = {
     StopReason.COMPLETED: RunStatus.COMPLETED,
     StopReason.PREEMPTED: RunStatus.PREEMPTED,
     StopReason.INTERRUPTED: RunStatus.INTERRUPTED,
 }
+
+
+def exit_code_of(*, exit_code: int | None, signal_number: int | None) -> int:
+    """Return the exit code that a shell would see for a failed rank: its own, or 128 plus the signal's number."""
+    if signal_number is not None:
+        return OF_SIGNAL + signal_number
+    return exit_code or 1  # who leaves with 0 before the others has failed

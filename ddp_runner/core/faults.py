@@ -179,3 +179,27 @@ class FaultError(Exception):
 
 class ReportedFaultError(FaultError):
     """A fault that has been reported already: all that is left is to end."""
+
+
+def fault_line(fault: Fault) -> str:
+    """Return the fault for people: who, what and when."""
+    who, rank = fault.cause, f"rank {fault.rank}"
+    if fault.rank >= 0 and not who.startswith((f"{rank} ", f"{rank}'")):
+        who = f"{rank}: {who}"
+    if fault.host and fault.host not in who:  # of a lost machine it stands there
+        who = who.replace(rank, f"{rank} on {fault.host}", 1)
+    where = f" in {fault.phase}" if fault.phase else ""
+    return f"{who} at step {fault.step}{where}"
+
+
+def rank_list(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
+    """Return ``rank 1``, ``ranks 0-3`` or ``ranks 0-1,4``."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"

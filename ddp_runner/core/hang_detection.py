@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.settings.recovery import RecoverySettings
 
 STEPS_TO_SETTLE = 3  # of a process, before its own pace is believed
 # Per hang verdict in a row without progress, and for ranks that are late together: the pause may be

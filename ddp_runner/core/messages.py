@@ -14,7 +14,6 @@ from ddp_runner.core.events import REPORTS, Cut, OfFault, Report
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.fork_specs import ForkKind, NothingMore, Spec
 from ddp_runner.core.helper_roles import SPEC_OF
-from ddp_runner.core.run_stages import OtherStage
 from ddp_runner.core.wire import WireError
 
 NO_PROCESS = 0  # in a Forked, of one that the run can do without
@@ -248,6 +247,15 @@ class DrillPart:
     step: int
     part: str
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherStage:
+    """Rank -> supervisor: the newest checkpoint is of this stage, which all ranks must resume."""
+
+    rank: int
+    number: int
+    first_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.repeats import count_tries, row_without_progress, same_error
-from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.settings.recovery import RecoverySettings
 
 # The cause does not go away by trying again.
 NEVER_RETRIED = frozenset(

@@ -141,15 +141,6 @@ class StageOfFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OtherStage:
-    """Rank -> supervisor: the newest checkpoint is of this stage, which all ranks must resume."""
-
-    rank: int
-    number: int
-    first_step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """A checkpoint in the run's folder, or the one that is resumed by name. ``where``: its path."""
 

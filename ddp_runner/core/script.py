@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
-from ddp_runner.core.exits import ExitCode, RunStatus
+from ddp_runner.core.exits import OF_SIGNAL, ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.recovery import budget_spent
 from ddp_runner.core.repeats import same_error
@@ -20,7 +21,10 @@ WRONG_ARGUMENTS = 2  # argparse's exit code, and that of most programs
 ZYGOTE_OF_LOOPS = "loops:"  # the same for programs whose loop attaches
 GRACE_AFTER_FAULT_S = 1.0  # from SIGTERM to SIGKILL, for the ranks that are left
 GRACE_AT_STOP_S = 30.0
+EXIT_CODE_OF_STOP = {StopReason.INTERRUPTED: 130, StopReason.PREEMPTED: 143}
 STOPPED_MAX_S = 10.0  # for which the system may hold a rank stopped
+# What an exception may have led to in the same rank, and may not stand for.
+_EXPLAINED = (FaultKind.RANK_EXITED, FaultKind.RANK_KILLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +125,22 @@ def does_not_resume(*, attempt: int, saved_before: bool, steps: int, loads: int)
     return attempt > 0 and saved_before and steps > 0 and loads == 0
 
 
-def exit_code_of(*, exit_code: int | None, signal_number: int | None) -> int:
-    """Return the exit code that a shell would see for the failed rank: its own, or 128 plus the signal's number."""
-    if signal_number is not None:
-        return 128 + signal_number
-    return exit_code or 1  # who leaves with 0 before the others has failed
+def explained(faults: Sequence[Fault], recorded: Sequence[Fault]) -> list[Fault]:
+    """Return ``faults`` with what was recorded: a rank that has exited did so because of its exception.
+
+    A rank that somebody else has killed was; one that was ended because of others, and had raised before, counts.
+    """
+    by_rank = {fault.rank: fault for fault in recorded}
+    found = []
+    for fault in faults:
+        said = by_rank.pop(fault.rank, None)
+        if said is None or fault.origin is Origin.OUTSIDE:
+            found.append(fault)
+        elif fault.kind in _EXPLAINED:
+            found.append(said)
+        else:  # it has said so itself, with all of the traceback
+            found.append(replace(fault, at_ns=min(fault.at_ns, said.at_ns)))
+    return found + list(by_rank.values())
 
 
 def first_cause(faults: Sequence[Fault], left: Sequence[Fault]) -> Fault:
@@ -138,6 +153,26 @@ def first_cause(faults: Sequence[Fault], left: Sequence[Fault]) -> Fault:
     if culprit.kind in VICTIM_KINDS and others:
         return min(others, key=lambda fault: fault.at_ns)
     return culprit
+
+
+def was_asked_to_end(
+    *, exit_code: int | None, signal_number: int | None, was_killed: bool, stops: bool
+) -> bool:
+    """Return whether a rank, once what is left of an attempt was asked to end, has ended because of that.
+
+    One that had failed before may be reaped later. ``stops``: all were asked, for the end of the run.
+    """
+    asked = signal.SIGTERM
+    by_signal = signal_number == asked or was_killed
+    return by_signal or exit_code in (0, OF_SIGNAL + asked) or stops
+
+
+def failure_line(fault: Fault, *, steps: int | None) -> str:
+    """Return who has failed and how, after so many optimizer steps; None: they are not counted."""
+    what = fault.cause
+    if fault.rank >= 0 and not what.startswith("rank "):
+        what = f"rank {fault.rank}: {what}"
+    return what if steps is None else f"{what} after {steps:,} optimizer steps"
 
 
 def plan_restart(

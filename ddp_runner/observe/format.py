@@ -88,19 +88,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if math.isfinite(share) else "-"
 
 
-def rank_list(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
-    """``rank 1``, ``ranks 0-3``, ``ranks 0-1,4``."""
-    ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
-    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
-
-
 def setting_value(value: object) -> str:
     """As people write it; only what is empty is said."""
     if isinstance(value, (tuple, list)):

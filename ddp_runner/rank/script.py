@@ -82,7 +82,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
     parent_death.mark_own_children()
     log = Path(call.log_file)
     startup = StartupOutput(output, log)
-    os.environ.update(torchrun_environment(request.rank, spec))
+    os.environ.update(torchrun_environment(request, spec))
     _be_an_ordinary_process(*stdin)
     link = _Link(
         Channel.from_descriptor(control),
@@ -108,19 +108,19 @@ def run(request: Fork, descriptors: list[int]) -> int:
     return code
 
 
-def torchrun_environment(number: int, spec: ScriptSpec) -> dict[str, str]:
+def torchrun_environment(request: Fork, spec: ScriptSpec) -> dict[str, str]:
     """Return the variables that torchrun 2.13 sets for each rank.
 
     Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
-    rank, world_size, call = str(number), str(spec.world_size), spec.call
+    rank, world_size, call = str(request.rank), str(spec.world_size), spec.call
     return {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": str(request.local_rank),
         "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "GROUP_RANK": str(spec.node),
+        "GROUP_WORLD_SIZE": str(spec.world_size // spec.local_world_size),
         "ROLE_NAME": call.role,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,

@@ -1,4 +1,4 @@
-"""The supervisor's loop: signals, sockets and ticks in, one :class:`Supervisor` at work, an exit code out."""
+"""The supervisor's loop: signals, sockets and ticks in, one :class:`Agent` at work, an exit code out."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import selectors
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import RunStatus, StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
 from ddp_runner.core.secrets import without_secrets
 from ddp_runner.core.stopping import StopSignal
 from ddp_runner.observe.format import printable
+from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
-from ddp_runner.supervisor.folders import FolderKeeper
-from ddp_runner.supervisor.loop_supervisor import LoopSupervisor
+from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
@@ -31,16 +30,19 @@ from ddp_runner.supervisor.processes.after_save import AfterSave
 from ddp_runner.supervisor.processes.children import Ended, end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
-from ddp_runner.supervisor.processes.resources import StorePlace, remove_temporary_files
+from ddp_runner.supervisor.processes.resources import StorePlace
 from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 from ddp_runner.supervisor.reporting.outputs import Outputs
-from ddp_runner.supervisor.reporting.run_facts import Ending
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_view import run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.supervisor.reporting.side_programs import PageKeeper, TrackerKeeper
-from ddp_runner.supervisor.script_supervisor import ScriptSupervisor
+from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.run_facts import Ending, RunFacts
+from ddp_runner.supervisor.script.agent import ScriptAgent
 from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.supervisor.supervisor import Supervisor
+from ddp_runner.supervisor.world import World
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import FolderOwner, new_term
@@ -76,20 +78,29 @@ def supervise(
                 plan, place, signals=signals, selector=selector, directories=directories
             )
         node = Node(plan, selector, system=Linux(ahead), clock=SYSTEM_CLOCK)
-        make: Callable[..., Supervisor] = Supervisor
+        outputs = Outputs(plan.as_written, ranks=plan.world_size, seal=node.log_seal)
+        published = Published(Path(plan.settings.run.checkpoint_dir))
+        agent: Agent
         if plan.script is not None:
-            make = partial(ScriptSupervisor, script=plan.script)
-        elif plan.loop is not None:
-            make = LoopSupervisor
-        supervisor = make(
-            plan,
-            node,
-            outputs=Outputs(plan.as_written, ranks=plan.world_size, seal=node.log_seal),
-            directories=directories,
-            published=Published(Path(plan.settings.run.checkpoint_dir)),
-            clock=SYSTEM_CLOCK,
-        )
-        loop = _Loop(supervisor, signals=signals, selector=selector, clock=SYSTEM_CLOCK)
+            agent = ScriptAgent(
+                plan,
+                plan.script,
+                node,
+                outputs=outputs,
+                directories=directories,
+                published=published,
+                clock=SYSTEM_CLOCK,
+            )
+        else:
+            agent = Supervisor(
+                plan,
+                node,
+                outputs=outputs,
+                directories=directories,
+                published=published,
+                clock=SYSTEM_CLOCK,
+            )
+        loop = _Loop(agent, signals=signals, selector=selector, clock=SYSTEM_CLOCK)
         try:
             return loop.run()
         finally:
@@ -172,12 +183,63 @@ def _coordinate(
     return ending.event.exit_code
 
 
+class Agent(Protocol):
+    """What decides in a run. The loop hands it each event, and asks it at each turn to do what is due.
+
+    A :class:`Supervisor` repairs a training in place; a :class:`ScriptAgent` starts a script again.
+    """
+
+    plan: LaunchPlan
+    node: Node
+    world: World
+    directories: RunDirectories
+    outputs: Outputs
+    recorder: Recorder
+    facts: RunFacts
+    machine: Machine[RunState, RunEvent]
+    start: Start
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the run has ended; None while it has not. Nothing else is asked of it then but what to say."""
+
+    def on_packet(self, packet: bytes, rank: int | None) -> None:
+        """A packet came in; ``rank`` is that of the process that sent it, None for one that is no rank."""
+
+    def on_ended(self, ended: Ended) -> None:
+        """A child process was reaped."""
+
+    def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
+        """Have the run end in order, or at once if the same is asked again."""
+
+    def ask_save(self) -> None:
+        """Have a checkpoint made, and go on."""
+
+    def advance(self) -> None:
+        """Do whatever the facts allow now; it waits for nothing."""
+
+    def end_at_once(self, line: str) -> None:
+        """End a run that has no ending as it is, as a failed one."""
+
+    def fail(self, detail: str) -> None:
+        """End the run because the agent is at fault itself; one that has ended stays so."""
+
+    def tidy_up(self) -> None:
+        """Remove what the run has left on disk; every process has ended."""
+
+    def closing_words(self) -> str:
+        """What there is to say after how the run has ended; empty where that is all."""
+
+    def summary(self, ending: Ending) -> RunSummary | ScriptSummary | None:
+        """What summary.json holds; every process has ended."""
+
+
 class _Loop:
-    """Feeds events to a :class:`Supervisor` until it has an ending."""
+    """Feeds events to an :class:`Agent` until it has an ending."""
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        supervisor: Agent,
         *,
         signals: SignalBox,
         selector: selectors.BaseSelector,
@@ -314,8 +376,7 @@ class _Loop:
                 self._supervisor.ask_stop(reason, by=by)
             elif number == signal.SIGQUIT and self._supervisor.ending is None:
                 self._is_hurried = True
-                line = f"{_QUIT}: ended at once"
-                self._supervisor.run_end.at_once(Ending.of(RunStatus.FAILED, line))
+                self._supervisor.end_at_once(f"{_QUIT}: ended at once")
             elif number == SAVE_SIGNAL:
                 self._supervisor.ask_save()
 
@@ -393,11 +454,7 @@ class _Loop:
             outputs.say(f"processes {left} would not end", level="ERROR")
         if outputs.may_write:
             self._look_after_folders()
-            supervisor.keeper.drills.clear()
-            for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
-                outputs.say(f"removed {path}, which a save that was cut off had left")
-            supervisor.recorder.saved_unreported()
-            supervisor.recorder.know_newest()
+            supervisor.tidy_up()
         self._after_save.finish(
             is_cut_short=self._is_interrupted,
             grace_s=self._plan.settings.checkpoint.after_save_grace_s,

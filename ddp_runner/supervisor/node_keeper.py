@@ -10,17 +10,17 @@ from ddp_runner.core.faults import Fault
 from ddp_runner.core.helper_roles import DRILL, SAVER, SPARE, STANDBY, STORE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import CopyWritten, Forked, Message, SaverReady, StoreReady
+from ddp_runner.supervisor.features.drills import DrillKeeper
+from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
+from ddp_runner.supervisor.features.spare_keeper import SpareKeeper
+from ddp_runner.supervisor.ports import Notes, Respawns, SeesImport
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import store_died
 from ddp_runner.supervisor.processes.helper_process import HelperEnded, ZygoteEnded
 from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.rank_host import Notes, Respawns, SeesImport
-from ddp_runner.supervisor.recovery.drills import DrillKeeper
-from ddp_runner.supervisor.recovery.saver_keeper import SaverKeeper
-from ddp_runner.supervisor.recovery.spare_keeper import SpareKeeper
 from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote, ZygoteKeeper
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.core.faults import PARKED_BY_RANK
-from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.lifecycle import (
     MEMBERSHIP_TABLE,
     NO_PROCESS_LEFT,
@@ -33,16 +32,12 @@ class RankHandle:
     its value, never for where the rank stands.
     """
 
-    def __init__(
-        self, rank: int, *, device: DevicePlan, slot: Slot, counts: HeadCount | None = None
-    ) -> None:
+    def __init__(self, rank: int, *, slot: Slot, counts: HeadCount | None = None) -> None:
         # Of the rank, as long as the run lasts.
 
         # Its number at launch, and its index in World.ranks. While ranks are dropped the numbers that a
         # generation is formed with are others.
         self.rank = rank
-        # What it computes on: the same for each of its processes.
-        self.device = device
         # Its cells on the board. Written by its process, but for FENCED; they outlive the process.
         self.slot = slot
         # What its process does. Moved where a message arrives, a process ends, or one is acted upon.

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.exits import (
+    STATUS_OF_REASON,
+    ExitCode,
+    RunStatus,
+    StopReason,
+    exit_code_of,
+)
+from ddp_runner.core.faults import Fault, FaultKind, fault_line
 from ddp_runner.core.last_save import SaveOutcome, closing_words
 from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
 from ddp_runner.core.messages import WriteCopy
 from ddp_runner.core.recovery import GiveUp
 from ddp_runner.core.run_stages import StagePlace, refused_line
 from ddp_runner.core.settings import Settings
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.last_save import LastSave
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts, fault_line
 from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 
@@ -140,6 +148,17 @@ class RunEnd:
             self.bad_input(line)
         else:  # what was trained before is kept
             self.begin(Ending.of(RunStatus.FAILED, line))
+
+    def program_ended(self, rank: int, ended: Ended, wrote: WhatItWrote) -> None:
+        """End a run whose training has ended where a rank's program has failed behind it."""
+        if ended.exit_code == 0:
+            return
+        code = exit_code_of(exit_code=ended.exit_code, signal_number=ended.signal_number)
+        line = (
+            f"training had ended, and the program failed behind it: rank {rank} ended with"
+            f" code {code}; see {self._log_dir}/rank_{rank}.log"
+        )
+        self.begin(Ending.of(RunStatus.FAILED, line, detail=wrote.last))
 
     def at_once(self, ending: Ending) -> None:
         """End the run as it is."""

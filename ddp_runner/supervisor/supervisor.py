@@ -6,6 +6,7 @@ whatever the facts allow (plan, kill, fork, form, end). So the order of events m
 
 from __future__ import annotations
 
+import math
 import signal
 import uuid
 from collections.abc import Sequence
@@ -42,44 +43,44 @@ from ddp_runner.core.messages import (
     Message,
     Metrics,
     NotSaved,
+    OtherStage,
     Ready,
     Stop,
     WriteCopy,
     decode,
 )
-from ddp_runner.core.run_stages import OtherStage
 from ddp_runner.core.stopping import StopSignal, StopSignals
-from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary
+from ddp_runner.supervisor.features.fault_injector import FaultInjector
+from ddp_runner.supervisor.features.stage_change import StageChange
 from ddp_runner.supervisor.node_keeper import NodeKeeper
+from ddp_runner.supervisor.ports import RankHost
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.helper_process import RankEnded, ZygoteEnded
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
+from ddp_runner.supervisor.processes.resources import remove_temporary_files
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.rank_host import RankHost
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
-from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
 from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
 from ddp_runner.supervisor.reporting.completed_run import kept_summary
 from ddp_runner.supervisor.reporting.event_log import with_newest
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_end import RunEnd
-from ddp_runner.supervisor.stage_change import StageChange
+from ddp_runner.supervisor.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.run_directories import RunDirectories
 
+EXIT_TIMEOUT_S = 15.0  # for a rank that has finished to exit
+
 
 class Supervisor:
     """One run, from the first fork to its ending. Driven by ``run``; never waits for anything."""
-
-    exit_timeout_s = 15.0  # for a rank that has finished to exit
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Supervisor:
     ) -> None:
         self.plan = plan
         self.node = node
-        self.world = world = World(plan, node, others)
+        self.world = world = World(node, others)
         self.outputs = outputs
         self.facts = facts = RunFacts(name=plan.settings.run.name)
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
@@ -152,6 +153,8 @@ class Supervisor:
         self._signals = StopSignals()  # to this process, by a person or a scheduler
         self._stop_by_s = 0.0
         self._finished_at_s: float | None = None
+        # A program of the user's goes on behind its loop for as long as it likes.
+        self._exit_timeout_s = EXIT_TIMEOUT_S if plan.loop is None else math.inf
         self._waits_since_s: float | None = None  # for a drill, once all have finished
 
     @property
@@ -296,6 +299,7 @@ class Supervisor:
         return are_all_there and self.machine.state is RunState.RUNNING and not self._repair.is_open
 
     def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+        had_finished = handle.state is RankState.FINISHED
         handle.machine.advance(RankEvent.EXITED)
         if self.run_end.is_known:
             self.run_end.last_save.ended(handle)
@@ -323,6 +327,8 @@ class Supervisor:
         if not handle.has_log:
             self.outputs.keep_words(handle.rank, wrote.before_log)
         handle.released()
+        if had_finished and self.plan.loop is not None and self._stop is None:
+            self.run_end.program_ended(handle.rank, ended, wrote)
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
         """Finish the step, save, end; :class:`StopSignals` knows who may ask for an end at once."""
@@ -482,7 +488,7 @@ class Supervisor:
         if self._finished_at_s is None:
             self._finished_at_s = now_s
             self._repair.drop()
-        late = now_s > self._finished_at_s + self.exit_timeout_s or self._signals.ends_at_once(
+        late = now_s > self._finished_at_s + self._exit_timeout_s or self._signals.ends_at_once(
             now_s
         )
         if any(handle.is_alive for handle in ranks) and not late:
@@ -527,11 +533,24 @@ class Supervisor:
             line = f"the ranks did not stop within {limit_s:g} s"
             self.run_end.begin(Ending.of(RunStatus.FAILED, line, is_late_stop=True))
 
+    def end_at_once(self, line: str) -> None:
+        """End a run that has no ending as it is, as a failed one."""
+        if self.ending is None:
+            self.run_end.at_once(Ending.of(RunStatus.FAILED, line))
+
+    def tidy_up(self) -> None:
+        """Remove what the run has left on disk, and take up what it has saved; every process has ended."""
+        self.keeper.drills.clear()
+        for path in remove_temporary_files(Path(self.plan.settings.run.checkpoint_dir)):
+            self.recorder.say(f"removed {path}, which a save that was cut off had left")
+        self.recorder.saved_unreported()
+        self.recorder.know_newest()
+
     def closing_words(self) -> str:
         """What there is to say after how the run has ended; empty where that is all."""
         return self.run_end.closing_words()
 
-    def summary(self, ending: Ending) -> RunSummary | ScriptSummary | None:
+    def summary(self, ending: Ending) -> RunSummary | None:
         """What summary.json holds; every process has ended."""
         if self.facts.kept is not None:
             return self.facts.kept

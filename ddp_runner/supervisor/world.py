@@ -13,14 +13,13 @@ from collections.abc import Collection, Iterable, Sequence
 from ddp_runner.core.board import Cell
 from ddp_runner.core.events import Cut
 from ddp_runner.core.helper_roles import STORE
-from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankEvent, RankState
 from ddp_runner.core.messages import Abort, CountCollectives, Form, Message, Stacks, Stop
 from ddp_runner.supervisor.head_count import HeadCount
+from ddp_runner.supervisor.ports import RankHost, WhatIsKnown
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.rank_host import RankHost, WhatIsKnown
 
 SECRET_BYTES = 32
 
@@ -31,16 +30,16 @@ class World:
     ``others``: the nodes of the ranks that are not there.
     """
 
-    def __init__(self, plan: LaunchPlan, home: Node, others: Sequence[RankHost] = ()) -> None:
+    def __init__(self, home: Node, others: Sequence[RankHost] = ()) -> None:
         self._home = home
-        self._ranks_per_node = plan.ranks_per_node
+        self._ranks_per_node = home.ranks_per_node
         nodes: tuple[RankHost, ...] = (home, *others)
         self._node_of = {rank: node for node in nodes for rank in node.processes}
         self._nodes = nodes
         self.counts = HeadCount()
         self.ranks = [
-            RankHandle(rank, device=device, slot=home.slot(rank), counts=self.counts)
-            for rank, device in enumerate(plan.devices)
+            RankHandle(rank, slot=home.slot(rank), counts=self.counts)
+            for rank in range(home.world_size)
         ]
         self._present: list[RankHandle] = []
         self._present_at = -1  # the count of changes that _present is of

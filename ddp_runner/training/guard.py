@@ -22,13 +22,12 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import Comparison, compare_replicas, first_difference
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.events import FaultTolerated, RepairedInPlace, TuningChanged
-from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.faults import Fault, FaultError, FaultKind, rank_list
 from ddp_runner.core.injection import flips_bits
 from ddp_runner.core.loss_spikes import broken_gradients
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
-from ddp_runner.observe.format import rank_list
 from ddp_runner.training.batch_copy import tensors_of
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tensor_hash import combined, state_hashes

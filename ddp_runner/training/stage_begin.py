@@ -12,11 +12,11 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.messages import OtherStage
 from ddp_runner.core.run_stages import (
     AVERAGE,
     BEST,
     Found,
-    OtherStage,
     StageOfFile,
     begins_with,
     changed_stages,

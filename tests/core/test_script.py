@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.exits import RunStatus, exit_code_of
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.script import (
     Attempt,
     StartAgain,
     does_not_resume,
-    exit_code_of,
     first_cause,
     plan_restart,
 )

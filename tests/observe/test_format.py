@@ -6,6 +6,7 @@ import unicodedata
 
 import pytest
 
+from ddp_runner.core import faults
 from ddp_runner.observe import format as fmt
 
 
@@ -80,7 +81,7 @@ def test_rates(per_second, text):
 )
 def test_rank_lists(ranks, text):
     """Neighbouring ranks are reported as a range, each once."""
-    assert fmt.rank_list(ranks) == text
+    assert faults.rank_list(ranks) == text
 
 
 def test_styles_of_a_tasks_output_vanish():

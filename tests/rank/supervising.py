@@ -84,7 +84,7 @@ class PlayedSupervisor:
         self._selector = selectors.DefaultSelector()
         plan = plan_for(folder, world_size=world_size)
         self.node = Node(plan, self._selector, system=Linux(), clock=time)
-        self.world = World(plan, self.node)
+        self.world = World(self.node)
         self.heard = []
         self.ended = []
         self.store_pid = None

@@ -133,6 +133,9 @@ class Outputs:
     def keep_words(self, rank, text):
         pass
 
+    def follow(self, paths, *, shown, marks_lines=False):
+        pass
+
 
 class InstantSelector(selectors.DefaultSelector):
     """Says what can be read now."""

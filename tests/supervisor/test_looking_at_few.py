@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
-from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.lifecycle import (
     IN_WORLD,
     MEMBERSHIP_TABLE,
@@ -26,7 +25,6 @@ from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.progress_watch import ProgressWatch
 from tests.supervisor.simulated import Clock
 
-CPU = DevicePlan(device="cpu", name="CPU", visible_index=None)
 PHASES = [
     *(Phase.DATA, Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.REDUCE),
     *(Phase.OPTIMIZER, Phase.CHECKPOINT, Phase.EVALUATE, Phase.COMPARE, Phase.COMPILE),
@@ -59,7 +57,7 @@ class _Ranks:
         self._board = Board(memoryview(bytearray(ranks * SLOT_BYTES)), ranks)
         self.counts = HeadCount()
         self.present = [
-            RankHandle(rank, device=CPU, slot=self._board.slot(rank), counts=self.counts)
+            RankHandle(rank, slot=self._board.slot(rank), counts=self.counts)
             for rank in range(ranks)
         ]
         for handle in self.present:
@@ -175,7 +173,7 @@ def test_the_counts_are_what_looking_at_each_rank_gives(acts):
     """After any sequence of events."""
     counts = HeadCount()
     slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
-    ranks = [RankHandle(rank, device=CPU, slot=slot, counts=counts) for rank in range(4)]
+    ranks = [RankHandle(rank, slot=slot, counts=counts) for rank in range(4)]
     for rank, of_process, number in acts:
         handle = ranks[rank]
         machine = handle.machine if of_process else handle.member
@@ -199,7 +197,7 @@ def test_a_world_that_changes_is_seen_at_once():
     """The list of those that are present is kept only as long as nobody leaves or comes."""
     counts = HeadCount()
     slot = SimpleNamespace(set=lambda *_: None)
-    handle = RankHandle(0, device=CPU, slot=slot, counts=counts)
+    handle = RankHandle(0, slot=slot, counts=counts)
     before = counts.world_changes
     handle.member.advance(MembershipEvent.REPLACED)
     assert counts.world_changes == before

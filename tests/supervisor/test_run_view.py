@@ -21,8 +21,8 @@ from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.rank_process import RankProcess
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Evaluated
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.reporting.run_view import run_view
+from ddp_runner.supervisor.run_facts import RunFacts
 
 WORLD = 2
 BATCH = 4
@@ -34,7 +34,7 @@ NOW_NS = 1_000_000_000_000
 @pytest.fixture
 def handles():
     board = Board(memoryview(bytearray(WORLD * SLOT_BYTES)), WORLD)
-    return [RankHandle(rank, device=device(rank), slot=board.slot(rank)) for rank in range(WORLD)]
+    return [RankHandle(rank, slot=board.slot(rank)) for rank in range(WORLD)]
 
 
 def device(rank):

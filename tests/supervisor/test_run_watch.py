@@ -18,8 +18,8 @@ from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.settings import LogSettings, Settings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.processes import poll
 from tests.supervisor.simulated import Clock
@@ -65,10 +65,7 @@ def plan(*indices, interval_s=INTERVAL_S, ranks_per_node=None):
 
 def handles(of):
     board = Board(memoryview(bytearray(of.world_size * SLOT_BYTES)), of.world_size)
-    return [
-        RankHandle(rank, device=of.devices[rank], slot=board.slot(rank))
-        for rank in range(of.world_size)
-    ]
+    return [RankHandle(rank, slot=board.slot(rank)) for rank in range(of.world_size)]
 
 
 def begun(of, reader=None, node=0):

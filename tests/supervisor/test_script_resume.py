@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from ddp_runner.core.script import ResumeWith
-from ddp_runner.supervisor.script_resume import what_is_lacking, words_to_resume
+from ddp_runner.supervisor.script.own_checkpoint import what_is_lacking, words_to_resume
 
 
 def archive(path, *, cut=0):

@@ -18,9 +18,9 @@ from ddp_runner.core.settings.operation import (
     DdpSettings,
     LogSettings,
     MemorySettings,
-    RecoverySettings,
 )
 from ddp_runner.core.settings.recipe import DataSettings, ModelSettings, OptimSettings
+from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.core.settings.whole_run import RunSettings
 
 __all__ = [

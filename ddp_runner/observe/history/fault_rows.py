@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddp_runner.observe.format import count, duration, rank_list
+from ddp_runner.core.faults import rank_list
+from ddp_runner.observe.format import count, duration
 from ddp_runner.observe.history.json_lines import epoch_s, number, whole
 
 MARK_KINDS = ("fault", "repair", "save", "roll back", "injected", "stage", "start", "end")

@@ -44,7 +44,7 @@ from ddp_runner.supervisor.nodes.other_nodes import (
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
-from ddp_runner.supervisor.reporting.run_facts import Ending
+from ddp_runner.supervisor.run_facts import Ending
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.folder_probe import FolderProbe

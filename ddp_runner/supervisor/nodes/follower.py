@@ -60,7 +60,7 @@ from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.folder_owner import FolderOwner
@@ -103,7 +103,7 @@ class Follower:
         # The coordinator may not know the secrets of this machine's environment.
         self._hidden = hidden_texts(plan.settings.task, os.environ)
         self._checkpoint_dir = Path(plan.settings.run.checkpoint_dir)
-        self._world = World(plan, node)
+        self._world = World(node)
         for handle in self._world.ranks:
             if handle.rank not in node.processes:
                 handle.member.advance(MembershipEvent.DROPPED)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ddp_runner.core import events
 from ddp_runner.core.node_messages import NodeMessage, Said
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 
 Report = Callable[[NodeMessage], None]
 

@@ -105,6 +105,16 @@ class Node:
         return "" if self._plan.nodes is None else socket.gethostname()
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks of the run, on all machines."""
+        return len(self._slots)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks on each machine."""
+        return self._plan.ranks_per_node
+
+    @property
     def can_fork(self) -> bool:
         """Whether the zygote is ready."""
         return self._zygote is not None and self._zygote.ready

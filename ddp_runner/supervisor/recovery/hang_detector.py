@@ -8,11 +8,11 @@ from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.hang_detection import HangVerdict
 from ddp_runner.core.lifecycle import Membership, RankState
 from ddp_runner.core.phases import Phase, Stage
-from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.progress_watch import ProgressWatch
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 

@@ -20,11 +20,11 @@ from ddp_runner.core.last_save import (
 from ddp_runner.core.lifecycle import IN_GENERATION, RankState
 from ddp_runner.core.messages import NotSaved, SaveAlone
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import LEAVE_TIMEOUT_S, Cutting
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 

@@ -25,7 +25,7 @@ from ddp_runner.core.hang_detection import (
 )
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock

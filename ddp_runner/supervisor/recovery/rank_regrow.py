@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, MembershipEvent, RankState
 from ddp_runner.core.recovery import regrow_delay_s
-from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.settings.recovery import RecoverySettings
+from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
-from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
 from ddp_runner.supervisor.recovery.hang_detector import HangFinder
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 

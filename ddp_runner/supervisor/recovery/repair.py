@@ -33,10 +33,10 @@ from ddp_runner.core.recovery import (
     plan_recovery,
 )
 from ddp_runner.core.settings import Settings
+from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import REAP_TIMEOUT_S, RankHandle, who_is_left
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
-from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
 from ddp_runner.supervisor.recovery.hang_detector import HangFinder
 from ddp_runner.supervisor.recovery.incident import STACKS_TIME_S, OpenIncident
 from ddp_runner.supervisor.recovery.rank_regrow import ReturningRanks
@@ -47,7 +47,7 @@ from ddp_runner.supervisor.reporting.plan_words import (
     repair_line,
 )
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 

@@ -14,12 +14,12 @@ from ddp_runner.core.classify import signal_name
 from ddp_runner.core.fork_specs import NothingMore
 from ddp_runner.core.helper_roles import STANDBY
 from ddp_runner.core.messages import NO_PROCESS, Forked
-from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.settings.recovery import RecoverySettings
+from ddp_runner.supervisor.ports import Notes, Respawns
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Awake, Keeper
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.rank_host import Notes, Respawns
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 
 ZYGOTES_LOST_MAX = 20  # within the restart window, or as many as ranks may be replaced in it

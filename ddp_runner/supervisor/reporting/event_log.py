@@ -8,10 +8,10 @@ from dataclasses import replace
 from ddp_runner.core import events
 from ddp_runner.core.drill import passed_line, skipped_line
 from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import fault_line
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Ready
 from ddp_runner.supervisor.reporting.outputs import Outputs
-from ddp_runner.supervisor.reporting.run_facts import fault_line
 
 
 class EventLog:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind, fault_line, rank_list
 from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks
-from ddp_runner.observe.format import rank_list
-from ddp_runner.supervisor.reporting.run_facts import fault_line
 
 
 def blamed_in_words(incident: Incident, *, ranks: int) -> str:

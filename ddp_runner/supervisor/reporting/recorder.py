@@ -22,7 +22,7 @@ from ddp_runner.observe.summary import FaultRecord
 from ddp_runner.supervisor.reporting.completed_run import lines_of_kept
 from ddp_runner.supervisor.reporting.event_log import EventLog, lines_of_begin
 from ddp_runner.supervisor.reporting.outputs import Outputs
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.system.clock import Clock
 
 LOSS = "loss"

@@ -17,8 +17,8 @@ from ddp_runner.observe.summary import TimeShares, goodput
 from ddp_runner.observe.view import FaultView, NodeView, RankView, RunView
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Evaluated
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
+from ddp_runner.supervisor.run_facts import RunFacts
 
 
 def run_view(
@@ -77,7 +77,7 @@ def run_view(
         doing=doing[0],
         doing_s=round(doing[1], 3),
         ranks=tuple(
-            _rank_view(handle, reading, now_ns, watch, handle.rank // plan.ranks_per_node)
+            _rank_view(handle, reading, now_ns, watch, plan)
             for handle, reading in zip(handles, readings, strict=True)
         ),
         title=plan.title,
@@ -131,7 +131,7 @@ def _state(handle: RankHandle) -> str:
 
 
 def _rank_view(
-    handle: RankHandle, reading: SlotReading, now_ns: int, watch: RunWatch | None, node: int
+    handle: RankHandle, reading: SlotReading, now_ns: int, watch: RunWatch | None, plan: LaunchPlan
 ) -> RankView:
     share = handle.metrics.get("samples_per_s")
     loader_bytes = handle.metrics.get("loader_bytes")
@@ -146,13 +146,13 @@ def _rank_view(
         if reading.phase_since_ns
         else 0.0,
         rss_bytes=handle.rss_bytes,
-        device=handle.device.device,
+        device=plan.devices[handle.rank].device,
         loader_pids=handle.loader_pids,
         loss=_known_loss(reading),
         samples_per_s=share,
         data_wait_share=handle.metrics.get("data_wait_share"),
         loader_bytes=None if loader_bytes is None else int(loader_bytes),
-        node=node,
+        node=handle.rank // plan.ranks_per_node,
         cpu_share=None if watch is None else watch.cpu_share(handle.rank),
     )
 

@@ -14,7 +14,7 @@ from ddp_runner.observe.tail import FollowedMemory
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 
 IMPORTING, FORMING, FIRST_STEP = "importing", "forming", "first step"

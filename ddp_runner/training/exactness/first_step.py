@@ -19,9 +19,10 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.events import Proved, TuningChanged
+from ddp_runner.core.faults import rank_list
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
-from ddp_runner.observe.format import byte_size, rank_list
+from ddp_runner.observe.format import byte_size
 from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.rank_context import RankParts, TaskParts

@@ -14,9 +14,8 @@ from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind, rank_list
 from ddp_runner.core.phases import Phase
-from ddp_runner.observe.format import rank_list
 from ddp_runner.training.agreeing import (
     agree_on_weights,
     change_tuning,

@@ -11,11 +11,11 @@ from ddp_runner.core import events
 from ddp_runner.core.helper_roles import SAVER
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, CopyWritten, Forked, WriteCopy
+from ddp_runner.supervisor.ports import Notes
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Helper
 from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.rank_host import Notes
 
 # While nobody is there to write: one that ended is replaced in a fraction of that
 PATIENCE_S = 20.0

@@ -18,7 +18,7 @@ FORCED_TIME_S = 1.0  # for one that does not answer to be made to
 
 
 class ScriptHangs:
-    """Of one attempt. Driven by ``ScriptSupervisor``, once a tick while no fault is known."""
+    """Watches one attempt. Driven by ``ScriptAgent``, once a tick while no fault is known."""
 
     def __init__(self, timeout_s: float, *, world: World) -> None:
         self._timeout_s = timeout_s

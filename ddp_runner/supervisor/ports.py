@@ -9,7 +9,7 @@ from ddp_runner.core import events
 from ddp_runner.core.messages import Message
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 
 
 class WhatIsKnown(Protocol):

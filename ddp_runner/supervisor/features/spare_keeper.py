@@ -18,12 +18,12 @@ from ddp_runner.core.spare import (
     must_give_back,
     wants_spare,
 )
+from ddp_runner.supervisor.ports import Notes, Respawns
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Helper
 from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.rank_host import Notes, Respawns
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 
 # For it to be ready, of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.

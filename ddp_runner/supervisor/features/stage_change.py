@@ -10,8 +10,7 @@ from ddp_runner.core import events
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import Finished, Ready
-from ddp_runner.core.run_stages import OtherStage
+from ddp_runner.core.messages import Finished, OtherStage, Ready
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.reporting.recorder import Recorder

@@ -24,10 +24,10 @@ from ddp_runner.core.fork_specs import DrillSpec
 from ddp_runner.core.helper_roles import DRILL
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import DrillPart, Forked
+from ddp_runner.supervisor.ports import Notes
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Keeper, Stuck
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.rank_host import Notes
 
 
 class DrillKeeper:

@@ -9,7 +9,6 @@ from pathlib import Path
 from ddp_runner.core import events
 from ddp_runner.core.drill import DRILLED
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, RunStatus
-from ddp_runner.core.faults import Fault
 from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.system.run_files import from_json, read_small
@@ -100,14 +99,3 @@ class RunFacts(RunFindings):
                 kept = [str(reason) for reason in status["inexact_reasons"]]
                 # Ranks may have reported some already; those of before come first.
                 self.inexact_reasons[:] = dict.fromkeys([*kept, *self.inexact_reasons])
-
-
-def fault_line(fault: Fault) -> str:
-    """The fault for people: who, what, when."""
-    who, rank = fault.cause, f"rank {fault.rank}"
-    if fault.rank >= 0 and not who.startswith((f"{rank} ", f"{rank}'")):
-        who = f"{rank}: {who}"
-    if fault.host and fault.host not in who:  # of a lost machine it stands there
-        who = who.replace(rank, f"{rank} on {fault.host}", 1)
-    where = f" in {fault.phase}" if fault.phase else ""
-    return f"{who} at step {fault.step}{where}"
