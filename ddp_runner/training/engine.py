@@ -29,7 +29,7 @@ from ddp_runner.memory.reclaim import empty_device_cache
 from ddp_runner.training.agreeing import bring_to_newest
 from ddp_runner.training.audit import GenerationMembers
 from ddp_runner.training.durable import Durable, Trust
-from ddp_runner.training.exactness.first_step import report_lost
+from ddp_runner.training.exactness.first_step import SideComparison, report_lost
 from ddp_runner.training.failure import drop_frames, fault_of
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.loaders import collective_timeout_s
@@ -223,7 +223,15 @@ class Engine:
             runtime=self._runtime,
         )
         maker = self._client.enter(group, guard)
-        session = self._session = Session(parts, group=group, guard=guard, maker=maker)
+        session = self._session = Session(
+            state,
+            self._runtime,
+            self._durable,
+            group=group,
+            guard=guard,
+            maker=maker,
+            side=SideComparison(parts, is_first=group.rank == 0),
+        )
         self._held.callback(self._close_session)
         self._has_trained = True
         maker.settle()

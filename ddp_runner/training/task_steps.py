@@ -34,7 +34,7 @@ from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.phase_times import phase_values
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.runtime import Runtime
-from ddp_runner.training.session import Outcome, StepInHand
+from ddp_runner.training.session import Outcome, StepInHand, due_by_settings
 from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes, WrapAgainError
 from ddp_runner.training.use_figures import UseFigures, tokens_per_sample
 
@@ -198,10 +198,14 @@ class TaskSteps:
                 micro_batch_size=state.tuning.micro_batch_size,
             )
 
-    def evaluates(self, step: int, *, by_settings: bool) -> bool:
-        """Whether an evaluation is due once ``step`` steps are committed."""
-        del step
-        return by_settings
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the newest :meth:`take` has waited."""
+        return self._loader.waited_s
+
+    def due(self, step: int) -> DueActions:
+        """Say what the settings have due once ``step`` steps are committed."""
+        return due_by_settings(self._settings, self._workload.length, step)
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
         """Take in a step that was made; may say so, skip it for good or go back to an older state."""
