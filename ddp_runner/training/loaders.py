@@ -162,14 +162,20 @@ def _bad_places(
     return bad
 
 
-class _Loads(Protocol):
+class Loads(Protocol):
+    """Whose memory counts as the rank's."""
+
     @property
-    def worker_pids(self) -> tuple[int, ...]: ...
+    def worker_pids(self) -> tuple[int, ...]:
+        """Processes that load for this rank."""
+        ...
 
-    def shrink_prefetch(self) -> None: ...
+    def shrink_prefetch(self) -> None:
+        """Load less ahead, where that can be."""
+        ...
 
 
-def watch_memory(settings: Settings, loader: _Loads, runtime: Runtime) -> MemoryManager:
+def watch_memory(settings: Settings, loader: Loads, runtime: Runtime) -> MemoryManager:
     """The memory manager of a rank and of its loader's workers."""
     device = torch.device(runtime.rank_info.device)
     return MemoryManager(
