@@ -237,12 +237,12 @@ class Session:
         outcome = self._maker.after(step, result, due=due)
         if outcome is Outcome.ALL_DONE:
             return StopReason.COMPLETED
-        if outcome is Outcome.WENT_BACK or result.stop is not None or self._maker.at_end:
-            return result.stop  # the end of the run compares, evaluates and saves by itself
-        save_now = self._may_save(wanted=due.save or result.save)
-        if result.news or save_now or due.compare:
+        if outcome is Outcome.WENT_BACK or result.wanted.stop is not None or self._maker.at_end:
+            return result.wanted.stop  # the end of the run compares, evaluates and saves by itself
+        save_now = self._may_save(wanted=due.save or result.wanted.save)
+        if result.wanted.news or save_now or due.compare:
             self._compare_side()
-        copy_now = not save_now and result.copy and self._state.monitor.is_calm
+        copy_now = not save_now and result.wanted.copy and self._state.monitor.is_calm
         return self._run_due(
             evaluate_now=due.evaluate,
             save_now=save_now,
@@ -270,7 +270,7 @@ class Session:
         self._durable.committed(
             result.step,
             step_s=(took_ns - aside_ns) / 1e9,
-            is_wanted=result.save,
+            is_wanted=result.wanted.save,
             is_mine=step.votes.save,
         )
         slot.add(Cell.OWN_NS, took_ns - result.waited_ns - aside_ns)

@@ -37,7 +37,7 @@ from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.session import Outcome, StepInHand, due_by_settings
-from ddp_runner.training.step import StepResult, Votes, agreed_save, agreed_stop, as_signals
+from ddp_runner.training.step import StepResult, Votes, agreed_votes, as_signals
 from ddp_runner.training.use_figures import memory_figures
 from ddp_runner.values.generators import seed_step
 
@@ -460,10 +460,7 @@ class LoopSteps:
             overflowed=False,
             broken_ranks=(),
             waited_ns=self._replica.waited_ns() if has_updated else 0,
-            stop=agreed_stop(signals),
-            save=agreed_save(signals[Signal.SAVE] * self._group.world_size),  # it is their mean
-            copy=signals[Signal.SAVE] > 0,
-            news=signals[Signal.NEWS] > 0,
+            wanted=agreed_votes(signals, ranks=self._group.world_size),  # DDP gives their mean
         )
 
     def _log(self, result: StepResult) -> None:
