@@ -40,7 +40,7 @@ from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.step import Stepper, StepRules, Votes
 from ddp_runner.values.generators import generators_kept
 
@@ -155,18 +155,21 @@ def _toy(settings: Settings, device: torch.device) -> TrainState:
         nn.Linear(_WIDTH, _WIDTH, **where), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH, **where)
     )
     return TrainState(
-        model=model,
-        optimizer=build_optimizer(model, settings.optim, device=device),
-        precision=Precision("fp32", device=device),
-        ema=None,
-        monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
-        loss_spikes=LossSpikes.watched_as(settings, total_steps=_STEPS),
+        Trained(
+            model=model,
+            optimizer=build_optimizer(model, settings.optim, device=device),
+            precision=Precision("fp32", device=device),
+        ),
+        watches=Watches(
+            monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
+            loss_spikes=LossSpikes.watched_as(settings, total_steps=_STEPS),
+        ),
+        data=DataState(quarantine=Quarantine(seed=0, dataset_size=_SAMPLES, bad_max=0)),
         tuning=Tuning(
             micro_batch_size=_SAMPLES,
             evaluation_batch_size=_SAMPLES,
             find_unused_parameters=settings.ddp.find_unused_parameters is not False,
         ),
-        quarantine=Quarantine(seed=0, dataset_size=_SAMPLES, bad_max=0),
     )
 
 
