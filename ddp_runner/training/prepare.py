@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +12,19 @@ from typing import Protocol, TypeVar
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.device_progress import DeviceProgress, NoDeviceProgress, device_progress
 from ddp_runner.core.board import Cell
+from ddp_runner.core.messages import Built
 from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import JsonValue, Settings
-from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.memory.manager import Loads, MemoryManager
 from ddp_runner.training.changes import report_changes
 from ddp_runner.training.fork_safety import make_forks_safe
-from ddp_runner.training.loaders import Loads, watch_memory
+from ddp_runner.training.loaders import watch_memory
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.resume import TakenUp, take_up
 from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.save_room import SaveRoom
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.stage_begin import OtherStageError, begin_of, leave_for
-from ddp_runner.training.stages import StageClock
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import Workload
 
@@ -83,6 +85,30 @@ class Setup(Protocol[Parts_co]):
         ...
 
 
+class StageClock:
+    """Says how far a rank is in its start: on the board while it lasts, in a message when it is over.
+
+    The stages come one after the other; the last one entered is ``Stage.NONE``.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._stage = Stage.NONE
+        self._since_s = 0.0
+
+    def enter(self, stage: Stage) -> None:
+        """The stage before this one is over, and its seconds are reported."""
+        now_s = time.monotonic()
+        self._runtime.slot.set(Cell.STAGE, stage)
+        if self._stage is not Stage.NONE:
+            took_s = round(now_s - self._since_s, 4)
+            if self._stage in (Stage.DATA, Stage.MODEL):
+                self._runtime.slot.add(Cell.BUILD_NS, int(took_s * 1e9))
+            rank = self._runtime.rank_info.rank
+            self._runtime.report(Built(rank=rank, stage=int(self._stage), seconds=took_s))
+        self._stage, self._since_s = stage, now_s
+
+
 def begin_start(runtime: Runtime) -> StageClock:
     """Begin the start of a rank, before anything of the user's is built."""
     runtime.slot.set(Cell.DIRTY, 0)  # of a predecessor that died inside its optimizer
@@ -118,8 +144,7 @@ def prepare(
         settings=settings,
         workload=workload,
         state=state,
-        store=store,
-        memory=memory,
+        room=SaveRoom(store, memory, runtime),
         runtime=runtime,
         progress=start.progress,
         data=setup.seen_data,

@@ -44,13 +44,12 @@ from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loaders import make_loader, open_quarantine
 from ddp_runner.training.preloading import preloaded
-from ddp_runner.training.prepare import Kept
+from ddp_runner.training.prepare import Kept, StageClock
 from ddp_runner.training.profiling import step_profile
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.resume import TakenUp, is_complete
 from ddp_runner.training.runtime import Runtime
-from ddp_runner.training.stages import StageClock
 from ddp_runner.training.step import StepResult, Votes
 from ddp_runner.training.task_steps import TaskSteps
 from ddp_runner.training.train_report import TrainReport, finished_message, report_of
