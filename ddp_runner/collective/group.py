@@ -223,8 +223,11 @@ def _form_default_group(
     device: torch.device,
     timeout_s: float,
     switch: AbortSwitch,
-) -> None:
-    """Form torch's default group, where a trip of ``switch`` ends the waiting."""
+) -> Communicators | None:
+    """Form torch's default group; a trip of ``switch`` ends the waiting.
+
+    Returns NCCL's communicators, which are how it is waited for; None with gloo.
+    """
     is_silent = ends_in_silence(backend)
     _restart_group_names()
     with (
@@ -243,10 +246,11 @@ def _form_default_group(
             # Its communicator is made here, where an abort ends the waiting, and is the only one.
             device_id=device if is_silent and device.type == "cuda" else None,
         )
+    return Communicators(_default_group(), switch, device) if is_silent else None
 
 
 @contextlib.contextmanager
-def joined(  # noqa: C901 - one way in and one out, for each kind of group
+def joined(
     membership: Membership,
     *,
     link: StoreLink,
@@ -276,7 +280,7 @@ def joined(  # noqa: C901 - one way in and one out, for each kind of group
         scoped: Store = keys
         if membership.secret:
             scoped = SignedStore(keys, membership.secret, timeout_s=link.timeout_s)
-        _form_default_group(
+        communicators = _form_default_group(
             membership,
             backend=backend,
             # NCCL asks the store from threads of its own, which must not wait for the interpreter.
@@ -285,8 +289,6 @@ def joined(  # noqa: C901 - one way in and one out, for each kind of group
             timeout_s=timeout_s,
             switch=switch,
         )
-        if is_silent:
-            communicators = Communicators(_default_group(), switch, device)
         # Its waits hear of an abort first: that cannot block.
         group = Group(membership, scoped, device=device, switch=switch, communicators=communicators)
         if "gloo" in backend:
