@@ -20,8 +20,7 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import Settings
-from ddp_runner.core.step_schedule import DueActions, RunLength, due_after
+from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.durable import Durable, Keep, Owed
 from ddp_runner.training.exactness.first_step import SideComparison
@@ -111,17 +110,6 @@ class StepMaker(Protocol):
     def close(self) -> None:
         """The generation ends."""
         ...
-
-
-def due_by_settings(settings: Settings, length: RunLength, step: int) -> DueActions:
-    """Return what the settings have due once ``step`` steps of a run of this length are committed."""
-    return due_after(
-        step,
-        length,
-        log=settings.log,
-        checkpoint=settings.checkpoint,
-        replica_check_steps=settings.recovery.replica_check_steps,
-    )
 
 
 class Session:

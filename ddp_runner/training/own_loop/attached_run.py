@@ -40,11 +40,11 @@ from ddp_runner.training.own_loop.batches import (
 from ddp_runner.training.own_loop.client import LoopClient
 from ddp_runner.training.own_loop.declared import LeaveBlock, OwnLoop, Recurring
 from ddp_runner.training.own_loop.kept import KeptState
+from ddp_runner.training.own_loop.loop_setup import LoopSetup
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
 from ddp_runner.training.own_loop.misuse import is_guarded, misuse, user_frame, user_line
 from ddp_runner.training.own_loop.net import AttachedModule
 from ddp_runner.training.own_loop.parts import LoopParts
-from ddp_runner.training.own_loop.prepare import LoopSetup
 from ddp_runner.training.prepare import begin_start, prepare
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.train_report import TrainReport
