@@ -30,11 +30,13 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ddp_runner.data.loader import Loader
+from ddp_runner.data.loader import Loader, LoadOptions
 from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.source import Cut
 from ddp_runner.data.text.corpus import scan_standard_library
+from ddp_runner.data.workers.fetch import SampleReader
+from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.tasks.bytes_lm import ByteWindows
 
 if TYPE_CHECKING:
@@ -118,10 +120,10 @@ def safe(dataset: Any, order: SampleOrder, workers: int) -> Iterator[Any]:
     """Ours."""
     cut = Cut(order=order, rank=0, world_size=1, micro_batch_size=BATCH)
     with Loader(
-        MapSource(dataset, cut, seed=SEED),
+        MapSource(SampleReader(dataset, seed=SEED, collate=collate_batch), cut),
         total_steps=STEPS,
         num_workers=workers,
-        prefetch_factor=PREFETCH,
+        options=LoadOptions(prefetch_factor=PREFETCH),
     ) as loader:
         for step in count():
             yield loader.take(step)
@@ -164,7 +166,7 @@ def storm_rate(dataset: Any, *, workers: int, seconds: float, kill_every_s: floa
     """Samples per second of ``seconds``, a worker being killed each ``kill_every_s``; 0: none is."""
     order = SampleOrder(seed=SEED, dataset_size=len(dataset), global_batch_size=BATCH)
     cut = Cut(order=order, rank=0, world_size=1, micro_batch_size=BATCH)
-    source = MapSource(dataset, cut, seed=SEED)
+    source = MapSource(SampleReader(dataset, seed=SEED, collate=collate_batch), cut)
     with Loader(source, total_steps=STEPS, num_workers=workers) as loader:
         for step in range(2 * PREFETCH * workers):
             loader.take(step)

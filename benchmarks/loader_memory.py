@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ddp_runner.data.loader import Loader
+from ddp_runner.data.loader import Loader, LoadOptions
 from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.source import Cut
+from ddp_runner.data.workers.fetch import SampleReader
+from ddp_runner.data.workers.memory_files import collate_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,10 +77,10 @@ def main() -> None:
     order = SampleOrder(seed=1, dataset_size=len(dataset), global_batch_size=SAMPLES)
     cut = Cut(order=order, rank=0, world_size=1, micro_batch_size=SAMPLES)
     with Loader(
-        MapSource(dataset, cut, seed=1),
+        MapSource(SampleReader(dataset, seed=1, collate=collate_batch), cut),
         total_steps=10**9,
         num_workers=1,
-        prefetch_factor=PREFETCH,
+        options=LoadOptions(prefetch_factor=PREFETCH),
     ) as loader:
         steps = (loader.take(step) for step in range(10**9))
         rate, held = measured(steps, count=asked.batches, pid=lambda: loader.worker_pids[0])

@@ -28,7 +28,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ddp_runner.data.loader import Loader
+from ddp_runner.data.loader import Loader, LoadOptions
 from ddp_runner.data.shard_files import JsonLines
 from ddp_runner.data.shard_source import ShardSource
 from ddp_runner.data.shards import ShardPositions
@@ -129,7 +129,7 @@ def ours(
         ),
         total_steps=STEPS,
         num_workers=workers,
-        prefetch_factor=PREFETCH,
+        options=LoadOptions(prefetch_factor=PREFETCH),
     )
     for step in count():
         yield loader.take(step)

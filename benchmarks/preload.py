@@ -30,6 +30,8 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.preload.memory import PreloadedDataset, SampleMemory
 from ddp_runner.data.preload.reading import Reading
 from ddp_runner.data.source import Cut
+from ddp_runner.data.workers.fetch import SampleReader
+from ddp_runner.data.workers.memory_files import collate_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,7 +106,7 @@ def loaded_per_s(dataset: Any) -> float:
     order = SampleOrder(seed=1, dataset_size=len(dataset), global_batch_size=BATCH)
     cut = Cut(order=order, rank=0, world_size=1, micro_batch_size=BATCH)
     with Loader(
-        MapSource(dataset, cut, seed=1),
+        MapSource(SampleReader(dataset, seed=1, collate=collate_batch), cut),
         total_steps=10**9,
         num_workers=1,
     ) as loader:

@@ -215,8 +215,42 @@ def _use_loopback(host: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def _form_default_group(
+    membership: Membership,
+    *,
+    backend: str,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    switch: AbortSwitch,
+) -> Communicators | None:
+    """Form torch's default group; a trip of ``switch`` ends the waiting.
+
+    Returns NCCL's communicators, which are how it is waited for; None with gloo.
+    """
+    is_silent = ends_in_silence(backend)
+    _restart_group_names()
+    with (
+        switch.using_store(),
+        # A shut socket of NCCL's would be an abort that nobody has agreed on.
+        switch.watch_new_sockets(peers=membership.world_size, keeps=not is_silent),
+        _below_detail(),
+        _own_excepthook(),
+    ):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=membership.rank,
+            world_size=membership.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            # Its communicator is made here, where an abort ends the waiting, and is the only one.
+            device_id=device if is_silent and device.type == "cuda" else None,
+        )
+    return Communicators(_default_group(), switch, device) if is_silent else None
+
+
 @contextlib.contextmanager
-def joined(  # noqa: C901 - one way in and one out, for each kind of group
+def joined(
     membership: Membership,
     *,
     link: StoreLink,
@@ -246,26 +280,15 @@ def joined(  # noqa: C901 - one way in and one out, for each kind of group
         scoped: Store = keys
         if membership.secret:
             scoped = SignedStore(keys, membership.secret, timeout_s=link.timeout_s)
-        _restart_group_names()
-        with (
-            switch.using_store(),
-            # A shut socket of NCCL's would be an abort that nobody has agreed on.
-            switch.watch_new_sockets(peers=membership.world_size, keeps=not is_silent),
-            _below_detail(),
-            _own_excepthook(),
-        ):
-            dist.init_process_group(
-                backend,
-                # NCCL asks the store from threads of its own, which must not wait for the interpreter.
-                store=PrefixStore("group", keys if is_silent else scoped),
-                rank=membership.rank,
-                world_size=membership.world_size,
-                timeout=timedelta(seconds=timeout_s),
-                # Its communicator is made here, where an abort ends the waiting, and is the only one.
-                device_id=device if is_silent and device.type == "cuda" else None,
-            )
-        if is_silent:
-            communicators = Communicators(_default_group(), switch, device)
+        communicators = _form_default_group(
+            membership,
+            backend=backend,
+            # NCCL asks the store from threads of its own, which must not wait for the interpreter.
+            store=PrefixStore("group", keys if is_silent else scoped),
+            device=device,
+            timeout_s=timeout_s,
+            switch=switch,
+        )
         # Its waits hear of an abort first: that cannot block.
         group = Group(membership, scoped, device=device, switch=switch, communicators=communicators)
         if "gloo" in backend:
@@ -278,10 +301,7 @@ def joined(  # noqa: C901 - one way in and one out, for each kind of group
         # Peers may be blocked in a collective that this rank will never enter: destroying the group
         # alone would leave them there until their timeout.
         if communicators is not None:
-            # Others may still wait for their end, and take for whole what an abort of ours leaves.
-            _left.append(communicators)
-            if membership.world_size == 1:  # there are none, nor anybody who would say when
-                communicators.abort()
+            _leave_communicators(communicators, is_alone=membership.world_size == 1)
         _leave_broken(switch.release(), is_silent=communicators is not None)
         raise
     else:
@@ -353,6 +373,16 @@ def _end_last(rank: int) -> None:
             dist.distributed_c10d._abort_process_group(_default_group())  # noqa: SLF001 - there is no public name
             if dist.is_initialized():  # torch 2.6: it knows no class of communicators but NCCL's
                 dist.destroy_process_group()
+
+
+def _leave_communicators(communicators: Communicators, *, is_alone: bool) -> None:
+    """Leave them as they are: others may still wait for their end, and take for whole what an abort leaves.
+
+    Where this rank ``is_alone`` there are none, nor anybody who would say when: they are aborted here.
+    """
+    _left.append(communicators)
+    if is_alone:
+        communicators.abort()
 
 
 def _leave_broken(connections: list[socket.socket], *, is_silent: bool = False) -> None:

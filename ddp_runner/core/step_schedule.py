@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_runner.core.settings import CheckpointSettings, LogSettings
+from ddp_runner.core.settings import CheckpointSettings, LogSettings, Settings
 
 SAVE_BACKOFF_MAX = 16  # intervals
 _WARMUP_STEPS, _WARMUP_PART = 100, 10
@@ -110,6 +110,17 @@ def due_after(
         log=at_end or own_step == 1 or _divides(log.log_interval, own_step),
         evaluate=evaluate and not at_end,
         save=save and not at_end,
+    )
+
+
+def due_by_settings(settings: Settings, length: RunLength, step: int) -> DueActions:
+    """Return what the settings have due once ``step`` steps of a run of this length are committed."""
+    return due_after(
+        step,
+        length,
+        log=settings.log,
+        checkpoint=settings.checkpoint,
+        replica_check_steps=settings.recovery.replica_check_steps,
     )
 
 

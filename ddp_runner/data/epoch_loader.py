@@ -9,11 +9,13 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_runner.data.by_number import gives_by_number
-from ddp_runner.data.loader import Loader
+from ddp_runner.data.loader import Loader, LoadObserver, LoadOptions
 from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import SampleOrder, SamplerOrder, WholeOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.source import Cut
+from ddp_runner.data.workers.fetch import SampleReader
+from ddp_runner.data.workers.memory_files import collate_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -77,21 +79,19 @@ class SafeDataLoader(Loader):
         )
         bad_max = max_bad_samples if on_bad_sample == "substitute" else 0
         cut = Cut(order=order, rank=rank, world_size=world_size, micro_batch_size=batch_size)
+        reader = SampleReader(
+            dataset, seed=seed, collate=collate_fn or collate_batch, worker_init=worker_init_fn
+        )
+        quarantine = Quarantine(seed=seed, dataset_size=size, bad_max=bad_max)
+        limit_s = timeout_s if timeout is None else timeout or math.inf
         super().__init__(
-            MapSource(
-                dataset,
-                cut,
-                seed=seed,
-                collate_fn=collate_fn,
-                worker_init=worker_init_fn,
-                quarantine=Quarantine(seed=seed, dataset_size=size, bad_max=bad_max),
-            ),
+            MapSource(reader, cut, quarantine=quarantine),
             total_steps=0,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            timeout_s=timeout_s if timeout is None else timeout or math.inf,
-            on_repaired=_warn,
+            options=LoadOptions(
+                prefetch_factor=prefetch_factor, pin_memory=pin_memory, timeout_s=limit_s
+            ),
+            observer=LoadObserver(on_repaired=_warn),
         )
         # As torch's DataLoader has them.
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed

@@ -7,7 +7,7 @@ Owns the workers, their repair and what was loaded ahead: broken workers are rep
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +54,38 @@ def _ignore_wait() -> None:
     """Nobody listens."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How worker processes load: so many batches ahead each, into pinned memory or not, and how long one may take."""
+
+    prefetch_factor: int = 2
+    pin_memory: bool = False
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadObserver:
+    """Whoever a loader loads for: hears of what it does, and counts the kernel's kills.
+
+    ``on_sample`` gets which sample is read in this process, SEVERAL for a batch at once, and None after it.
+    """
+
+    on_workers: Callable[[tuple[int, ...]], None] = _ignore
+    on_repaired: Callable[[LoadingRepaired], None] = _ignore
+    on_wait: Callable[[], None] = _ignore_wait
+    on_sample: Callable[[int | None], None] = _ignore
+    log: Callable[[str], None] = _ignore
+    kills: KillCounter | None = None
+
+
+_NOBODY, _AS_USUAL = LoadObserver(), LoadOptions()
+
+
 class Loader:
     """Serves ``take(step)`` from a source, which worker processes read ahead.
 
     Without workers the source is read inside ``take``; the caller's generators are given back as they were, and
-    ``timeout_s`` does not apply.
-
-    ``on_sample`` gets which sample is read in this process, SEVERAL for a batch at once, and None after it.
+    the time-out does not apply.
 
     All ranks take the same steps, but only :meth:`agree`, :meth:`go_back` and :meth:`gather` communicate. Call
     from the rank's main thread: the kernel ties the workers to the thread that forks them.
@@ -73,28 +98,23 @@ class Loader:
         total_steps: int,
         num_workers: WorkersAsked,
         local_world_size: int = 1,
-        prefetch_factor: int = 2,
-        pin_memory: bool = False,
-        timeout_s: float = 60.0,
-        on_workers: Callable[[tuple[int, ...]], None] = _ignore,
-        on_repaired: Callable[[LoadingRepaired], None] = _ignore,
-        on_wait: Callable[[], None] = _ignore_wait,
-        on_sample: Callable[[int | None], None] = _ignore,
-        log: Callable[[str], None] = _ignore,
-        kills: KillCounter | None = None,
+        options: LoadOptions = _AS_USUAL,
+        observer: LoadObserver = _NOBODY,
     ) -> None:
         self._source = source
         self.total_steps = total_steps
-        self.prefetch_factor = prefetch_factor
-        self._pin_memory = pin_memory and system_limits.can_pin()
-        self._timeout_s = timeout_s
-        self._on_workers = on_workers
-        self._on_repaired = on_repaired
-        self._on_wait = on_wait
-        self._on_sample = on_sample
-        self._log = log
-        self._kills = LoaderKills(kills or NoKills())
-        self._repair = source.repair_with(timeout_s=timeout_s, on_wait=on_wait, kills=self._kills)
+        self.prefetch_factor = options.prefetch_factor
+        self._pin_memory = options.pin_memory and system_limits.can_pin()
+        self._timeout_s = options.timeout_s
+        self._on_workers = observer.on_workers
+        self._on_repaired = observer.on_repaired
+        self._on_wait = observer.on_wait
+        self._on_sample = observer.on_sample
+        self._log = observer.log
+        self._kills = LoaderKills(observer.kills or NoKills())
+        self._repair = source.repair_with(
+            timeout_s=options.timeout_s, on_wait=observer.on_wait, kills=self._kills
+        )
         asked = num_workers if source.suits(1) else 0
         cores = cores_here()
         self._asked = worker_count(asked, local_world_size=local_world_size, cores=cores)

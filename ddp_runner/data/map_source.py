@@ -12,7 +12,6 @@ from ddp_runner.data.order import micro_batch_count
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.source import SEVERAL, Cut, MicroBatch, Source
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
-from ddp_runner.data.workers.memory_files import collate_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,26 +37,21 @@ class MapSource(Source[BatchKey]):
 
     def __init__(
         self,
-        dataset: Any,
+        reader: SampleReader,
         cut: Cut,
         *,
-        seed: int,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
         quarantine: Quarantine | None = None,
-        worker_init: Callable[[int], None] | None = None,
         phase: Phase = Phase.DATA,
         suspect: int | None = None,
     ) -> None:
         super().__init__(cut)
         self.phase = phase
-        self._reader = SampleReader(
-            dataset, seed=seed, collate=collate_fn or collate_batch, worker_init=worker_init
-        )
-        if quarantine is None:
-            quarantine = Quarantine(seed=seed, dataset_size=cut.order.dataset_size, bad_max=0)
+        self._reader = reader
+        if quarantine is None:  # no sample may be bad
+            quarantine = Quarantine(seed=0, dataset_size=cut.order.dataset_size, bad_max=0)
         self._quarantine = quarantine
         self._suspect = suspect
-        self._reads = CountedReads(dataset)
+        self._reads = CountedReads(reader.dataset)
         self._given: dict[int, tuple[BatchKey, ...]] = {}  # what the last two steps were given
 
     @property

@@ -12,7 +12,7 @@ import math
 import time
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.memory_leak import LeakWindow
@@ -90,11 +90,21 @@ _LOG_LEVEL = {
 }
 
 
+class Loads(Protocol):
+    """A loader whose memory counts as the rank's."""
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Processes that load for this rank now."""
+
+    def shrink_prefetch(self) -> None:
+        """Hold fewer batches ahead, where that can be; may be called many times."""
+
+
 class MemoryManager:
     """Watches the memory of one rank, its loader workers and its device.
 
-    ``loader_pids`` names the live loader workers; ``shrink_prefetch`` asks the loader to hold fewer
-    batches ahead and may be called many times; ``log`` takes (``info``, ``warning`` or ``error``,
+    ``log`` takes (``info``, ``warning`` or ``error``,
     message). A GB is 10^9 bytes throughout.
     """
 
@@ -103,8 +113,7 @@ class MemoryManager:
         settings: MemorySettings,
         *,
         rank: int,
-        loader_pids: Callable[[], tuple[int, ...]],
-        shrink_prefetch: Callable[[], None],
+        loader: Loads,
         log: Callable[[str, str], None],
         device: torch.device | None = None,
         read: Reader | None = None,
@@ -115,9 +124,8 @@ class MemoryManager:
         self._least_gap_s = least_gap_s
         self._looked_at_s = -math.inf
         self._rank = rank
-        self._loader_pids = loader_pids
+        self._loader = loader
         self._pids_beside: Callable[[], tuple[int, ...]] = tuple
-        self._shrink_prefetch = shrink_prefetch
         self._log = log
         self._device = device
         self._read = read if read is not None else SystemReader(device=device)
@@ -218,7 +226,7 @@ class MemoryManager:
 
     def _measure(self) -> Reading:
         """One reading, kept in the peaks."""
-        reading = self._newest = self._read((*self._loader_pids(), *self._pids_beside()))
+        reading = self._newest = self._read((*self._loader.worker_pids, *self._pids_beside()))
         total_bytes = reading.device_total_bytes or 1
         for name, size in (
             ("peak_rss_bytes", max(reading.rss_bytes, reading.rss_peak_bytes)),
@@ -255,7 +263,7 @@ class MemoryManager:
         self._looks_since_reaction = 0
         on_host = tightest_use(before, self._settings).on_host
         if on_host:
-            self._shrink_prefetch()
+            self._loader.shrink_prefetch()
         done = reclaim(device=self._device)
         after = self._measure()
         freed = before.rss_bytes - after.rss_bytes

@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from ddp_runner import config
+from ddp_runner.checkpoint.catalog import FINAL
 from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
+from ddp_runner.checkpoint.hub import fetched
 from ddp_runner.checkpoint.publish import DurableWriter, publish
 from ddp_runner.checkpoint.safetensors_file import write_safetensors
-from ddp_runner.checkpoint.weights import holds_average
+from ddp_runner.checkpoint.weights import StoredWeights, holds_average, read_weights
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.hub import is_of_hub
 from ddp_runner.core.settings import Settings
 from ddp_runner.system import parent_death
-from ddp_runner.training.begun_weights import built_model, first_line, whole_weights
+from ddp_runner.training.components.start_weights import filled
+from ddp_runner.training.task_import import load_task
+from ddp_runner.values.generators import seed_all
 
+_OPTION = "--init-from"
+_SHOWN_MAX = 300
+_CURE = (
+    "give what it has begun with by --init-from PATH, or take the run's final.pt, which is whole"
+)
+Source = tuple[str, Callable[[], Mapping[str, Any]]]
 _DICT_FILE = "checkpoint.pt"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -178,3 +189,70 @@ def _built(settings: Settings) -> nn.Module:
         return built_model(settings, with_data=False)
     except Exception:  # noqa: BLE001 - it may need what build_datasets() has made
         return built_model(settings, with_data=True)
+
+
+# A checkpoint may leave out what its run has begun with; who exports it has no run to take that from.
+
+
+def whole_weights(path: Path, *, average: bool, init_from: str = "") -> tuple[dict[str, Any], str]:
+    """Return the weights in ``path``, and where those are from that it leaves out; "" where it is whole.
+
+    Nothing is built for them: files that may have them are read, and the SHA-256 in the checkpoint decides.
+
+    ``init_from``: what its run has begun with, where that is not where it was. Raises BadInputError where what is left out is nowhere.
+    """
+    found = read_weights(path, average=average)
+    if not found.start:
+        return dict(found.weights), ""
+    wrong: dict[str, str] = {}
+    for words, source in _sources(path, found, init_from):
+        try:
+            weights = filled(found.weights, found.start, source())
+        except BadInputError as error:
+            wrong[words] = first_line(error)
+            continue
+        if weights is not None:
+            return weights, words
+        wrong[words] = "other weights"
+    reasons = "; ".join(f"{words}: {why}" for words, why in wrong.items())
+    count = sum(name not in found.weights for name in found.start["hashes"])
+    expected = (
+        f"leaves out {count} weights that its run has begun with (checkpoint.only_trained), which are not to be"
+        f" had{reasons and f' ({reasons})'}: {_CURE}"
+    )
+    raise BadInputError("checkpoint", path, expected)
+
+
+def built_model(settings: Settings, *, with_data: bool) -> nn.Module:
+    """Build the task's model as a rank does; ``with_data``: behind its datasets, which many need not."""
+    seed_all(settings.run.seed)
+    task = load_task(settings)
+    if with_data:
+        task.build_datasets()
+        seed_all(settings.run.seed)
+    return task.build_model()
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, for a line of a message."""
+    said = str(error)
+    if isinstance(error, BadInputError) and error.option == _OPTION:  # who asks names it
+        said = error.expected
+    return (said.strip() or type(error).__name__).splitlines()[0][:_SHOWN_MAX]
+
+
+def _sources(path: Path, found: StoredWeights, init_from: str) -> Iterator[Source]:
+    """Yield what may have the missing weights, in words, and how to read it."""
+    final = path.parent / FINAL
+    if final.is_file():
+        yield str(final), lambda: read_weights(final).weights
+    named = init_from or str(found.start.get("init_from") or "")
+    if named:
+        yield f"--init-from {named}", lambda: _read_named(named).weights
+
+
+def _read_named(init_from: str) -> StoredWeights:
+    path, average = config.init_from_path(init_from)
+    if is_of_hub(init_from):
+        path, average = fetched(init_from), False
+    return read_weights(path, average=average)

@@ -8,10 +8,12 @@ ahead (building) has run the task's own building, too, and holds what that made.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +34,6 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.rank import process
 from ddp_runner.rank.building import Built, build, first_to_end, spare_children
-from ddp_runner.rank.cuda_driver import CudaDriver, load_libraries
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.training.components.loss_monitor import LossMonitor
@@ -40,13 +41,18 @@ from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.step import Stepper, StepRules, Votes
 from ddp_runner.values.generators import generators_kept
 
 _WIDTH = 8
 _SAMPLES = 2
 _STEPS = 2  # the first one builds what the second one uses
+CUDA = "libcuda.so.1"
+# torch's CUDA library brings most others along. cuDNN's loads its parts when a convolution asks for
+# them; they lie beside it, whether it came with torch or with the system.
+_LOADS_MORE = "libcudnn.so"
+_PARTS = "libcudnn_*.so*"
 
 
 def main(request: Fork, descriptors: list[int]) -> int:
@@ -155,18 +161,21 @@ def _toy(settings: Settings, device: torch.device) -> TrainState:
         nn.Linear(_WIDTH, _WIDTH, **where), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH, **where)
     )
     return TrainState(
-        model=model,
-        optimizer=build_optimizer(model, settings.optim, device=device),
-        precision=Precision("fp32", device=device),
-        ema=None,
-        monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
-        loss_spikes=LossSpikes.watched_as(settings, total_steps=_STEPS),
+        Trained(
+            model=model,
+            optimizer=build_optimizer(model, settings.optim, device=device),
+            precision=Precision("fp32", device=device),
+        ),
+        watches=Watches(
+            monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
+            loss_spikes=LossSpikes.watched_as(settings, total_steps=_STEPS),
+        ),
+        data=DataState(quarantine=Quarantine(seed=0, dataset_size=_SAMPLES, bad_max=0)),
         tuning=Tuning(
             micro_batch_size=_SAMPLES,
             evaluation_batch_size=_SAMPLES,
             find_unused_parameters=settings.ddp.find_unused_parameters is not False,
         ),
-        quarantine=Quarantine(seed=0, dataset_size=_SAMPLES, bad_max=0),
     )
 
 
@@ -191,3 +200,69 @@ def _train(settings: Settings, state: TrainState, replica: Replica, slot: Slot) 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.mse_loss(model(batch), batch)
+
+
+class CudaDriverError(RuntimeError):
+    """The driver refused; the message says what, and its number."""
+
+
+class CudaDriver:
+    """CUDA's driver, started in this process by making one of these, without a context: no memory of a GPU is held.
+
+    It is asked by its C functions, because torch opens the device with most of what it is asked. Never made
+    in the zygote: a driver that has been started is of no use to a fork. Raises OSError where there is none.
+    """
+
+    def __init__(self, library: str = CUDA) -> None:
+        self._library = ctypes.CDLL(library)
+        self._call("cuInit", 0)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        error = int(getattr(self._library, name)(*arguments))
+        if error:
+            raise CudaDriverError(f"{name}: CUDA error {error}")
+
+    def _device(self, index: int) -> ctypes.c_int:
+        device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), index)
+        return device
+
+    def device_count(self) -> int:
+        """Return how many GPUs this process sees."""
+        count = ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
+
+    def opened(self) -> list[int]:
+        """Return the GPUs on which this process has a context, which is some hundred MB of their memory."""
+        found = []
+        for index in range(self.device_count()):
+            flags, is_active = ctypes.c_uint(), ctypes.c_int()
+            self._call(
+                "cuDevicePrimaryCtxGetState",
+                self._device(index),
+                ctypes.byref(flags),
+                ctypes.byref(is_active),
+            )
+            found += [index] * bool(is_active.value)
+        return found
+
+
+def load_libraries() -> list[str]:
+    """Load what the libraries that are loaded would load on first use; returns the files."""
+    loaded = {line.split()[-1] for line in _maps() if "/" in line}
+    folders = {Path(path).parent for path in loaded if Path(path).name.startswith(_LOADS_MORE)}
+    files = sorted(str(path.resolve()) for folder in folders for path in folder.glob(_PARTS))
+    found = []
+    for file in dict.fromkeys(files):
+        # One that needs what is not there is one that a rank could not use either.
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(file, mode=os.RTLD_LAZY)
+            found.append(file)
+    return found
+
+
+def _maps() -> list[str]:
+    return (
+        Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    )

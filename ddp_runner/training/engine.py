@@ -29,7 +29,7 @@ from ddp_runner.memory.reclaim import empty_device_cache
 from ddp_runner.training.agreeing import bring_to_newest
 from ddp_runner.training.audit import GenerationMembers
 from ddp_runner.training.durable import Durable, Trust
-from ddp_runner.training.exactness.first_step import report_lost
+from ddp_runner.training.exactness.first_step import SideComparison, report_lost
 from ddp_runner.training.failure import drop_frames, fault_of
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.loaders import collective_timeout_s
@@ -215,18 +215,7 @@ class Engine:
         transferred_s = time.monotonic()
         self._client.agree(group, is_first=not self._has_trained)
         number = generation.membership.generation
-        guard = NumericsGuard(
-            group,
-            settings=parts.settings,
-            state=state,
-            durable=self._durable,
-            runtime=self._runtime,
-        )
-        maker = self._client.enter(group, guard)
-        session = self._session = Session(parts, group=group, guard=guard, maker=maker)
-        self._held.callback(self._close_session)
-        self._has_trained = True
-        maker.settle()
+        session = self._open_session(group)
         report_lost(parts)
         slot.stamp(Phase.FORMING, time.monotonic_ns())
         self._runtime.report(
@@ -242,6 +231,31 @@ class Engine:
         )
         # Forming has a deadline of its own, which ends with the world being formed.
         slot.stamp(Phase.COMPARE, time.monotonic_ns())
+        return session
+
+    def _open_session(self, group: Group) -> Session:
+        """Have the client get ready to make steps in ``group``; what is opened is closed with the generation."""
+        parts = self._parts
+        guard = NumericsGuard(
+            group,
+            settings=parts.settings,
+            state=self._state,
+            durable=self._durable,
+            runtime=self._runtime,
+        )
+        maker = self._client.enter(group, guard)
+        self._session = session = Session(
+            self._state,
+            self._runtime,
+            self._durable,
+            group=group,
+            guard=guard,
+            maker=maker,
+            side=SideComparison(parts, is_first=group.rank == 0),
+        )
+        self._held.callback(self._close_session)
+        self._has_trained = True
+        maker.settle()
         return session
 
     def _close_session(self) -> None:

@@ -49,81 +49,116 @@ class Evaluation:
 
 @dataclass(slots=True, kw_only=True)
 class _Sums:
-    """Over the samples of some batches of one rank; the weight is their number, where the loss has none."""
+    """Over the samples of some batches; the weight is their number, where the loss has none."""
 
     loss: float = 0.0
     weight: float = 0.0
     samples: int = 0
     parts: dict[str, float] = field(default_factory=dict)
 
+    def add_of_all(
+        self, mine: _Sums, replica: Replica, *, wanted: StopReason | None
+    ) -> StopReason | None:
+        """Add what every rank has summed; returns why to stop, if one of them wants to, as this one ``wanted``."""
+        loss, count, preempted, interrupted, weight, *parts = replica.sum_over_ranks(
+            [
+                mine.loss,
+                mine.samples,
+                wanted is StopReason.PREEMPTED,
+                wanted is StopReason.INTERRUPTED,
+                mine.weight,
+                *(mine.parts.get(name, 0.0) for name in self.parts),
+            ]
+        )
+        self.loss += loss
+        self.weight += weight
+        self.samples += int(count)
+        for name, number in zip(self.parts, parts, strict=True):
+            self.parts[name] += number
+        if interrupted:
+            return StopReason.INTERRUPTED
+        return StopReason.PREEMPTED if preempted else None
 
-def evaluate(
-    task: Task,
-    model: nn.Module,
-    loader: Loader,
-    *,
-    replica: Replica,
-    precision: Precision,
-    seed: int,
-    step: int,
-    stop_asked: Callable[[], StopReason | None],
-    after_round: Callable[[], None] = lambda: None,
-    round_done: Callable[[], None] = lambda: None,
-    names: Sequence[str] = (),
-    meter: Meter | None = None,
-) -> Evaluation:
-    """The mean loss per sample of what ``loader`` serves; every rank must call it at the same step.
 
-    Of a loss with weights of its own: per weight. ``names``: of the numbers beside it that are wanted.
-    ``meter``: measures the same batches, where the task has metrics.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Evaluates a task's model. ``seed``: of the run. ``meter``: measures the same batches, where the task has metrics.
 
     ``after_round`` is called when this rank has done its part of some batches, ``round_done`` when all have.
-
-    A forward through DDP would broadcast buffers and put the ranks out of step, so the bare module
-    is used, in eval mode and without gradients; train mode is restored.
     """
-    group = replica.group
-    rounds = -(-loader.total_steps // BATCHES_PER_ROUND)
-    batches = _batches(loader, step)
-    total_loss, total_weight, total_samples = 0.0, 0.0, 0
-    total_parts = dict.fromkeys(names, 0.0)
-    was_training = model.training
-    model.eval()
-    metrics: Mapping[str, float] = {}
-    if meter is not None:
-        meter.begin()
-    seed_step(seed=seed, step=step, rank=group.rank, micro_step=-1)
-    try:
-        for _ in range(rounds):
-            mine = _one_round(task, model, batches, group=group, precision=precision, meter=meter)
-            after_round()
-            reason = stop_asked()
-            loss, count, preempted, interrupted, weight, *parts = replica.sum_over_ranks(
-                [
-                    mine.loss,
-                    mine.samples,
-                    reason is StopReason.PREEMPTED,
-                    reason is StopReason.INTERRUPTED,
-                    mine.weight,
-                    *(mine.parts.get(name, 0.0) for name in names),
-                ]
-            )
-            round_done()
-            total_loss += loss
-            total_weight += weight
-            total_samples += int(count)
-            for name, number in zip(names, parts, strict=True):
-                total_parts[name] += number
-            if interrupted or preempted:
-                stop = StopReason.INTERRUPTED if interrupted else StopReason.PREEMPTED
-                return Evaluation(loss=None, samples=total_samples, stop=stop)
+
+    task: Task
+    model: nn.Module
+    precision: Precision
+    seed: int
+    stop_asked: Callable[[], StopReason | None]
+    after_round: Callable[[], None] = lambda: None
+    round_done: Callable[[], None] = lambda: None
+    meter: Meter | None = None
+
+    def evaluate(
+        self, loader: Loader, *, replica: Replica, step: int, names: Sequence[str] = ()
+    ) -> Evaluation:
+        """Return the mean loss per sample of what ``loader`` serves; every rank must call it at the same step.
+
+        Of a loss with weights of its own: per weight. ``names``: of the numbers beside it that are wanted.
+
+        A forward through DDP would broadcast buffers and put the ranks out of step, so the bare module
+        is used, in eval mode and without gradients; train mode is restored.
+        """
+        model, meter = self.model, self.meter
+        batches = _batches(loader, step)
+        total = _Sums(parts=dict.fromkeys(names, 0.0))
+        metrics: Mapping[str, float] = {}
+        was_training = model.training
+        model.eval()
         if meter is not None:
-            metrics = meter.figures(replica)
-    finally:
-        model.train(was_training)
-    mean = total_loss / total_weight if total_weight else math.nan
-    means = {name: total / max(1, total_samples) for name, total in total_parts.items()}
-    return Evaluation(loss=mean, samples=total_samples, stop=None, parts=means, metrics=metrics)
+            meter.begin()
+        seed_step(seed=self.seed, step=step, rank=replica.group.rank, micro_step=-1)
+        try:
+            for _ in range(-(-loader.total_steps // BATCHES_PER_ROUND)):
+                mine = self._one_round(batches, replica.group)
+                self.after_round()
+                stop = total.add_of_all(mine, replica, wanted=self.stop_asked())
+                self.round_done()
+                if stop is not None:
+                    return Evaluation(loss=None, samples=total.samples, stop=stop)
+            if meter is not None:
+                metrics = meter.figures(replica)
+        finally:
+            model.train(was_training)
+        return Evaluation(
+            loss=total.loss / total.weight if total.weight else math.nan,
+            samples=total.samples,
+            stop=None,
+            parts={name: value / max(1, total.samples) for name, value in total.parts.items()},
+            metrics=metrics,
+        )
+
+    @torch.no_grad()
+    def _one_round(self, batches: Iterator[list[MicroBatch]], group: Group) -> _Sums:
+        sums = _Sums()
+        taken = itertools.chain.from_iterable(itertools.islice(batches, BATCHES_PER_ROUND))
+        for micro_batch in taken:
+            batch = to_device(micro_batch.batch, group.device)
+            try:
+                with self.precision.autocast():
+                    output = read_loss(self.task.loss(self.model, batch))
+                    if self.meter is not None:
+                        self.meter.take(self.model, batch, samples=len(micro_batch.indices))
+            except BadWeightError as error:
+                raise bad_weight(error, rank=group.rank, samples=micro_batch.indices) from error
+            size = len(micro_batch.indices)
+            if output.weight is None:
+                sums.loss += float(output.value) * size
+                sums.weight += size
+            else:
+                sums.loss += float(output.value)
+                sums.weight += float(output.weight)
+            sums.samples += size
+            for name, number in output.parts.items():
+                sums.parts[name] = sums.parts.get(name, 0.0) + float(number) * size
+        return sums
 
 
 def _batches(loader: Loader, step: int) -> Iterator[list[MicroBatch]]:
@@ -133,40 +168,6 @@ def _batches(loader: Loader, step: int) -> Iterator[list[MicroBatch]]:
             yield loader.take(number)
     except FaultError as error:  # its step is one of the loader's own
         raise FaultError(replace(error.fault, step=step)) from error
-
-
-@torch.no_grad()
-def _one_round(
-    task: Task,
-    model: nn.Module,
-    batches: Iterator[list[MicroBatch]],
-    *,
-    group: Group,
-    precision: Precision,
-    meter: Meter | None,
-) -> _Sums:
-    sums = _Sums()
-    taken = itertools.chain.from_iterable(itertools.islice(batches, BATCHES_PER_ROUND))
-    for micro_batch in taken:
-        batch = to_device(micro_batch.batch, group.device)
-        try:
-            with precision.autocast():
-                output = read_loss(task.loss(model, batch))
-                if meter is not None:
-                    meter.take(model, batch, samples=len(micro_batch.indices))
-        except BadWeightError as error:
-            raise bad_weight(error, rank=group.rank, samples=micro_batch.indices) from error
-        size = len(micro_batch.indices)
-        if output.weight is None:
-            sums.loss += float(output.value) * size
-            sums.weight += size
-        else:
-            sums.loss += float(output.value)
-            sums.weight += float(output.weight)
-        sums.samples += size
-        for name, number in output.parts.items():
-            sums.parts[name] = sums.parts.get(name, 0.0) + float(number) * size
-    return sums
 
 
 class Validation:
@@ -221,19 +222,18 @@ class Validation:
             make_validation_loader(parts, self._group, name) as loader,
             parts.memory.beside(lambda: loader.worker_pids),
         ):
-            return evaluate(
-                parts.workload.task,
-                state.model,
-                loader,
-                replica=replica,
+            evaluator = Evaluator(
+                task=parts.workload.task,
+                model=state.model,
                 precision=state.precision,
                 seed=parts.settings.run.seed,
-                step=state.own_step,
                 stop_asked=parts.runtime.stop_asked,
                 after_round=partial(parts.memory.in_evaluation, state.committed_step),
                 round_done=partial(slot.count_done, state.committed_step),
-                names=state.tuning.loss_names,
                 meter=self._meter,
+            )
+            return evaluator.evaluate(
+                loader, replica=replica, step=state.own_step, names=state.tuning.loss_names
             )
 
     def _figures(self, data: str, evaluation: Evaluation, *, loss: float) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from ddp_runner.core.messages import LoaderWorkers
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.injected_samples import with_bad_samples
-from ddp_runner.data.loader import Loader
+from ddp_runner.data.loader import Loader, LoadObserver, LoadOptions
 from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
 from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import WholeOrder
@@ -41,8 +41,10 @@ from ddp_runner.data.workers.count import (
     may_have_workers,
     worker_count,
 )
+from ddp_runner.data.workers.fetch import SampleReader
+from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.memory.kernel_kills import KernelKills
-from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.memory.manager import Loads, MemoryManager
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
@@ -78,17 +80,23 @@ def make_loader(
         total_steps=workload.length.total_steps,
         num_workers=asked_workers(data, local_rank=rank_info.local_rank),
         local_world_size=rank_info.local_world_size,
-        prefetch_factor=data.prefetch_factor,
-        pin_memory=data.pin_memory and workload.device.type == "cuda",
-        timeout_s=data.loader_timeout_s,
-        on_workers=lambda pids: runtime.report(
-            LoaderWorkers(rank=rank_info.rank, pids=tuple(pids))
+        options=LoadOptions(
+            prefetch_factor=data.prefetch_factor,
+            pin_memory=data.pin_memory and workload.device.type == "cuda",
+            timeout_s=data.loader_timeout_s,
         ),
-        on_repaired=lambda repaired: _report_repair(repaired, runtime),
-        on_wait=on_wait,
-        on_sample=_stamping(runtime, sign=1, is_stream=isinstance(state.stream, StreamPosition)),
-        log=runtime.logger.info,
-        kills=KernelKills(),
+        observer=LoadObserver(
+            on_workers=lambda pids: runtime.report(
+                LoaderWorkers(rank=rank_info.rank, pids=tuple(pids))
+            ),
+            on_repaired=lambda repaired: _report_repair(repaired, runtime),
+            on_wait=on_wait,
+            on_sample=_stamping(
+                runtime, sign=1, is_stream=isinstance(state.stream, StreamPosition)
+            ),
+            log=runtime.logger.info,
+            kills=KernelKills(),
+        ),
     )
 
 
@@ -131,17 +139,19 @@ def _source(
     left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
     runtime.slot.set(Cell.SAMPLE, 0)
     return MapSource(
-        with_bad_samples(
-            datasets.train,
-            bad,
-            order=lambda: workload.order.in_version(state.order_version),
-            world_size=rank_info.world_size,
+        SampleReader(
+            with_bad_samples(
+                datasets.train,
+                bad,
+                order=lambda: workload.order.in_version(state.order_version),
+                world_size=rank_info.world_size,
+            ),
+            seed=settings.run.seed,
+            collate=datasets.collate or collate_batch,
+            worker_init=datasets.worker_init,
         ),
         cut,
-        seed=settings.run.seed,
-        collate_fn=datasets.collate,
         quarantine=state.quarantine,
-        worker_init=datasets.worker_init,
         suspect=left - 1 if left > 0 else None,
     )
 
@@ -162,21 +172,13 @@ def _bad_places(
     return bad
 
 
-class _Loads(Protocol):
-    @property
-    def worker_pids(self) -> tuple[int, ...]: ...
-
-    def shrink_prefetch(self) -> None: ...
-
-
-def watch_memory(settings: Settings, loader: _Loads, runtime: Runtime) -> MemoryManager:
+def watch_memory(settings: Settings, loader: Loads, runtime: Runtime) -> MemoryManager:
     """The memory manager of a rank and of its loader's workers."""
     device = torch.device(runtime.rank_info.device)
     return MemoryManager(
         settings.memory,
         rank=runtime.rank_info.rank,
-        loader_pids=lambda: loader.worker_pids,
-        shrink_prefetch=loader.shrink_prefetch,
+        loader=loader,
         log=lambda level, message: getattr(runtime.logger, level)(message),
         device=device if device.type == "cuda" else None,
     )
@@ -239,26 +241,32 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> Loader:
     )
     return Loader(
         MapSource(
-            workload.datasets.validation_sets[name],
+            SampleReader(
+                workload.datasets.validation_sets[name],
+                seed=settings.run.seed,
+                collate=workload.datasets.validation_collate or collate_batch,
+            ),
             cut,
-            seed=settings.run.seed,
-            collate_fn=workload.datasets.validation_collate,
             quarantine=parts.state.validation_quarantines[name],
             phase=Phase.EVALUATE,
         ),
         total_steps=batches,
         num_workers=min(workers, batches),
         local_world_size=local_world_size,
-        prefetch_factor=settings.data.prefetch_factor,
-        timeout_s=settings.data.loader_timeout_s,
-        on_workers=lambda pids: runtime.report(
-            LoaderWorkers(rank=rank, pids=(*parts.loader.worker_pids, *pids))
+        options=LoadOptions(
+            prefetch_factor=settings.data.prefetch_factor,
+            timeout_s=settings.data.loader_timeout_s,
         ),
-        on_repaired=on_repaired,
-        on_wait=parts.on_wait,
-        log=runtime.logger.info,
-        kills=KernelKills(),
-        on_sample=_stamping(runtime, sign=-1),
+        observer=LoadObserver(
+            on_workers=lambda pids: runtime.report(
+                LoaderWorkers(rank=rank, pids=(*parts.loader.worker_pids, *pids))
+            ),
+            on_repaired=on_repaired,
+            on_wait=parts.on_wait,
+            on_sample=_stamping(runtime, sign=-1),
+            log=runtime.logger.info,
+            kills=KernelKills(),
+        ),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.core import events
@@ -21,31 +22,38 @@ from ddp_runner.observe.summary import write_summary
 SUMMARY = "summary.json"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordPlan:
+    """Where the files of a training go, and of which run; ``began_s``: monotonic."""
+
+    folder: Path
+    name: str
+    began_s: float
+
+
 class PlainRecord:
-    """Owned by rank 0's :class:`LocalRuntime`, which hands it each message. ``began_s``: monotonic.
+    """Owned by rank 0's :class:`LocalRuntime`, which hands it each message.
 
     What it cannot write is a warning: no file is worth a training.
     """
 
     def __init__(
         self,
-        log_dir: Path,
+        plan: RecordPlan,
         *,
-        name: str,
         run_id: str,
         world_size: int,
         steps_per_epoch: int,
         slot: Slot,
-        began_s: float,
         warn: Callable[[str], None],
     ) -> None:
-        self._path = log_dir / SUMMARY
-        self._metrics = MetricsFile(log_dir / "metrics.jsonl", warn=warn)
+        self._path = plan.folder / SUMMARY
+        self._metrics = MetricsFile(plan.folder / "metrics.jsonl", warn=warn)
         self._world_size = world_size
         self._slot = slot
         self._warn = warn
-        self._findings = RunFindings(run_id=run_id, name=name)
-        self._accounting = RunAccounting(began_s=began_s)
+        self._findings = RunFindings(run_id=run_id, name=plan.name)
+        self._accounting = RunAccounting(began_s=plan.began_s)
         self._steps_per_epoch = steps_per_epoch
         self._fault: Fault | None = None
         self._is_written = False

@@ -31,7 +31,7 @@ from ddp_runner.data.epoch_loader import SafeDataLoader
 from ddp_runner.training.components.lr_schedule import OwnRates
 from ddp_runner.training.components.optimizer_state import load_optimizer_state
 from ddp_runner.training.runtime import LocalRuntime, Runtime
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.state import Trained, TrainState
 from ddp_runner.training.stream_order import is_stream
 from ddp_runner.training.task import Batch, Datasets, Loss, checked_model
 
@@ -170,8 +170,8 @@ class ReadyObjects:
 class ReadyState(TrainState):
     """The state of an optimizer that the program has made: it decides what it updates, and at which rates."""
 
-    def __init__(self, *, rates: OwnRates, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, trained: Trained, *, rates: OwnRates, **more: Any) -> None:
+        super().__init__(trained, **more)
         self.rates = rates
 
     def own_rate(self, *, factors: tuple[float, ...]) -> float | None:

@@ -47,7 +47,7 @@ from ddp_runner.core.plain_rank import PLAIN_RANK, PlainRank, plain_rank, restar
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe import format as fmt
 from ddp_runner.observe.logger import DDPLogger
-from ddp_runner.training.plain_record import PlainRecord
+from ddp_runner.training.plain_record import PlainRecord, RecordPlan
 
 STORE_TIMEOUT_S = 60.0
 
@@ -185,11 +185,15 @@ class LocalRuntime:
         """
         self.generation = 1 + restarts_of(os.environ)
         self._line = line
-        self._records_as = records_as
         self._uses_group = uses_group
         self._store: TCPStore | None = None  # that this rank hosts
         self._log_dir = log_dir
-        self._began_s = time.monotonic()
+        # As which rank 0 records the training; None: nobody does.
+        self._record_plan = (
+            None
+            if records_as is None
+            else RecordPlan(folder=log_dir, name=records_as, began_s=time.monotonic())
+        )
         self._record: PlainRecord | None = None
         self.rank_info = rank_info
         self.run_id = uuid.uuid4().hex[:12]
@@ -226,15 +230,13 @@ class LocalRuntime:
         if self._formed:
             raise RuntimeError("without a supervisor a broken generation is not formed again")
         self._formed = True
-        if self._records_as is not None and self.rank_info.rank == 0 and not ready.is_complete:
+        if self._record_plan is not None and self.rank_info.rank == 0 and not ready.is_complete:
             self._record = PlainRecord(
-                self._log_dir,
-                name=self._records_as,
+                self._record_plan,
                 run_id=self.run_id,
                 world_size=self.rank_info.world_size,
                 steps_per_epoch=ready.steps_per_epoch,
                 slot=self.slot,
-                began_s=self._began_s,
                 warn=self.logger.warning,
             )
         alone = self.rank_info.world_size == 1

@@ -47,7 +47,7 @@ class SaveRoom:
         self.slots = open_slots(runtime.rank_info)
         self.saver = BackgroundSaver(self.slots)
         self._left: MemorySlots | None = None  # in which no more copies are made; one may be whole
-        self._store = store
+        self.store = store
         self._memory = memory
         self._runtime = runtime
         self._has_warned = False
@@ -80,7 +80,7 @@ class SaveRoom:
             else:
                 return
         if is_file:
-            write = partial(self._store.save, facts=facts)
+            write = partial(self.store.save, facts=facts)
             self.saver.begin_borrowing(state, steady=steady, write=write)
 
     def take_up(self, order: WriteCopy) -> None:
@@ -104,19 +104,19 @@ class SaveRoom:
                 rank=info.rank,
                 sealed=sealed,
                 step=facts.step,
-                directory=str(self._store.directory.absolute()),
-                keep_last=self._store.keep_last,
-                keep_every=self._store.keep_every,
+                directory=str(self.store.directory.absolute()),
+                keep_last=self.store.keep_last,
+                keep_every=self.store.keep_every,
             )
             try:
                 return self._ordered(order)
             except NobodyWritesError as error:
                 self._runtime.logger.warning(f"{error}: this rank writes the checkpoint")
-        return self._store.save(content, facts)
+        return self.store.save(content, facts)
 
     def _ordered(self, order: WriteCopy) -> Saved | None:
         """Thread: wait for the saver's answer; raises what came of it."""
-        return saved_of(self._runtime.order(order), self._store)
+        return saved_of(self._runtime.order(order), self.store)
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
         """Have the first save of a state whose memory has these sizes wait for none."""

@@ -30,7 +30,6 @@ from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.save_policy import Due, SavePolicy
 from ddp_runner.core.settings import JsonValue, Settings
-from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.described import about_file, tracker_ids
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.durable import Keep, KeepVotes, Owed, Trust
@@ -59,8 +58,7 @@ class Saving:
         settings: Settings,
         workload: Workload,
         state: TrainState,
-        store: CheckpointStore,
-        memory: MemoryManager,
+        room: SaveRoom,
         runtime: Runtime,
         progress: Progress,
         data: Callable[[], Mapping[str, JsonValue]] = dict,
@@ -69,14 +67,14 @@ class Saving:
         self._settings = settings
         self._workload = workload
         self._state = state
-        self._store = store
+        self._store = store = room.store
         self._runtime = runtime
         self._progress = progress
         self._settings_record = config.record_to_show(settings)
         self._data = data
         self._disk_faults = DiskFaults(state, runtime)
         self._last = LastSave(settings, store, runtime, disk_faults=self._disk_faults)
-        self._room = SaveRoom(store, memory, runtime)
+        self._room = room
         self._is_leader = True
         self._is_copying = False  # the save under way is no file
         self._begun_step = 0  # of the newest save

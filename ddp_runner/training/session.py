@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -20,12 +20,13 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import DueActions, due_after
+from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.durable import Durable, Keep, Owed
 from ddp_runner.training.exactness.first_step import SideComparison
 from ddp_runner.training.guard import NumericsGuard
-from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import StepResult, Votes, WrapAgainError
 
 
@@ -73,8 +74,13 @@ class StepMaker(Protocol):
         """Before a step: try what may be faster."""
         ...
 
-    def evaluates(self, step: int, *, by_settings: bool) -> bool:
-        """Whether an evaluation is due once ``step`` steps are committed; ``by_settings``: as they say."""
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the newest :meth:`take` has waited."""
+        ...
+
+    def due(self, step: int) -> DueActions:
+        """Say what is due once ``step`` steps are committed."""
         ...
 
     def take(self, step: int) -> list[MicroBatch]:
@@ -110,22 +116,27 @@ class Session:
     """Trains inside one generation until the run's end, a stop, or a fault that leaves as exception."""
 
     def __init__(
-        self, parts: RankParts, *, group: Group, guard: NumericsGuard, maker: StepMaker
+        self,
+        state: TrainState,
+        runtime: Runtime,
+        durable: Durable,
+        *,
+        group: Group,
+        guard: NumericsGuard,
+        maker: StepMaker,
+        side: SideComparison,
     ) -> None:
-        self._settings = parts.settings
-        self._workload = parts.workload
-        self._state = parts.state
-        self._loader = parts.loader
-        self._runtime = parts.runtime
-        self._durable: Durable = parts.saving
+        self._state = state
+        self._runtime = runtime
+        self._durable = durable
         self.group = group
         self._guard = guard
         self._maker = maker
-        self._side = SideComparison(parts, is_first=group.rank == 0)
+        self._side = side
         self._step: StepInHand | None = None
         self.reason = StopReason.COMPLETED  # why training ended, once it has
         self._evaluated_step = EMPTY_STEP  # for whose evaluation the run ends, if it does
-        parts.runtime.slot.begin_between(parts.state.committed_step)
+        runtime.slot.begin_between(state.committed_step)
         # Until it is made up for.
         self._owed: Owed | None = self._durable.lead(is_leader=group.rank == 0)
 
@@ -157,7 +168,7 @@ class Session:
         votes = self._durable.vote(is_asked=self._runtime.save_asked())
         self._step = StepInHand(
             micro_batches=micro_batches,
-            waited_ns=int(self._loader.waited_s * 1e9),
+            waited_ns=int(self._maker.waited_s * 1e9),
             votes=Votes(
                 stop=stop,
                 save=votes.file,
@@ -210,32 +221,22 @@ class Session:
         return self._make_up()
 
     def _after(self, step: StepInHand, result: StepResult) -> StopReason | None:
-        due = self._due(result.step)
+        due = self._maker.due(result.step)
         outcome = self._maker.after(step, result, due=due)
         if outcome is Outcome.ALL_DONE:
             return StopReason.COMPLETED
-        if outcome is Outcome.WENT_BACK or result.stop is not None or self._maker.at_end:
-            return result.stop  # the end of the run compares, evaluates and saves by itself
-        save_now = self._may_save(wanted=due.save or result.save)
-        if result.news or save_now or due.compare:
+        if outcome is Outcome.WENT_BACK or result.wanted.stop is not None or self._maker.at_end:
+            return result.wanted.stop  # the end of the run compares, evaluates and saves by itself
+        save_now = self._may_save(wanted=due.save or result.wanted.save)
+        if result.wanted.news or save_now or due.compare:
             self._compare_side()
-        copy_now = not save_now and result.copy and self._state.monitor.is_calm
+        copy_now = not save_now and result.wanted.copy and self._state.monitor.is_calm
         return self._run_due(
             evaluate_now=due.evaluate,
             save_now=save_now,
             copy_now=copy_now,
             compare_now=due.compare or copy_now,
         )
-
-    def _due(self, step: int) -> DueActions:
-        due = due_after(
-            step,
-            self._workload.length,
-            log=self._settings.log,
-            checkpoint=self._settings.checkpoint,
-            replica_check_steps=self._settings.recovery.replica_check_steps,
-        )
-        return replace(due, evaluate=self._maker.evaluates(step, by_settings=due.evaluate))
 
     def _compare_side(self) -> None:
         """Learn what each rank has of its own beside the model, before a repair or a file makes it one rank's."""
@@ -257,7 +258,7 @@ class Session:
         self._durable.committed(
             result.step,
             step_s=(took_ns - aside_ns) / 1e9,
-            is_wanted=result.save,
+            is_wanted=result.wanted.save,
             is_mine=step.votes.save,
         )
         slot.add(Cell.OWN_NS, took_ns - result.waited_ns - aside_ns)
@@ -296,7 +297,7 @@ class Session:
         self._side.compare([own for *_, own in answers])
         if self._maker.at_end:
             return None
-        due = self._due(step)
+        due = self._maker.due(step)
         is_undone = min(done for done, *_ in answers) < step
         is_lost = (
             max(wanted for _, _, wanted, *_ in answers) > answers[0][3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,34 @@ from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.side_state import SideState
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a step updates."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    ema: Ema | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watches:
+    """What follows the losses and figures of the steps, and judges by them."""
+
+    monitor: LossMonitor
+    loss_spikes: LossSpikes
+    improvement: ImprovementWatch = field(default_factory=ImprovementWatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataState:
+    """What is known of the data: samples that are bad, and where a ``stream`` stands, if it is one."""
+
+    quarantine: Quarantine
+    validation_quarantines: Mapping[str, Quarantine] = field(default_factory=dict)  # by its name
+    stream: StreamPosition | ShardPositions | None = None
+
+
 class TrainState:
     """Owns model, optimizer, scaler, EMA, loss monitor and counters of one rank.
 
@@ -49,33 +77,26 @@ class TrainState:
 
     def __init__(
         self,
+        trained: Trained,
         *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
-        ema: Ema | None,
-        monitor: LossMonitor,
-        loss_spikes: LossSpikes,
+        watches: Watches,
+        data: DataState,
         tuning: Tuning,
-        quarantine: Quarantine,
-        validation_quarantines: Mapping[str, Quarantine] | None = None,
-        stream: StreamPosition | ShardPositions | None = None,
         side: SideState | None = None,
-        improvement: ImprovementWatch | None = None,
         only_trained: bool = False,
     ) -> None:
         """``only_trained``: files have no weights that stay as the run has begun with them."""
-        self.model = model
-        self.optimizer = optimizer
-        self.precision = precision
-        self.ema = ema
-        self.monitor = monitor
-        self.loss_spikes = loss_spikes
-        self.improvement = improvement or ImprovementWatch()
+        self.model = model = trained.model
+        self.optimizer = trained.optimizer
+        self.precision = trained.precision
+        self.ema = trained.ema
+        self.monitor = watches.monitor
+        self.loss_spikes = watches.loss_spikes
+        self.improvement = watches.improvement
         self.tuning = tuning
-        self.quarantine = quarantine
-        self.validation_quarantines = dict(validation_quarantines or {})  # by the data's name
-        self.stream = stream  # of an iterable dataset
+        self.quarantine = data.quarantine
+        self.validation_quarantines = dict(data.validation_quarantines)
+        self.stream = data.stream
         # INVARIANT kept-order: a run goes on in the order of samples that it began with, on all ranks.
         # Broken if: samples are loaded in another version than that of the state that is trained.
         # Guarded by: test_a_run_that_began_with_the_first_order_keeps_it.
@@ -86,30 +107,24 @@ class TrainState:
         self.begun_step = EMPTY_STEP  # where this launch, or its newest reading of a file, began
         self.trained_since = EMPTY_STEP  # where this process began to train
         self.samples = 0
-        self.tokens: float | None = (
-            None  # of all steps: the weight of the loss, else by tokens_per_sample
-        )
+        # Of all steps: the weight of the loss, else by tokens_per_sample.
+        self.tokens: float | None = None
         self.all_used_steps = 0  # in a row, in which every rank used every parameter
-        self.boundary_done_step = (
-            0  # up to where evaluations and saves that were due have been made
-        )
+        self.boundary_done_step = 0  # up to which due evaluations and saves have been made
         self.changes: tuple[str, ...] = ()  # of how its steps were computed, over all launches
         # Each returns once its copy no longer reads the steady tensors.
         self.readers: list[Callable[[], None]] = []
         self.buffers = Buffers(model)
         self.side = side or SideState(model)
         self.is_rehearsed = False  # what a step changes has been looked at, by this launch
-        self.room: dict[
-            int, dict[str, Tensor]
-        ] = {}  # for moments that are to come, by their places
+        # For moments that are to come, by their places.
+        self.room: dict[int, dict[str, Tensor]] = {}
         self.lost: list[str] = []  # of the model's own, what could not be put back
         self.only_trained = only_trained
         self.figures: dict[str, float] = {}  # of the newest evaluation, by name
         self.best = self.best_before = Best()  # the latter: without what has found the best
         self.judged_step = EMPTY_STEP  # of the newest evaluation that had the monitored figure
-        self.begun_with: tuple[
-            str, ...
-        ] = ()  # what of --init-from this process has loaded, in lines
+        self.begun_with: tuple[str, ...] = ()  # lines: what this process loaded of --init-from
         self.start: dict[str, Any] = {}  # of the frozen weights that the run began with, by hash
         self._start_in_file: dict[str, Any] = {}  # of the newest, where some were written since
         self._made_with = self._flags()

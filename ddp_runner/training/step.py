@@ -54,7 +54,7 @@ class StepRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Votes:
-    """What this rank wants to happen after the step; one rank is enough."""
+    """What a rank wants to happen after the step; one rank is enough."""
 
     stop: StopReason | None = None
     save: bool = False
@@ -80,12 +80,12 @@ class StepResult:
     loss_scale: float | None = None  # that it was computed with, in fp16
     broken_ranks: tuple[int, ...]  # whose own loss or gradient was not finite, or far too high
     waited_ns: int = field(compare=False)  # this rank's own, for its peers in the reduction
-    stop: StopReason | None
-    save: bool
-    copy: bool = False
-    news: bool = False  # on some rank: what ranks hold beside the model is compared now
+    wanted: Votes = Votes()  # by some rank, which is enough for all
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers beside the loss
     without_weight: bool = False  # skipped: no sample of any rank counts
+
+
+_NOTHING_WANTED, _NO_LIMITS = Votes(), Limits()
 
 
 class WrapAgainError(Exception):
@@ -116,7 +116,7 @@ class Stepper:
         self._slot = slot
         self._commit = Commit(state, replica, slot=slot, watch_use=rules.watch_use)
         self._parameters = state.trainable()
-        self._flags = state.flags()
+        self._share = Accumulator(state, replica, rules=rules, slot=slot, flags=state.flags())
         self._notes: ShareNotes | None = None  # of the step in hand, where somebody wants them
 
     @contextlib.contextmanager
@@ -137,7 +137,7 @@ class Stepper:
 
         Every rank must call it, right after the replica was built.
         """
-        self._accumulate(micro_batches, Votes(), Limits(), step=self._state.committed_step)
+        self._share.compute(micro_batches, step=self._state.committed_step)
         self._replica.check_reduced()
         self._state.drop_unfinished_step()
 
@@ -155,7 +155,9 @@ class Stepper:
         """
         state, scaler = self._state, self._state.precision.scaler
         limits = state.loss_spikes.limits()
-        self._accumulate(micro_batches, votes, limits, step=state.committed_step)
+        self._share.compute(
+            micro_batches, step=state.committed_step, votes=votes, limits=limits, notes=self._notes
+        )
         scale = state.precision.scale()
         agreed = self._commit.ready_to_change(
             scale=scale,
@@ -177,12 +179,7 @@ class Stepper:
         if state.own_step == 0 and norm == 0.0 and not self._replica.has_graph:
             raise no_graph()
         rate = self._learning_rate()
-        explosion = limits.exceeded_by(loss=loss, grad_norm=norm)
-        applied = math.isfinite(norm) and math.isfinite(loss) and not explosion
-        if applied:
-            state.loss_spikes.observe(step=state.own_step, loss=loss, grad_norm=norm)
-        elif explosion:
-            state.loss_spikes.exploded(step=state.own_step)
+        applied, explosion = self._judged(limits, loss=loss, norm=norm)
         self._commit.begin_change()
         self._update(rate, applied=applied)
         self._commit.end_change(agreed, applied=applied, samples=self._rules.global_batch)
@@ -198,13 +195,21 @@ class Stepper:
             loss_scale=scale if scaler.is_enabled() else None,
             broken_ranks=_ranks_in(int(agreed.signals[Signal.TROUBLE])),
             waited_ns=self._replica.waited_ns(),
-            stop=agreed_stop(agreed.signals),
-            save=agreed_save(agreed.signals[Signal.SAVE]),
-            copy=agreed.signals[Signal.SAVE] > 0,
-            news=agreed.signals[Signal.NEWS] > 0,
+            wanted=agreed_votes(agreed.signals),
             parts=means.parts,
             without_weight=means.weight == 0,
         )
+
+    def _judged(self, limits: Limits, *, loss: float, norm: float) -> tuple[bool, str]:
+        """Return whether the step in hand is to change the weights, and how it exploded, if it did."""
+        spikes, step = self._state.loss_spikes, self._state.own_step
+        explosion = limits.exceeded_by(loss=loss, grad_norm=norm)
+        applied = math.isfinite(norm) and math.isfinite(loss) and not explosion
+        if applied:
+            spikes.observe(step=step, loss=loss, grad_norm=norm)
+        elif explosion:
+            spikes.exploded(step=step)
+        return applied, explosion
 
     def _count_tokens(self, weight: float | None, *, applied: bool) -> None:
         """Add the tokens of a step: the weight of its loss, else those of its samples."""
@@ -223,34 +228,11 @@ class Stepper:
         That step has changed nothing, so its gradient is the same one, unless the hardware erred.
         """
         step = self._state.committed_step - 1
-        self._accumulate(micro_batches, Votes(), Limits(), step=step, reduces=False)
+        self._share.compute(micro_batches, step=step, reduces=False)
         norm = float(self._total_norm()) / self._state.precision.scale()
         self._replica.zero_gradients()
         self._state.drop_unfinished_step()
         return norm
-
-    def _accumulate(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        votes: Votes,
-        limits: Limits,
-        *,
-        step: int,
-        reduces: bool = True,
-    ) -> None:
-        accumulate(
-            self._state,
-            self._replica,
-            micro_batches,
-            rules=self._rules,
-            slot=self._slot,
-            votes=votes,
-            limits=limits,
-            step=step,
-            reduces=reduces,
-            notes=self._notes,
-            flags=self._flags,
-        )
 
     def _measure(self, scale: float) -> Tensor | None:
         """After the sum over ranks: means of totals. The norm, but of scaled gradients: not before they are not."""
@@ -309,64 +291,79 @@ class Stepper:
         state.precision.update()
 
 
-def accumulate(
-    state: TrainState,
-    replica: Replica | Alone,
-    micro_batches: Sequence[MicroBatch],
-    *,
-    rules: StepRules,
-    slot: Slot,
-    votes: Votes,
-    limits: Limits,
-    step: int,
-    reduces: bool = True,
-    notes: ShareNotes | None = None,
-    flags: Sequence[bool] | None = None,
-) -> None:
-    """Forward and backward of a rank's share of ``step``, the sum over ranks included where it ``reduces``.
+class Accumulator:
+    """Computes a rank's share of steps: forward and backward of each of its micro-batches."""
 
-    ``flags``: which parameters DDP expects to require a gradient; WrapAgainError where forward has
-    changed that.
-    """
-    state.begin_training()
-    replica.zero_gradients()
-    replica.use_unit(rules.unit)
-    signals = as_signals(votes)
-    last = len(micro_batches) - 1
-    for number, micro_batch in enumerate(micro_batches):
-        own_step = step - rules.first_step
-        seed_step(seed=rules.seed, step=own_step, rank=rules.rank, micro_step=number)
-        batch = to_device(micro_batch.batch, rules.device)
-        if notes is not None:
-            notes.batch(batch)
-        count = len(micro_batch.indices)
-        is_reduced = reduces and number == last
-        with contextlib.nullcontext() if is_reduced else replica.without_sync():
-            slot.stamp(Phase.FORWARD, time.monotonic_ns())
-            try:
-                with state.precision.autocast():
-                    loss = replica.forward(
-                        batch,
-                        weight=count / rules.global_batch,
-                        votes=signals if number == last else _NO_VOTES,
-                        loss_limit=limits.loss,
-                        count=count,
-                    )
-            except BadWeightError as error:
-                raise bad_weight(error, rank=rules.rank, samples=micro_batch.indices) from error
+    def __init__(
+        self,
+        state: TrainState,
+        replica: Replica | Alone,
+        *,
+        rules: StepRules,
+        slot: Slot,
+        flags: Sequence[bool] | None = None,
+    ) -> None:
+        """``flags``: which parameters DDP expects to require a gradient."""
+        self._state = state
+        self._replica = replica
+        self._rules = rules
+        self._slot = slot
+        self._flags = flags
+
+    def compute(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        votes: Votes = _NOTHING_WANTED,
+        limits: Limits = _NO_LIMITS,
+        reduces: bool = True,
+        notes: ShareNotes | None = None,
+    ) -> None:
+        """Compute the share of ``step``, with the sum over ranks where it ``reduces``.
+
+        Raises WrapAgainError where forward has changed which parameters require a gradient.
+        """
+        state, replica, rules, slot = self._state, self._replica, self._rules, self._slot
+        state.begin_training()
+        replica.zero_gradients()
+        replica.use_unit(rules.unit)
+        signals = as_signals(votes)
+        last = len(micro_batches) - 1
+        for number, micro_batch in enumerate(micro_batches):
+            own_step = step - rules.first_step
+            seed_step(seed=rules.seed, step=own_step, rank=rules.rank, micro_step=number)
+            batch = to_device(micro_batch.batch, rules.device)
             if notes is not None:
-                notes.loss(loss)
-            # INVARIANT wrapped-as-trained: DDP sums the gradients of just those parameters that
-            # required one when it wrapped the model. Broken if: a backward follows a forward that
-            # has changed which do. Guarded by: test_layers_unfrozen_or_frozen_while_training.
-            if flags is not None and state.flags() != flags:
-                raise WrapAgainError
-            slot.stamp(Phase.BACKWARD, time.monotonic_ns())
-            scaled = state.precision.scaler.scale(loss)
-            if reduces:
-                scaled.backward()  # type: ignore[no-untyped-call]
-            else:
-                replica.backward_alone(scaled)
+                notes.batch(batch)
+            count = len(micro_batch.indices)
+            is_reduced = reduces and number == last
+            with contextlib.nullcontext() if is_reduced else replica.without_sync():
+                slot.stamp(Phase.FORWARD, time.monotonic_ns())
+                try:
+                    with state.precision.autocast():
+                        loss = replica.forward(
+                            batch,
+                            weight=count / rules.global_batch,
+                            votes=signals if number == last else _NO_VOTES,
+                            loss_limit=limits.loss,
+                            count=count,
+                        )
+                except BadWeightError as error:
+                    raise bad_weight(error, rank=rules.rank, samples=micro_batch.indices) from error
+                if notes is not None:
+                    notes.loss(loss)
+                # INVARIANT wrapped-as-trained: DDP sums the gradients of just those parameters that
+                # required one when it wrapped the model. Broken if: a backward follows a forward that
+                # has changed which do. Guarded by: test_layers_unfrozen_or_frozen_while_training.
+                if self._flags is not None and state.flags() != self._flags:
+                    raise WrapAgainError
+                slot.stamp(Phase.BACKWARD, time.monotonic_ns())
+                scaled = state.precision.scaler.scale(loss)
+                if reduces:
+                    scaled.backward()  # type: ignore[no-untyped-call]
+                else:
+                    replica.backward_alone(scaled)
 
 
 def own_share(
@@ -387,17 +384,8 @@ def own_share(
         state.model, loss, device=rules.device, rank=rules.rank, form=form, others=rules.others
     )
     notes = ShareNotes.of(state)
-    accumulate(
-        state,
-        alone,
-        micro_batches,
-        rules=rules,
-        slot=slot,
-        votes=Votes(),
-        limits=Limits(),
-        step=step,
-        notes=notes,
-    )
+    share = Accumulator(state, alone, rules=rules, slot=slot)
+    share.compute(micro_batches, step=step, notes=notes)
     for parameter, gradient in alone.own_gradients():
         if gradient.layout is not torch.strided:
             raise SparseGradientError(
@@ -420,6 +408,16 @@ def as_signals(votes: Votes) -> list[float]:
 
 def _ranks_in(mask: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
+
+
+def agreed_votes(signals: Sequence[float], *, ranks: int = 1) -> Votes:
+    """Return what some rank wants, of which :func:`as_signals` were summed over ranks; a mean is of ``ranks``."""
+    return Votes(
+        stop=agreed_stop(signals),
+        save=agreed_save(signals[Signal.SAVE] * ranks),
+        copy=signals[Signal.SAVE] > 0,
+        news=signals[Signal.NEWS] > 0,
+    )
 
 
 def agreed_save(votes: float) -> bool:

@@ -1,26 +1,37 @@
-"""A Task as the engine's client: agrees on its tuning, asks for less where that repairs, and reports.
+"""A Task as the engine's client: is built, agrees on its tuning, asks for less where that repairs, and reports.
 
 Its steps in one generation are made by ``task_steps.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.collective.group import Group
+from ddp_runner.config.identity import task_has_changed
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.recovery import is_short_for_steps
-from ddp_runner.data.loader import MicroBatch
+from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.data.loader import Loader, MicroBatch
+from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.training.agreeing import (
     agree_on_tuning,
     agree_on_weights,
     change_tuning,
     recalled,
 )
+from ddp_runner.training.built_ahead import BuiltAhead
+from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory
+from ddp_runner.training.exactness.drill_notes import Drills
+from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.final_weights import (
     BestWeights,
     best_weights,
@@ -31,11 +42,119 @@ from ddp_runner.training.final_weights import (
 from ddp_runner.training.given import give_average
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.helpers import Helpers
-from ddp_runner.training.loaders import open_quarantine
+from ddp_runner.training.loaders import make_loader, open_quarantine
+from ddp_runner.training.preloading import preloaded
+from ddp_runner.training.prepare import Kept, StageClock
+from ddp_runner.training.profiling import step_profile
+from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_context import TaskParts
+from ddp_runner.training.resume import TakenUp, is_complete
+from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.step import StepResult, Votes
 from ddp_runner.training.task_steps import TaskSteps
 from ddp_runner.training.train_report import TrainReport, finished_message, report_of
+from ddp_runner.training.workload import build_workload
+
+
+class TaskSetup:
+    """Implements :class:`~ddp_runner.training.prepare.Setup` for a Task: builds task, data, model and state."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        *,
+        built: BuiltAhead | None,
+        on_wait: Callable[[], None],
+        stages: StageClock,
+        ending: contextlib.ExitStack,
+    ) -> None:
+        """Build the workload, or take what was ``built`` ahead of need, and begin to look at its data.
+
+        What is to be closed is left to ``ending``. Raises BadInputError for what a user can correct.
+        """
+        self.settings = settings
+        self._runtime = runtime
+        self._on_wait = on_wait
+        if built is None:
+            workload, state = build_workload(settings, runtime.rank_info, entering=stages.enter)
+        else:
+            workload, state = built.taken(settings, runtime.rank_info)
+        if settings.data.preload:
+            stages.enter(Stage.PRELOAD)
+            workload = preloaded(settings, workload, state, runtime, ending=ending)
+        self.workload, self.state = workload, state
+        self._same_data = SameData(settings, workload, runtime, on_wait=on_wait)
+        ending.callback(self._same_data.close)
+
+    def take_in(self, start: TakenUp) -> None:
+        """Look back at the run whose checkpoint was loaded, and begin what is profiled from the start on.
+
+        Raises BadInputError for other data than that run's, and where a profile is wanted beyond the end.
+        """
+        if self.state.committed_step != EMPTY_STEP:
+            self.state.room = {}  # for what it was to receive
+        if start.loaded is not None:
+            self._look_back(start.loaded, start.progress)
+        self._profile = step_profile(
+            self.settings,
+            self._runtime,
+            device=self.workload.device,
+            total_steps=self.workload.length.total_steps,
+        )
+
+    def _look_back(self, loaded: Loaded, progress: Progress) -> None:
+        workload, state, logger = self.workload, self.state, self._runtime.logger
+        if state.order_version != ORDER_VERSION and state.stream is None:
+            logger.info(
+                "the samples come in the order that this run began with; a new run has one that"
+                " needs no table of them in memory"
+            )
+        self._same_data.compare_with(loaded, workload, state)
+        if task_has_changed(loaded.manifest.recipe, workload.recipe):
+            progress.changed_task = self.settings.run.task
+        if is_complete(workload, state):
+            where = f"{state.committed_step:,} of {workload.length.total_steps:,} steps"
+            logger.progress(f"already complete: {where}, nothing to train")
+
+    def open_loader(self) -> Loader:
+        """Open the loader of the task's training data."""
+        self._loader = make_loader(
+            self.settings,
+            self.workload,
+            self.workload.datasets,
+            self.state,
+            self._runtime,
+            on_wait=self._on_wait,
+        )
+        return self._loader
+
+    def seen_data(self) -> Mapping[str, JsonValue]:
+        """Return what the ranks have agreed on of their data."""
+        return self._same_data.record
+
+    def parts(self, kept: Kept) -> TaskParts:
+        """Return all that the rank trains with."""
+        settings, workload, state, runtime = self.settings, self.workload, self.state, self._runtime
+        return TaskParts(
+            settings=settings,
+            workload=workload,
+            state=state,
+            loader=self._loader,
+            memory=kept.memory,
+            store=kept.store,
+            runtime=runtime,
+            progress=kept.progress,
+            saving=kept.saving,
+            device=kept.device,
+            drills=Drills(
+                settings, workload, state, saving=kept.saving, memory=kept.memory, runtime=runtime
+            ),
+            on_wait=self._on_wait,
+            same_data=self._same_data,
+            compiler=Compiler(settings.run, state.model, slot=runtime.slot),
+            profile=self._profile,
+        )
 
 
 class TaskClient:

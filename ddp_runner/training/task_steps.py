@@ -21,7 +21,7 @@ from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import is_first_generation, uses_best
-from ddp_runner.core.step_schedule import DueActions
+from ddp_runner.core.step_schedule import DueActions, due_by_settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.audit import open_audit
 from ddp_runner.training.batch_copy import copy_ahead
@@ -198,10 +198,14 @@ class TaskSteps:
                 micro_batch_size=state.tuning.micro_batch_size,
             )
 
-    def evaluates(self, step: int, *, by_settings: bool) -> bool:
-        """Whether an evaluation is due once ``step`` steps are committed."""
-        del step
-        return by_settings
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the newest :meth:`take` has waited."""
+        return self._loader.waited_s
+
+    def due(self, step: int) -> DueActions:
+        """Say what the settings have due once ``step`` steps are committed."""
+        return due_by_settings(self._settings, self._workload.length, step)
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
         """Take in a step that was made; may say so, skip it for good or go back to an older state."""

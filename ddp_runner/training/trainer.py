@@ -11,48 +11,29 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ddp_runner import config as configuration
-from ddp_runner.checkpoint.store import CheckpointStore, Loaded
-from ddp_runner.collective.device_progress import NoDeviceProgress, device_progress
-from ddp_runner.config.identity import task_has_changed
 from ddp_runner.core.board import Cell
-from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.modes import Mode
-from ddp_runner.core.phases import Phase, Stage
+from ddp_runner.core.phases import Phase
 from ddp_runner.core.secrets import hidden_texts
 from ddp_runner.core.settings import Settings
-from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.training.built_ahead import BuiltAhead
-from ddp_runner.training.changes import report_changes
-from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.engine import Engine
-from ddp_runner.training.exactness.drill_notes import Drills
-from ddp_runner.training.exactness.same_data import SameData
-from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.given import with_task_named
-from ddp_runner.training.loaders import make_loader, waiting, watch_memory
+from ddp_runner.training.loaders import waiting
 from ddp_runner.training.phase_times import timed
-from ddp_runner.training.preloading import preloaded
-from ddp_runner.training.profiling import step_profile
-from ddp_runner.training.progress import Progress
+from ddp_runner.training.prepare import begin_start, prepare
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.ready_objects import Objects, ReadyObjects
-from ddp_runner.training.resume import is_complete, take_up
 from ddp_runner.training.runtime import LocalRuntime, RankInfo, Runtime, local_runtime
-from ddp_runner.training.saving import Saving
-from ddp_runner.training.stage_begin import OtherStageError, begin_of, leave_for
-from ddp_runner.training.stages import StageClock
-from ddp_runner.training.state import TrainState
-from ddp_runner.training.task_client import TaskClient
+from ddp_runner.training.task_client import TaskClient, TaskSetup
 from ddp_runner.training.train_report import TrainReport
 from ddp_runner.training.use_figures import costs_of, tokens_of
-from ddp_runner.training.workload import TaskWorkload, build_workload
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -176,113 +157,23 @@ class DDPTrainer:
         return task.report
 
     def _prepare(self, ending: contextlib.ExitStack) -> tuple[TaskParts, str]:
-        """What this rank trains with, and its run; what has to be closed is left to ``ending``."""
-        slot = self._runtime.slot
-        slot.stamp(Phase.STARTUP, time.monotonic_ns())
-        slot.set(Cell.DIRTY, 0)  # of a predecessor that died inside its optimizer
-        make_forks_safe()
-        settings = self.settings
-        stages = StageClock(self._runtime)
-        if self._built is None:
-            workload, state = build_workload(settings, self._rank_info, entering=stages.enter)
-        else:
-            (workload, state), self._built = self._built.taken(settings, self._rank_info), None
-        if settings.data.preload:
-            stages.enter(Stage.PRELOAD)
-            workload = preloaded(settings, workload, state, self._runtime, ending=ending)
-        on_wait = waiting(self._runtime, is_leaving=self._is_leaving)
-        same_data = SameData(settings, workload, self._runtime, on_wait=on_wait)
-        ending.callback(same_data.close)
-        store = CheckpointStore(
-            Path(settings.run.checkpoint_dir),
-            keep_last=settings.checkpoint.keep_last,
-            keep_every=settings.checkpoint.keep_every,
-            disk=self._runtime.disk,
+        """Return what this rank trains with, and its run; what has to be closed is left to ``ending``."""
+        runtime = self._runtime
+        runtime.slot.stamp(Phase.STARTUP, time.monotonic_ns())
+        stages = begin_start(runtime)
+        built, self._built = self._built, None
+        setup = TaskSetup(
+            self.settings,
+            runtime,
+            built=built,
+            on_wait=waiting(runtime, is_leaving=self._is_leaving),
+            stages=stages,
+            ending=ending,
         )
-        try:
-            start = take_up(
-                settings, workload, state, store, runtime=self._runtime, entering=stages.enter
-            )
-        except OtherStageError as error:
-            leave_for(error.stage, self._runtime)
-        loaded, progress = start.loaded, start.progress
-        if state.committed_step != EMPTY_STEP:
-            state.room = {}  # for what it was to receive
-        if loaded is not None:
-            self._log_old_order(state)
-            same_data.compare_with(loaded, workload, state)
-            self._look_back(loaded, workload, state, progress)
-        profile = step_profile(
-            settings,
-            self._runtime,
-            device=workload.device,
-            total_steps=workload.length.total_steps,
-        )
-        stages.enter(Stage.NONE)
-        slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
-        loader = make_loader(
-            settings, workload, workload.datasets, state, self._runtime, on_wait=on_wait
-        )
-        ending.callback(loader.close)
-        memory = watch_memory(settings, loader, self._runtime)
-        saving = Saving(
-            settings=settings,
-            workload=workload,
-            state=state,
-            store=store,
-            memory=memory,
-            runtime=self._runtime,
-            progress=progress,
-            data=lambda: same_data.record,
-        )
-        parts = TaskParts(
-            settings=settings,
-            workload=workload,
-            state=state,
-            loader=loader,
-            memory=memory,
-            store=store,
-            runtime=self._runtime,
-            progress=progress,
-            saving=saving,
-            drills=Drills(
-                settings, workload, state, saving=saving, memory=memory, runtime=self._runtime
-            ),
-            on_wait=on_wait,
-            same_data=same_data,
-            compiler=Compiler(settings.run, state.model, slot=slot),
-            profile=profile,
-            device=device_progress(slot, workload.device, warn=self._runtime.logger.warning)
-            if self._runtime.is_watched
-            else NoDeviceProgress(),
-        )
-        if loaded is not None:
-            parts.saving.resumed(loaded)
-            report_changes(self._runtime, state, known=loaded.manifest.changes)
-        elif state.changes:  # of what the run, or the stage, begins with
-            begin = begin_of(settings)
-            report_changes(self._runtime, state, known=() if begin is None else begin.changes)
-        return parts, start.run_id
+        return prepare(setup, runtime, stages=stages, ending=ending)
 
     def _is_leaving(self) -> bool:
         return self._engine is not None and self._engine.is_leaving
-
-    def _log_old_order(self, state: TrainState) -> None:
-        if state.order_version != ORDER_VERSION and state.stream is None:
-            self._runtime.logger.info(
-                "the samples come in the order that this run began with; a new run has one that"
-                " needs no table of them in memory"
-            )
-
-    def _look_back(
-        self, loaded: Loaded, workload: TaskWorkload, state: TrainState, progress: Progress
-    ) -> None:
-        """Note what is to be known of the run whose checkpoint was loaded."""
-        if task_has_changed(loaded.manifest.recipe, workload.recipe):
-            progress.changed_task = self.settings.run.task
-        if is_complete(workload, state):
-            where = f"{state.committed_step:,} of {workload.length.total_steps:,} steps"
-            self._runtime.logger.progress(f"already complete: {where}, nothing to train")
 
 
 # What a trainer says of itself to the program that has made it. Changes nothing.

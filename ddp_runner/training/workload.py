@@ -54,7 +54,7 @@ from ddp_runner.training.measuring import build_objects
 from ddp_runner.training.ready_objects import ReadyObjects, ReadyState, own_optimizer, recipe_of
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.stage_begin import go_on_counting, of_its_stage
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.step import SparseGradientError
 from ddp_runner.training.stream_order import (
     is_stream,
@@ -178,15 +178,7 @@ def build_workload(
     ``entering`` is called as each stage begins.
     """
     device = torch.device(rank_info.device)
-    torch.use_deterministic_algorithms(settings.run.deterministic)
-    if settings.run.deterministic:
-        torch.backends.cudnn.benchmark = False  # it times kernels, and so chooses by chance
-        # What is read before it is written is an error all the same, and filling costs bandwidth.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if settings.run.matmul_precision != "highest":
-        torch.set_float32_matmul_precision(settings.run.matmul_precision)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    _set_up_torch(settings, device)
     device_free_bytes = await_free(device, rank_info.device_free_bytes)
     entering(Stage.DATA)
     # INVARIANT seeded-before-user-code: what a task shuffles or splits by a global generator is the same
@@ -195,55 +187,33 @@ def build_workload(
     seed_all(settings.run.seed)
     task = load_task(settings)
     datasets = checked_datasets(task.build_datasets(), task=settings.run.task)
-    global_batch = batch_sizes.global_batch(settings.data, world_size=rank_info.computing_devices)
-    if global_batch < rank_info.world_size:
-        expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
-        raise BadInputError("data.global_batch_size", global_batch, expected)
-    refuse_unfit_validation(settings, datasets, is_stream=is_stream)
-    batch_sizes.refuse_wrong_parts(
-        settings.data, ranks=rank_info.world_size, devices=rank_info.computing_devices
-    )
-    order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
-    refuse_unfit(settings, is_stream=isinstance(order, StreamOrder))
-    length = run_length(
-        steps_per_epoch=order.steps_per_epoch,
-        epochs=settings.run.epochs,
-        max_steps=settings.run.max_steps,
-        first_step=steps_before(settings.stage),
-    )
+    plan = _planned(settings, datasets, rank_info)
     seed_all(settings.run.seed)
     entering(Stage.MODEL)
-    model = checked_model(task.build_model(), task=settings.run.task)
-    _refuse_shapeless(model, settings)
-    model = _placed(model, settings, device)
-    _refuse_sparse_gradients(model, settings)
+    model = _built_model(settings, task, device)
     norms = SyncedNorms(model, is_wanted=settings.ddp.sync_batchnorm, device=device)
     if norms.names:
-        refuse_unequal_shares(settings, global_batch, world_size=rank_info.world_size)
+        refuse_unequal_shares(settings, plan.global_batch, world_size=rank_info.world_size)
     checkpoint_activations(model, settings.memory.activation_checkpointing)
     groups = task.layer_groups() if isinstance(task, HasLayerGroups) else {}
-    layers = layer_plan(model, settings.optim, groups=groups, total_steps=length.own_steps)
+    total_steps = plan.length.own_steps
+    layers = layer_plan(model, settings.optim, groups=groups, total_steps=total_steps)
     layers.begin(model)
     metrics = build_objects(task, settings, device)
-    monitor = monitor_for(settings, task, datasets, model, objects=metrics, device=device)
-    key = dict(config.resume_key(settings, world_size=rank_info.computing_devices))
-    key["data fingerprint"] = datasets.fingerprint or named_data(order, datasets.train)
-    key |= described(task, settings)
-    key |= _key_of_draws(order)
     workload = TaskWorkload(
         task=task,
         datasets=datasets,
         metrics=metrics,
-        monitor=monitor,
+        monitor=monitor_for(settings, task, datasets, model, objects=metrics, device=device),
         norms=norms,
         layers=layers,
-        order=order,
-        length=length,
-        global_batch=global_batch,
+        order=plan.order,
+        length=plan.length,
+        global_batch=plan.global_batch,
         device=device,
         backend=backend_of(settings, device),
-        resume_key=key,
-        recipe=_recipe(settings, rank_info, task, total_steps=length.own_steps),
+        resume_key=_resume_key(settings, rank_info, task, datasets, plan.order),
+        recipe=_recipe(settings, rank_info, task, total_steps=total_steps),
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
         device_free_bytes=device_free_bytes,
@@ -260,6 +230,66 @@ def build_workload(
     except TypeError as error:  # reported now, not at the first save
         raise BadInputError("--task", settings.run.task, f"its {error}") from error
     return workload, state
+
+
+def _set_up_torch(settings: Settings, device: torch.device) -> None:
+    """Have torch compute in this process as the settings say."""
+    torch.use_deterministic_algorithms(settings.run.deterministic)
+    if settings.run.deterministic:
+        torch.backends.cudnn.benchmark = False  # it times kernels, and so chooses by chance
+        # What is read before it is written is an error all the same, and filling costs bandwidth.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if settings.run.matmul_precision != "highest":
+        torch.set_float32_matmul_precision(settings.run.matmul_precision)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Which samples each step of the run has."""
+
+    order: SampleOrder
+    length: RunLength
+    global_batch: int
+
+
+def _planned(settings: Settings, datasets: Datasets, rank_info: RankInfo) -> _Plan:
+    """Plan the samples of the run. Raises BadInputError where the data, the batch and the ranks do not fit."""
+    ranks, devices = rank_info.world_size, rank_info.computing_devices
+    global_batch = batch_sizes.global_batch(settings.data, world_size=devices)
+    if global_batch < ranks:
+        expected = f"is less than the {ranks} ranks: each needs a sample"
+        raise BadInputError("data.global_batch_size", global_batch, expected)
+    refuse_unfit_validation(settings, datasets, is_stream=is_stream)
+    batch_sizes.refuse_wrong_parts(settings.data, ranks=ranks, devices=devices)
+    order = _sample_order(settings, datasets, global_batch, ranks)
+    refuse_unfit(settings, is_stream=isinstance(order, StreamOrder))
+    length = run_length(
+        steps_per_epoch=order.steps_per_epoch,
+        epochs=settings.run.epochs,
+        max_steps=settings.run.max_steps,
+        first_step=steps_before(settings.stage),
+    )
+    return _Plan(order=order, length=length, global_batch=global_batch)
+
+
+def _built_model(settings: Settings, task: Task, device: torch.device) -> nn.Module:
+    """Have ``task`` build its model, on ``device``. Raises BadInputError for one that cannot be trained."""
+    model = checked_model(task.build_model(), task=settings.run.task)
+    _refuse_shapeless(model, settings)
+    model = _placed(model, settings, device)
+    _refuse_sparse_gradients(model, settings)
+    return model
+
+
+def _resume_key(
+    settings: Settings, rank_info: RankInfo, task: Task, datasets: Datasets, order: SampleOrder
+) -> dict[str, Any]:
+    """Return what must be the same where a run is resumed."""
+    key = dict(config.resume_key(settings, world_size=rank_info.computing_devices))
+    key["data fingerprint"] = datasets.fingerprint or named_data(order, datasets.train)
+    return key | described(task, settings) | _key_of_draws(order)
 
 
 def _key_of_draws(order: SampleOrder) -> dict[str, str]:
@@ -410,22 +440,30 @@ def _empty_state(
     own = own_optimizer(workload.task, workload.length)
     make = TrainState if own is None else partial(ReadyState, rates=own[1])
     state = make(
-        model=model,
-        optimizer=build_optimizer(model, settings.optim, device=device) if own is None else own[0],
-        precision=Precision.of(settings.optim, device),
-        ema=build_ema(model, settings.optim),
-        monitor=LossMonitor(
-            target_loss=settings.run.target_loss,
-            max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
+        Trained(
+            model=model,
+            optimizer=build_optimizer(model, settings.optim, device=device)
+            if own is None
+            else own[0],
+            precision=Precision.of(settings.optim, device),
+            ema=build_ema(model, settings.optim),
         ),
-        loss_spikes=LossSpikes.watched_as(settings, total_steps=workload.length.own_steps),
-        improvement=ImprovementWatch(ImprovementRules.of(settings), monitor=workload.monitor),
-        quarantine=empty_quarantine(settings, order.dataset_size),
-        validation_quarantines={
-            name: empty_quarantine(settings, size)
-            for name, size in workload.validation_samples.items()
-        },
-        stream=position_in(order) if isinstance(order, StreamOrder) else None,
+        watches=Watches(
+            monitor=LossMonitor(
+                target_loss=settings.run.target_loss,
+                max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
+            ),
+            loss_spikes=LossSpikes.watched_as(settings, total_steps=workload.length.own_steps),
+            improvement=ImprovementWatch(ImprovementRules.of(settings), monitor=workload.monitor),
+        ),
+        data=DataState(
+            quarantine=empty_quarantine(settings, order.dataset_size),
+            validation_quarantines={
+                name: empty_quarantine(settings, size)
+                for name, size in workload.validation_samples.items()
+            },
+            stream=position_in(order) if isinstance(order, StreamOrder) else None,
+        ),
         only_trained=settings.checkpoint.only_trained,
         side=SideState(
             model,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import threading
 
-from ddp_runner.data.loader import Loader
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.shard_source import ShardSource
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.source import Cut
 from ddp_runner.data.stream import StreamOrder
+from tests.data.mapped import loader_of
 
 LENGTHS = (9, 4, 7, 1, 12, 5, 8, 3, 6)
 
@@ -119,7 +119,7 @@ def make(
     how = {"collate_fn": list, **{name: given.pop(name) for name in own if name in given}}
     positions = ShardPositions() if positions is None else positions
     source = ShardSource(dataset, cut, positions=positions, **how)
-    return Loader(source, total_steps=10**6, **{"num_workers": 0, **given})
+    return loader_of(source, total_steps=10**6, **{"num_workers": 0, **given})
 
 
 def taken(loader, step):

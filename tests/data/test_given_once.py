@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ddp_runner.data.loader import Loader
-from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.preload.memory import PreloadedDataset, SampleMemory
 from ddp_runner.data.preload.reading import Reading
@@ -19,6 +18,7 @@ from ddp_runner.data.shard_source import ShardSource
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.source import Cut
 from ddp_runner.data.stream import StreamOrder, StreamPosition, StreamSource
+from tests.data.mapped import map_source
 from tests.data.sharded import Numbers, Ranks
 
 SAMPLES, BATCH = 24, 4
@@ -98,7 +98,7 @@ class Map(Kind):
 
     def source(self, cut, position):
         del position
-        return MapSource(self._dataset, cut, seed=5, collate_fn=list)
+        return map_source(self._dataset, cut, seed=5, collate_fn=list)
 
 
 def preloaded(workers):

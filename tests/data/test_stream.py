@@ -16,10 +16,10 @@ import torch
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.faults import FaultError, FaultKind
-from ddp_runner.data.loader import Loader
 from ddp_runner.data.source import Cut
 from ddp_runner.data.stream import READ_AGAIN, StreamOrder, StreamPosition, StreamSource
 from ddp_runner.values.plain import from_plain, to_plain
+from tests.data.mapped import loader_of
 
 BATCH = 6
 LENGTH = 20  # three global batches an epoch, and two items that are dropped
@@ -128,7 +128,7 @@ def make(
         collate_fn=collate_fn,
         on_other=on_other,
     )
-    return Loader(source, total_steps=10**6, num_workers=0, on_wait=on_wait)
+    return loader_of(source, total_steps=10**6, num_workers=0, on_wait=on_wait)
 
 
 def rows(batches):

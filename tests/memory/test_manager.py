@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,8 +37,7 @@ class Bench:
         self.manager = MemoryManager(
             MemorySettings(**settings),
             rank=1,
-            loader_pids=lambda: (11, 12),
-            shrink_prefetch=self.shrink,
+            loader=SimpleNamespace(worker_pids=(11, 12), shrink_prefetch=self.shrink),
             log=lambda level, text: self.lines.append((level, text)),
             read=self.read,
             least_gap_s=0.0,
@@ -289,7 +289,7 @@ def test_clean_up_off_never_collects():
 def test_the_default_reader_works_on_this_machine():
     """Without a fake, peaks are real figures of this process."""
     manager = MemoryManager(
-        MemorySettings(), rank=0, loader_pids=tuple, shrink_prefetch=list, log=print
+        MemorySettings(), rank=0, loader=SimpleNamespace(worker_pids=()), log=print
     )
     manager.after_step(10)
     assert manager.peaks()["peak_rss_bytes"] > 10_000_000

@@ -17,7 +17,7 @@ from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.step import Stepper, StepRules
 
 CPU = torch.device("cpu")
@@ -58,14 +58,18 @@ def build_state(*, optim=None, ema=True, model=None):
     optim = optim or optim_settings()
     model = model or build_model()
     state = TrainState(
-        model=model,
-        optimizer=build_optimizer(model, optim, device=CPU),
-        precision=Precision("fp32", device=CPU),
-        ema=Ema(model, 0.9) if ema else None,
-        monitor=LossMonitor(target_loss=None, window=3, max_errors_per_epoch=3),
-        loss_spikes=LossSpikes(window=5, loss_factor=10.0, grad_factor=100.0, warmup_steps=1),
+        Trained(
+            model=model,
+            optimizer=build_optimizer(model, optim, device=CPU),
+            precision=Precision("fp32", device=CPU),
+            ema=Ema(model, 0.9) if ema else None,
+        ),
+        watches=Watches(
+            monitor=LossMonitor(target_loss=None, window=3, max_errors_per_epoch=3),
+            loss_spikes=LossSpikes(window=5, loss_factor=10.0, grad_factor=100.0, warmup_steps=1),
+        ),
         tuning=Tuning(micro_batch_size=8, evaluation_batch_size=8, find_unused_parameters=True),
-        quarantine=Quarantine(seed=0, dataset_size=64, bad_max=0),
+        data=DataState(quarantine=Quarantine(seed=0, dataset_size=64, bad_max=0)),
     )
     state.committed_step = 0
     return state

@@ -12,7 +12,7 @@ from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.order import WholeOrder
 from ddp_runner.training.components.precision import Precision
-from ddp_runner.training.evaluation import BATCHES_PER_ROUND, evaluate
+from ddp_runner.training.evaluation import BATCHES_PER_ROUND, Evaluator
 from tests.collective.joining import join
 from tests.data.mapped import map_loader
 from tests.processes import hosted_store, run_ranks
@@ -98,17 +98,14 @@ def run_evaluation(
         phase=Phase.EVALUATE,
     )
     with loader:
-        return evaluate(
-            task,
-            state.model,
-            loader,
-            replica=build_replica(state, group),
+        evaluator = Evaluator(
+            task=task,
+            model=state.model,
             precision=Precision("fp32", device=CPU),
             seed=5,
-            step=3,
             stop_asked=stop_asked,
-            names=names,
         )
+        return evaluator.evaluate(loader, replica=build_replica(state, group), step=3, names=names)
 
 
 def _evaluate(me, port, dataset, batches_max):

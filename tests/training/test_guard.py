@@ -369,7 +369,7 @@ def test_a_checkpoint_that_died_with_rank_0_is_made_up_for(tmp_path, wanted_step
 def _broken_step():
     return StepResult(
         step=3, loss=1.0, grad_norm=float("nan"), learning_rate=0.1, applied=False, explosion="",
-        overflowed=False, broken_ranks=(), waited_ns=0, stop=None, save=False,
+        overflowed=False, broken_ranks=(), waited_ns=0,
     )  # fmt: skip
 
 

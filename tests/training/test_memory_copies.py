@@ -19,6 +19,7 @@ from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.durable import Keep, Trust
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import COPY_VOTE, agreed_save
+from ddp_runner.training.task_client import TaskSetup
 from tests.checkpoint.states import facts_of
 from tests.processes import run_ranks
 
@@ -97,8 +98,8 @@ def _files_are_newer(me, folder, damaged):
             os.pwrite(one, b"\1", 5000)
     second, runtime = trainer({**config, "max_steps": STEPS + 2}, paths)
     at_begin = []
-    began = DDPTrainer._look_back
-    DDPTrainer._look_back = lambda *all_: (
+    began = TaskSetup._look_back
+    TaskSetup._look_back = lambda *all_: (
         at_begin.append(slots_on(found).newest_step) or began(*all_)
     )
     second.train()

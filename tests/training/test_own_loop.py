@@ -19,7 +19,13 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.start_weights import completed
 from ddp_runner.training.own_loop.attached_run import AttachedRun
-from ddp_runner.training.own_loop.batches import OwnBatches, length_of, why_alike, why_spawned
+from ddp_runner.training.own_loop.batches import (
+    GivenBatches,
+    OwnBatches,
+    length_of,
+    why_alike,
+    why_spawned,
+)
 from ddp_runner.training.own_loop.kept import KeptObjects, KeptState
 from ddp_runner.training.runtime import local_runtime
 
@@ -456,10 +462,9 @@ def own_batches(batches, **how):
     length = length_of(
         batches, accumulate=how.get("accumulate", 1), max_steps=how.get("max_steps", 12), epochs=0
     )
+    given = GivenBatches(batches=batches, length=length, accumulate=how.get("accumulate", 1))
     return OwnBatches(
-        batches,
-        length=length,
-        accumulate=how.get("accumulate", 1),
+        given,
         seed=0,
         rank=0,
         say=lambda _: None,

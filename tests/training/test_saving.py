@@ -25,6 +25,7 @@ from ddp_runner.training import saving as training_saving
 from ddp_runner.training.durable import Keep, Trust
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import LocalRuntime, RankInfo
+from ddp_runner.training.save_room import SaveRoom
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import Votes
 from ddp_runner.training.workload import Workload
@@ -84,7 +85,7 @@ def make_saving(folder, state, *, room_bytes=2**40, **settings):
     )  # fmt: skip
     saving = Saving(
         settings=from_flat({"log_dir": str(folder / "logs"), "save_every_steps": 0, **settings}), workload=workload, state=state,
-        store=store, memory=Room(room_bytes), runtime=runtime, progress=Progress(),
+        room=SaveRoom(store, Room(room_bytes), runtime), runtime=runtime, progress=Progress(),
     )  # fmt: skip
     return saving, runtime, store
 

@@ -68,7 +68,10 @@ def test_a_step_has_the_same_result_and_weights_on_every_rank(world_size, micro_
     results, bits = answers[0]
     assert all(other == (results, bits) for other in answers[1:])
     assert [result.step for result in results] == [1, 2, 3, 4]
-    assert all(result.applied and result.stop is None and not result.save for result in results)
+    assert all(
+        result.applied and result.wanted.stop is None and not result.wanted.save
+        for result in results
+    )
     assert all(result.grad_norm > 0 and math.isfinite(result.loss) for result in results)
     assert bits["counters"]["samples"] == 4 * MICRO_BATCH * micro_steps * world_size
 
@@ -508,7 +511,7 @@ def _vote(me, port, votes):
         batches = micro_batches(0, me.rank, micro_steps=2)
         result = stepper.run(batches, votes=votes[me.rank])
         quiet = stepper.run(batches, votes=NO_VOTES)
-    return (result.stop, result.save), (quiet.stop, quiet.save)
+    return tuple((one.wanted.stop, one.wanted.save) for one in (result, quiet))
 
 
 PREEMPT = Votes(stop=StopReason.PREEMPTED)

@@ -24,19 +24,28 @@ from ddp_runner.collective.sync_batchnorm import SyncedNorms
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, StopReason
 from ddp_runner.core.faults import FaultError, ReportedFaultError
+from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.engine import Engine
 from ddp_runner.training.exactness.first_step import report_lost_names
-from ddp_runner.training.own_loop.batches import KeptLoader, length_of, why_alike, why_spawned
+from ddp_runner.training.loaders import waiting
+from ddp_runner.training.own_loop.batches import (
+    GivenBatches,
+    KeptLoader,
+    length_of,
+    why_alike,
+    why_spawned,
+)
 from ddp_runner.training.own_loop.client import LoopClient
 from ddp_runner.training.own_loop.declared import LeaveBlock, OwnLoop, Recurring
 from ddp_runner.training.own_loop.kept import KeptState
+from ddp_runner.training.own_loop.loop_setup import LoopSetup
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
 from ddp_runner.training.own_loop.misuse import is_guarded, misuse, user_frame, user_line
 from ddp_runner.training.own_loop.net import AttachedModule
 from ddp_runner.training.own_loop.parts import LoopParts
-from ddp_runner.training.own_loop.prepare import prepare
+from ddp_runner.training.prepare import begin_start, prepare
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.train_report import TrainReport
 from ddp_runner.values.generators import seed_all
@@ -224,17 +233,21 @@ class AttachedRun:
             batches, accumulate=accumulate, max_steps=max_steps, epochs=epochs
         )
         self._loop.program = program_files()
-        parts, run_id = prepare(
+        stages = begin_start(self._runtime)
+        setup = LoopSetup(
             self._settings,
             self._runtime,
             self._loop,
-            batches=batches,
-            length=self._length,
-            accumulate=accumulate,
+            GivenBatches(batches=batches, length=self._length, accumulate=accumulate),
             arguments=self._arguments,
-            is_leaving=lambda: self._engine is not None and self._engine.is_leaving,
-            ending=self._held,
+            on_wait=waiting(
+                self._runtime,
+                is_leaving=lambda: self._engine is not None and self._engine.is_leaving,
+            ),
         )
+        parts, run_id = prepare(setup, self._runtime, stages=stages, ending=self._held)
+        self._held.callback(parts.device.close)
+        self._runtime.slot.stamp(Phase.STARTUP, time.monotonic_ns())
         self._state, self._parts = parts.state, parts
         kept = self._kept_ids()
         self._variables = LoopVariables(

@@ -130,6 +130,15 @@ def why_spawned(batches: object, *, is_guarded: Callable[[], bool]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenBatches:
+    """What ``run.steps()`` was given: batches, and how many of them make a step, and how many steps the run."""
+
+    batches: Iterable[Any]
+    length: RunLength
+    accumulate: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLoader:
     """What ``run.loader()`` gives: for ``run.steps()``, which makes a Loader of it."""
 
@@ -195,10 +204,8 @@ class OwnBatches:
 
     def __init__(
         self,
-        batches: Iterable[Any],
+        given: GivenBatches,
         *,
-        length: RunLength,
-        accumulate: int,
         seed: int,
         rank: int,
         say: Callable[[str], None],
@@ -212,10 +219,10 @@ class OwnBatches:
 
         ``warn``: of what cannot be copied for a step that is done again.
         """
-        self._batches = batches
-        self._length = length
-        self._accumulate = accumulate
-        self._has_length = _count_of(batches) is not None
+        self._batches = given.batches
+        self._length = given.length
+        self._accumulate = given.accumulate
+        self._has_length = _count_of(given.batches) is not None
         self._seed = seed
         self._rank = rank
         self._say = say

@@ -20,7 +20,7 @@ from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.kept_kinds import NotPlainError
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.exactness.values import kept_of
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.workload import empty_quarantine
 
 
@@ -139,15 +139,18 @@ class KeptState(TrainState):
         self.data_of: list[str] = []  # by rank: digests of the data that each has made
         self._carried_lost: set[str] = set()  # of these, what has been said
         super().__init__(
-            model=model,
-            optimizer=cast("torch.optim.Optimizer", optimizer),
-            precision=Precision("fp32", device=device),
-            ema=None,
-            monitor=LossMonitor(
-                target_loss=None, max_errors_per_epoch=settings.recovery.max_errors_per_epoch
+            Trained(
+                model=model,
+                optimizer=cast("torch.optim.Optimizer", optimizer),
+                precision=Precision("fp32", device=device),
             ),
-            loss_spikes=LossSpikes.watched_as(settings, total_steps=0),
-            quarantine=empty_quarantine(settings, dataset_size),
+            watches=Watches(
+                monitor=LossMonitor(
+                    target_loss=None, max_errors_per_epoch=settings.recovery.max_errors_per_epoch
+                ),
+                loss_spikes=LossSpikes.watched_as(settings, total_steps=0),
+            ),
+            data=DataState(quarantine=empty_quarantine(settings, dataset_size)),
             side=side,
             only_trained=settings.checkpoint.only_trained,
             tuning=Tuning(

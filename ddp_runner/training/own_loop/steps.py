@@ -27,7 +27,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import DueActions
+from ddp_runner.core.step_schedule import DueActions, due_by_settings
 from ddp_runner.training.commit import Agreed, Commit
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.exactness.kept_kinds import Kept
@@ -37,7 +37,7 @@ from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.session import Outcome, StepInHand
-from ddp_runner.training.step import StepResult, Votes, agreed_save, agreed_stop, as_signals
+from ddp_runner.training.step import StepResult, Votes, agreed_votes, as_signals
 from ddp_runner.training.use_figures import memory_figures
 from ddp_runner.values.generators import seed_step
 
@@ -133,11 +133,16 @@ class LoopSteps:
     def wrap_again(self) -> None:
         """Nothing raises WrapAgainError here."""
 
-    def evaluates(self, step: int, *, by_settings: bool) -> bool:
-        """Whether functions of the loop are due once ``step`` steps are committed, before the last one."""
-        del by_settings  # the loop says when
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the newest :meth:`take` has waited."""
+        return self._parts.loader.waited_s
+
+    def due(self, step: int) -> DueActions:
+        """Say what the settings have due; functions of the loop when it says, before the last step."""
         is_due = any(one.is_due(step, self._length) for one in self._loop.recurring)
-        return is_due and step < self._length.total_steps
+        due = due_by_settings(self._settings, self._length, step)
+        return replace(due, evaluate=is_due and step < self._length.total_steps)
 
     def seed(self) -> None:
         """Seed for the step in hand, whose batch is handed out: what is drawn before the block counts too."""
@@ -455,10 +460,7 @@ class LoopSteps:
             overflowed=False,
             broken_ranks=(),
             waited_ns=self._replica.waited_ns() if has_updated else 0,
-            stop=agreed_stop(signals),
-            save=agreed_save(signals[Signal.SAVE] * self._group.world_size),  # it is their mean
-            copy=signals[Signal.SAVE] > 0,
-            news=signals[Signal.NEWS] > 0,
+            wanted=agreed_votes(signals, ranks=self._group.world_size),  # DDP gives their mean
         )
 
     def _log(self, result: StepResult) -> None:
