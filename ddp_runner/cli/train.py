@@ -14,6 +14,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
+from ddp_runner.cli.command import TrainCommand
 from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.dry_stages import Handed, try_stages
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
@@ -493,3 +494,6 @@ def place_notes(
     if len(devices) > cores:
         notes.append(f"{len(devices)} ranks share {cores} cores: fewer ranks would be faster")
     return tuple(notes)
+
+
+DECLARATION = TrainCommand(make_help=train_help, perform=run)

@@ -184,7 +184,7 @@ def test_gpus_and_backend_are_chosen_as_training_chooses_them(monkeypatch, capsy
     assert "NCCL 2.28.5, 2 ranks on cuda:0, cuda:1: all-reduce, abort, second forming" in said
     for words in (["-g", "7"], ["-g", "0,0", "--backend", "nccl"], ["--cpu", "--backend", "nccl"]):
         with pytest.raises(BadInputError):
-            doctor.run([*words, "--quick"])
+            doctor.DECLARATION.run([*words, "--quick"])
     assert len(asked) == 5
 
 
