@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ddp_runner.cli.commands import COMMANDS
-from ddp_runner.cli.options import GROUPS, LONG_OF_ALIAS, OPTIONS
+from ddp_runner.cli.parser import GROUPS, LONG_OF_ALIAS, OPTIONS
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
     ALSO_CALLED,

@@ -27,9 +27,7 @@ from ddp_runner.start import COMMAND
 from ddp_runner.supervisor.processes.environment import probe_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ddp_runner.checkpoint.catalog import Entry
+    from collections.abc import Mapping
 
 
 _ACTIONS = ("list", "verify", "show", "export", "prune")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan
 from ddp_runner.core.threads import AUTO_CPU_RANKS
-from ddp_runner.observe.amd_gpus import find_amd_gpus
-from ddp_runner.observe.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, visible
+from ddp_runner.observe.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, find_amd_gpus, visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

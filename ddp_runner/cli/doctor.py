@@ -33,9 +33,8 @@ from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.core.node_options import endpoint_of
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.memory.limits import container_limit
-from ddp_runner.observe.amd_gpus import CUDA, HIP, ROCR
 from ddp_runner.observe.format import byte_size
-from ddp_runner.observe.gpus import VisibleGpus
+from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus
 from ddp_runner.start import COMMAND, IS_CHECKOUT
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.torch_versions import TESTED, TorchBuild, nccl_class, torch_build, untested

@@ -22,9 +22,8 @@ from ddp_runner.core.settings.declaration import Option
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import fault_sentence
-from ddp_runner.observe.reports.ended_run import EndedRun
 from ddp_runner.observe.reports.html_page import html_report
-from ddp_runner.observe.reports.improvements import improvements
+from ddp_runner.observe.reports.improvements import EndedRun, improvements
 from ddp_runner.observe.reports.text_report import (
     curve_lines,
     gpu_use,

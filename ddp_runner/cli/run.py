@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.accelerate_config import ON_CPU, accelerate_variables
 from ddp_runner.cli.command import TrainCommand, option_lines
-from ddp_runner.cli.options import OPTIONS
-from ddp_runner.cli.parser import is_config_name, parse_train
+from ddp_runner.cli.parser import OPTIONS, is_config_name, parse_train
 from ddp_runner.cli.run_loop import attaches, may_be_run, source_of, with_loop
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,

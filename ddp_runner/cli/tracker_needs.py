@@ -18,8 +18,6 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import GIVEN_BY_FILE, is_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ddp_runner.core.settings import Settings
 
 

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.command import TrainCommand
 from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.dry_stages import Handed, try_stages
-from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.gpu_checks import installed_nccl, judge_nccl
 from ddp_runner.cli.machine import core_count, has_nccl2, torch_has
 from ddp_runner.cli.modes import choose, placed, with_shares
 from ddp_runner.cli.page import how_to_install
-from ddp_runner.cli.parser import TrainArguments, parse_train
+from ddp_runner.cli.parser import BATCH_SIZE, LEARNING_RATE, Finding, TrainArguments, parse_train
 from ddp_runner.cli.stage_choice import alone, at_its_begin, checked, in_mode, refuse_stages
 from ddp_runner.cli.tracker_needs import refuse_missing, take_keys
 from ddp_runner.cli.usage import settings_help, train_help

@@ -6,7 +6,7 @@ import textwrap
 
 from ddp_runner.cli.command import HELP_COLUMNS, entry
 from ddp_runner.cli.commands import COMMANDS
-from ddp_runner.cli.options import GROUPS
+from ddp_runner.cli.parser import GROUPS
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.meanings import meanings
 from ddp_runner.config.presets import PRESETS, RECIPES

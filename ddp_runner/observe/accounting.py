@@ -12,13 +12,14 @@ from ddp_runner.core.board import SlotReading
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident, ReplaceRanks
-from ddp_runner.observe.findings import RunFindings, StageRecord
 from ddp_runner.observe.minor_faults import Injections, MinorFaults
 from ddp_runner.observe.summary import (
     ExactProof,
     FaultRecord,
     InjectedRecord,
+    RunFindings,
     RunSummary,
+    StageRecord,
     TimeShares,
 )
 from ddp_runner.observe.view import FaultView

@@ -14,9 +14,8 @@ from ddp_runner.core.faults import Fault
 from ddp_runner.core.messages import Finished, Message, Metrics
 from ddp_runner.core.recovery import GiveUp, Incident
 from ddp_runner.observe.accounting import RunAccounting
-from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.journal import MetricsFile
-from ddp_runner.observe.summary import write_summary
+from ddp_runner.observe.summary import RunFindings, write_summary
 
 SUMMARY = "summary.json"
 

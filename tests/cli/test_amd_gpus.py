@@ -18,8 +18,13 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.probing import Probed, check_collectives
 from ddp_runner.cli.train import plan_launch
 from ddp_runner.core.launch_plan import group_backend
-from ddp_runner.observe.amd_gpus import find_amd_gpus, parse_amd_smi, parse_rocm_smi, visible_amd
-from ddp_runner.observe.gpus import Gpu
+from ddp_runner.observe.gpus import (
+    Gpu,
+    find_amd_gpus,
+    parse_amd_smi,
+    parse_rocm_smi,
+    visible_amd,
+)
 from ddp_runner.system.torch_versions import TorchBuild, torch_build
 
 WITH_ROCM = TorchBuild(version="2.9.0+rocm6.4", cuda="", hip="6.4.43484")

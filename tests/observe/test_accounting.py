@@ -15,9 +15,8 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
 from ddp_runner.observe.accounting import RunAccounting
-from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.minor_faults import INJECTED_KEPT, REPAIRED_KEPT
-from ddp_runner.observe.summary import ExactProof, read_summary, write_summary
+from ddp_runner.observe.summary import ExactProof, RunFindings, read_summary, write_summary
 
 SECOND_NS = 1_000_000_000
 

@@ -18,8 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner import start
 from ddp_runner.cli.engines import ray_actor
-from ddp_runner.cli.engines.ray_cluster import connected, machines, quiet
-from ddp_runner.cli.engines.seats import Look, Phase, Seat, Terminal
+from ddp_runner.cli.engines.ray_cluster import (
+    Look,
+    Phase,
+    Seat,
+    Terminal,
+    connected,
+    machines,
+    quiet,
+)
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, ExitCode, StopReason
 from ddp_runner.core.placing import (
@@ -45,7 +52,7 @@ TICK_S = 0.25
 AGAIN_S = 3.0  # after a supervisor has ended: the run may be ending
 GROW_EVERY_S = 2.0
 LAST_WORDS_S = 15.0  # for the others to end, once the coordinator has
-_PLACED = "ddp_runner.cli.engines.placed"
+_PLACED = "ddp_runner.cli.engines.ray_entry"
 # What of the driver's environment goes to the machines; more by Ray's own runtime_env.
 _HANDED_ON = ("DDP_RUNNER_", "NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "OMP_NUM_THREADS", "PYTHONPATH")
 _KEPT_HERE = ("DDP_RUNNER_TOKEN", "DDP_RUNNER_MARK", "DDP_RUNNER_LAUNCHED")

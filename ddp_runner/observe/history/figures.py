@@ -10,8 +10,8 @@ from textwrap import wrap
 from typing import Any
 
 from ddp_runner.core.monitor import ALONE, LOSS, figure_name, is_of_evaluation, parts_of
-from ddp_runner.observe.history.fault_rows import MARK_KINDS, Mark
 from ddp_runner.observe.history.metrics_history import Curves, Series
+from ddp_runner.observe.history.table_rows import MARK_KINDS, Mark
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
 
 Figure = dict[str, Any]
