@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner.cli.command import JSON, Arguments, SmallCommand, show
 from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
-from ddp_runner.cli.train import plan_launch
 from ddp_runner.cli.trials import Trial, steps_of, train
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode

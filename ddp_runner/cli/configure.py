@@ -17,12 +17,11 @@ from ddp_runner.cli.command import Arguments, SmallCommand
 from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.doctor import check_gpus, check_memory
 from ddp_runner.cli.machine import core_count
-from ddp_runner.cli.train import preset_name
+from ddp_runner.cli.planning import preset_name
 from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.config.foreign_values import is_fact
-from ddp_runner.config.sources import from_file
-from ddp_runner.config.user_files import HOME_FILE, PRESETS_FOLDER
+from ddp_runner.config.sources import HOME_FILE, PRESETS_FOLDER, from_file
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.node_options import node_options

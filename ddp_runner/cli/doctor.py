@@ -16,12 +16,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.checks import Check, Verdict, graded
 from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, LOG_DIR, Arguments, SmallCommand, show
 from ddp_runner.cli.devices import find_gpus, plan_devices
-from ddp_runner.cli.gpu_checks import gpu_checks, installed_nccl
-from ddp_runner.cli.machine import core_count, has_nccl2
-from ddp_runner.cli.probing import check_collectives, probe
+from ddp_runner.cli.machine import core_count
+from ddp_runner.cli.machine_checks import (
+    Check,
+    Verdict,
+    check_collectives,
+    gpu_checks,
+    graded,
+    probe,
+)
 from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
 from ddp_runner.config import resolve
 from ddp_runner.config.compose import raise_problems
@@ -37,7 +42,15 @@ from ddp_runner.observe.format import byte_size
 from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus
 from ddp_runner.start import COMMAND, IS_CHECKOUT
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
-from ddp_runner.system.torch_versions import TESTED, TorchBuild, nccl_class, torch_build, untested
+from ddp_runner.system.torch_versions import (
+    TESTED,
+    TorchBuild,
+    has_nccl2,
+    installed_nccl,
+    nccl_class,
+    torch_build,
+    untested,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

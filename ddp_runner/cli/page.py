@@ -6,11 +6,11 @@ import secrets
 import socket
 import sys
 from dataclasses import replace
-from importlib import import_module, util
+from importlib import import_module
 from pathlib import Path
 
-from ddp_runner import start
 from ddp_runner.cli.command import LOG_DIR, Arguments, SmallCommand
+from ddp_runner.cli.extras import page_missing
 from ddp_runner.config.run_names import LOGS
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
@@ -53,18 +53,8 @@ def _serve(root: Path, listener: socket.socket, host: str, *, can_inject: bool) 
 
 def refuse_if_missing() -> None:
     """Raise BadInputError where the extra is not installed."""
-    if missing := how_to_install():
+    if missing := page_missing():
         raise BadInputError("page", "", missing)
-
-
-def how_to_install() -> str:
-    """Return the missing package, with the command that installs it; empty if it is installed."""
-    if util.find_spec("nicegui") is not None:
-        return ""
-    wanted = "`pip install 'ddp_runner[page]'`"
-    if start.IS_CHECKOUT:
-        wanted = f"`{COMMAND} environment --extra page`, or `pip install 'nicegui>=3,<4'`"
-    return f"NiceGUI is not installed for {sys.executable}: {wanted}"
 
 
 def _listener(given: str, host: str) -> socket.socket:

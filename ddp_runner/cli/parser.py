@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.config.fields import ForeignNameError, find_key, known_fields
+from ddp_runner.config.fields import ForeignNameError, find_key, key_of, known_fields
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
+from ddp_runner.config.sources import named_file, preset_file
 from ddp_runner.config.suggest import nearest
-from ddp_runner.config.user_files import named_file, preset_file
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.node_options import VARIABLES
-from ddp_runner.core.placing import ENGINE
+from ddp_runner.core.node_options import ENGINE, VARIABLES
 from ddp_runner.core.settings.declaration import SWITCH, TEXT, Option, OptionGroup
 
 if TYPE_CHECKING:
@@ -267,10 +266,7 @@ def _given(written: str, name: str, text: str) -> str:
 
 def _name(option: Option) -> str:
     """How messages name the option's setting: as the option, where that names the same setting."""
-    try:
-        same = find_key(option.long, option.long[2:], list(known_fields())) == option.key
-    except BadInputError:
-        same = False
+    same = key_of(option.long[2:], list(known_fields())) == option.key
     return option.long if same else option.key
 
 

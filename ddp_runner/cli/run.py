@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.accelerate_config import ON_CPU, accelerate_variables
 from ddp_runner.cli.command import TrainCommand, option_lines
+from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.parser import OPTIONS, is_config_name, parse_train
+from ddp_runner.cli.planning import asked_settings, plan_launch
 from ddp_runner.cli.run_loop import attaches, may_be_run, source_of, with_loop
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
@@ -35,11 +37,10 @@ from ddp_runner.cli.run_options import (
     WHICH_STREAMS,
 )
 from ddp_runner.cli.stage_choice import refuse_stages
-from ddp_runner.cli.tracker_needs import take_keys
-from ddp_runner.cli.train import allow_open_files, asked_settings, plan_launch
+from ddp_runner.cli.train import allow_open_files
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
-from ddp_runner.config.user_files import named_file
+from ddp_runner.config.sources import named_file
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.script import GRACE_AT_STOP_S, ResumeWith, ScriptPlan
