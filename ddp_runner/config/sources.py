@@ -1,4 +1,4 @@
-"""Reads what the user wrote: YAML files, environment, command line. Judges no value."""
+"""Reads what the user wrote: YAML files (at home, in ``presets/``), environment, command line. Judges no value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -14,10 +14,6 @@ from ddp_runner.config.fields import ALIASES, TASK_SECTION, sections
 from ddp_runner.config.foreign import HEADINGS
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.errors import BadInputError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 Origin = Literal["default", "preset", "file", "environment", "command line"]
 
