@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -13,9 +14,13 @@ from ddp_runner.observe.files import encode_record
 from ddp_runner.system.run_files import from_json, read_small, replace_file_synced
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
+    from ddp_runner.core.board import SlotReading
+    from ddp_runner.core.messages import Finished
     from ddp_runner.observe.script_summary import ScriptSummary
+
+_PEAKS = ("peak_rss_bytes", "peak_device_bytes", "peak_device_permille")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,3 +292,73 @@ class RunFindings:
                     self.inexact_reasons.append(reason)
             case _:
                 pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOfRun:
+    """The end of a run: its status, ``reading`` of rank 0's slot, and what the ranks reported, if all did."""
+
+    status: RunStatus
+    exit_code: int
+    reading: SlotReading
+    finished: Sequence[Finished]
+    now_s: float
+
+    @property
+    def report(self) -> Mapping[str, object]:
+        """Return what the first rank reported."""
+        return self.finished[0].report if self.finished else {}
+
+    @property
+    def steps(self) -> int:
+        """Return the number of committed steps."""
+        return self.finished[0].step if self.finished else self.reading.committed_step
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples in them."""
+        return self.whole("samples", self.reading.samples)
+
+    def whole(self, name: str, otherwise: int) -> int:
+        """Return a whole number of the report, or ``otherwise``."""
+        value = self.report.get(name, otherwise)
+        return value if isinstance(value, int) else otherwise
+
+    def number(self, name: str, otherwise: object = None) -> float | None:
+        """Return a finite number of the report, or ``otherwise`` if that is one."""
+        value = self.report.get(name, otherwise)
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+    def reported(self) -> dict[str, Any]:
+        """Return the fields of the summary that the ranks know."""
+        report, reading = self.report, self.reading
+        figures = report.get("figures")
+        return {
+            "status": self.status,
+            "exit_code": int(self.exit_code),
+            "steps": self.steps,
+            "samples": self.samples,
+            "tokens": self.number("tokens"),
+            "stop_reason": str(report.get("stop_reason") or self.status.value),
+            "final_loss": self.number("loss", reading.loss if reading.samples else None),
+            "weights_sha256": str(report["weights_sha256"]) if "weights_sha256" in report else None,
+            **{name: self._peak(name) for name in _PEAKS},
+            "figures": {str(name): float(one) for name, one in figures.items()}
+            if isinstance(figures, dict)
+            else {},
+            "suspected_leaks": tuple(
+                leak for one in self.finished for leak in _leaks(one.report.get("leaks"))
+            ),
+        }
+
+    def _peak(self, name: str) -> int | None:
+        peaks = [one.report.get("peaks") for one in self.finished]
+        values = [peak.get(name) for peak in peaks if isinstance(peak, dict)]
+        numbers = [value for value in values if isinstance(value, int)]
+        return max(numbers) if numbers and max(numbers) > 0 else None
+
+
+def _leaks(reported: object) -> list[Mapping[str, object]]:
+    return (
+        [leak for leak in reported if isinstance(leak, dict)] if isinstance(reported, list) else []
+    )
