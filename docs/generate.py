@@ -11,7 +11,8 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from ddp_runner.cli.options import GROUPS, LONG_OF_ALIAS, OPTIONS
+from ddp_runner.cli.commands import COMMANDS
+from ddp_runner.cli.parser import GROUPS, LONG_OF_ALIAS, OPTIONS
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
     ALSO_CALLED,
@@ -21,7 +22,7 @@ from ddp_runner.cli.run_options import (
     SHARED,
 )
 from ddp_runner.cli.run_options import EXAMPLES as EXAMPLES_OF_RUN
-from ddp_runner.cli.usage import COMMANDS, EXAMPLES, INJECTIONS, default_of, shown_default
+from ddp_runner.cli.usage import EXAMPLES, INJECTIONS, default_of, shown_default
 from ddp_runner.config.fields import ALIASES, SWITCHES, known_fields, sections
 from ddp_runner.config.foreign import ALWAYS, ANSWERS, FACTS, HEADINGS, WORDS
 from ddp_runner.config.meanings import meanings
@@ -338,7 +339,7 @@ def command_line_page() -> str:
         "",
         "| command | what it does |",
         "|---|---|",
-        *(f"| `{name}` | {says} |" for name, says in COMMANDS.items()),
+        *(f"| `{name}` | {row.says} |" for name, row in COMMANDS.items()),
     ]
     for group in GROUPS:
         lines += ["", f"## {group.title}", "", "| option | default | meaning |", "|---|---|---|"]

@@ -213,9 +213,9 @@ def _launch(asked, outputs) -> None:
     theirs.close()
     _hold_zygote(zygote_pid, ours)
     from ddp_runner.__main__ import main
-    from ddp_runner.cli import ahead
+    from ddp_runner.cli import preimport
 
-    ahead.start = lambda *asked: None  # torch is imported already
+    preimport.start = lambda *asked: None  # torch is imported already
     sys.argv = ["ddp_runner", *asked["words"]]
     code = 1
     try:

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import train
+from ddp_runner.cli import planning
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import RunFacts, facts_of_rank, from_flat, refuse_untrue, resolve
 from ddp_runner.config.foreign import FACTS
 from ddp_runner.core.errors import BadInputError
@@ -157,7 +157,7 @@ def test_a_launch_is_held_against_its_facts(words, tmp_path, monkeypatch):
 def test_run_answers_by_what_it_is(words, line, tmp_path, monkeypatch, capsys):
     """One machine, and a script that is no task of ours."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "core_count", lambda: 2)
+    monkeypatch.setattr(planning, "core_count", lambda: 2)
     (tmp_path / "low.yaml").write_text("rank: 1\n")
     (tmp_path / "script.py").write_text("print('ran')\n")
     assert main(["run", "--cpu", "-n", "2", *words, "script.py"]) == 2

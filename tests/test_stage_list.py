@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import from_flat, from_record, resolve, stage_digest, to_record, to_yaml
 from ddp_runner.config.fields import known_fields
 from ddp_runner.core.errors import BadInputError

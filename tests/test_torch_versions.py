@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import doctor, train
+from ddp_runner.cli import doctor, planning
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.processes.environment import kept_against_advice, training_environment
@@ -88,17 +88,17 @@ def test_nothing_is_said_of_a_tested_torch(version):
 )
 def test_a_run_on_gpus_names_an_nccl_that_aborts_badly(monkeypatch, version, is_named):
     """With the command that brings a better one. Control: nothing is said of the others, or on the CPU."""
-    monkeypatch.setattr(train, "torch_build", lambda: TorchBuild(version="2.13.0", cuda="13.0"))
-    monkeypatch.setattr(train, "installed_nccl", lambda: version)
+    monkeypatch.setattr(planning, "torch_build", lambda: TorchBuild(version="2.13.0", cuda="13.0"))
+    monkeypatch.setattr(planning, "installed_nccl", lambda: version)
     gpu, cpu = (
         (DevicePlan(device=device, name="", visible_index=index),)
         for device, index in (("cuda:0", 0), ("cpu", None))
     )
-    said = train.nccl_notes(Settings(), gpu)
+    said = planning.nccl_notes(Settings(), gpu)
     assert [("known to abort badly" in line and "pip install" in line) for line in said] == (
         [True] if is_named else []
     )
-    assert train.nccl_notes(Settings(), cpu) == ()
+    assert planning.nccl_notes(Settings(), cpu) == ()
 
 
 def test_ranks_get_the_class_whose_source_was_read():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import (
     check_relations,
     difference,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.train import files_not_read, plan_launch
+from ddp_runner.cli.planning import files_not_read, plan_launch
 from ddp_runner.config import home_files, resolve, to_yaml, unread_warning
 from ddp_runner.core.errors import BadInputError
 

@@ -8,14 +8,15 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.cli.output import show
+from ddp_runner.cli.command import JSON, Arguments, SmallCommand, show
 from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
-from ddp_runner.cli.train import plan_launch
 from ddp_runner.cli.trials import Trial, steps_of, train
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.plain_rank import plain_rank
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.core.step_times import STEP, Part, Verdict, judge, parts_of, slowness
 from ddp_runner.start import COMMAND
 
@@ -27,16 +28,7 @@ if TYPE_CHECKING:
 
 STEPS, WARM_UP = 30, 5
 _STEPS_MIN, _STEPS_MAX = 5, 10_000
-HELP = f"""Usage:  {COMMAND} bench [OPTIONS of train] [--steps N] [--json]
-
-Trains some steps in a folder of its own, with the settings and on the devices
-that training would have, and shows what a step's time is made of: data, forward,
-backward, communication and optimizer, what bounds it and what to try. The run
-itself, if there is one, is left alone.
-
-      --steps N             steps that are measured, after {WARM_UP} that are not [{STEPS}]
-      --json                one JSON object, for programs"""
-_VALUED, _JSON = "--steps", "--json"
+_STEPS = "--steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +38,19 @@ class Asked:
     words: tuple[str, ...]
     steps: int = STEPS
     is_json: bool = False
-    wants_help: bool = False
+
+    @classmethod
+    def by(cls, arguments: Arguments) -> Asked:
+        """Read the options. Raises BadInputError."""
+        text = arguments.values.get(_STEPS, str(STEPS))
+        return cls(
+            words=arguments.words, steps=_steps(text), is_json=JSON.long in arguments.switches
+        )
 
 
-def run(words: Sequence[str]) -> int:
+def _run(given: Arguments) -> int:
     """Measure and show; the exit code. Raises BadInputError."""
-    asked = split_off(words)
-    if asked.wants_help:
-        print(HELP)
-        return ExitCode.DONE
+    asked = Asked.by(given)
     arguments = parse_train(asked.words)
     others = [one for one in arguments.nodes if one != ("--nnodes", "1")]
     if plain_rank(os.environ) is not None or others:
@@ -70,30 +66,10 @@ def run(words: Sequence[str]) -> int:
     return bench.exit_code if code is ExitCode.DONE else code
 
 
-def split_off(words: Sequence[str]) -> Asked:
-    """The options of this command, and the words that are those of train. Raises BadInputError."""
-    others: list[str] = []
-    steps, is_json, wants_help = STEPS, False, False
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        written, has_value, value = word.partition("=")
-        if word in ("--help", "-h"):
-            wants_help = True
-        elif word == _JSON:
-            is_json = True
-        elif written == _VALUED:
-            text = value if has_value else (rest.pop(0) if rest else "")
-            steps = _steps(text)
-        else:
-            others.append(word)
-    return Asked(words=tuple(others), steps=steps, is_json=is_json, wants_help=wants_help)
-
-
 def _steps(text: str) -> int:
     if not text.isdecimal() or not _STEPS_MIN <= int(text) <= _STEPS_MAX:
         expected = f"must be a whole number from {_STEPS_MIN} to {_STEPS_MAX}"
-        raise BadInputError(_VALUED, text, expected)
+        raise BadInputError(_STEPS, text, expected)
     return int(text)
 
 
@@ -174,3 +150,23 @@ def table(parts: Sequence[Part], verdict: Verdict) -> list[str]:
         lines.append(f" {name:<15}{part.median_ms:>9.2f}{spread:>20}{part.share:>8.0%}")
     lines += ["", f" bound by {verdict.bound}: {verdict.why}", " to try:"]
     return [*lines, *(f"   {words:<28} {why}" for words, why in verdict.tries)]
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} bench [OPTIONS of train] [--steps N] [--json]
+
+Trains some steps in a folder of its own, with the settings and on the devices
+that training would have, and shows what a step's time is made of: data, forward,
+backward, communication and optimizer, what bounds it and what to try. The run
+itself, if there is one, is left alone.""",
+    options=(
+        Option(
+            _STEPS,
+            metavar="N",
+            says=f"steps that are measured, after {WARM_UP} that are not [{STEPS}]",
+        ),
+        replace(JSON, says="one JSON object, for programs"),
+    ),
+    takes_rest=True,
+    perform=_run,
+)

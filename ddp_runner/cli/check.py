@@ -14,19 +14,20 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ddp_runner.cli.arguments import JSON
+from ddp_runner.cli.command import JSON, Arguments, SmallCommand
 from ddp_runner.cli.launch import RunResult, launch
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.scratch import in_temporary_folder
 from ddp_runner.cli.tables import show_checked
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
@@ -34,24 +35,6 @@ if TYPE_CHECKING:
 
 KEEP = "--keep"
 STEPS, STEPS_MIN = 30, 20
-HELP = f"""Usage:  {COMMAND} check --task FILE.py:NAME [OPTIONS] [SETTINGS]
-
-Proves a task in about a minute, in a temporary folder: short runs without
-faults, with a rank killed in each phase of a step and of a save, with all
-ranks killed, and stopped and resumed. Each must end with the same weights, bit
-for bit, and say so. Ends with a table of what holds: exit 0 if all does, 1 if
-not (with the reason; the folder is kept), 2 for wrong input. Put it into your
-CI.
-
-      --task FILE.py:NAME   the task
-  -n, --nproc-per-node N    ranks [2]
-  -b, --batch-size N        samples per rank and step [as of train]
-      --max-steps N         steps of each run, {STEPS_MIN} or more [{STEPS}]
-      --keep                keep the folder: logs and checkpoints of the runs
-      --json                the table as JSON, for programs
-
-Every other option and setting of train works as well, but those of folders,
---resume and --inject. The runs are on the device that train would take."""
 
 # What is lost is one rank, the last one, unless it says so; in the order in which it happens.
 KILLS = (
@@ -89,14 +72,11 @@ class Checked:
     says: str = ""
 
 
-def run(words: Sequence[str]) -> int:
+def _run(arguments: Arguments) -> int:
     """Check it; 0 if all holds. Raises BadInputError."""
-    own = {KEEP, JSON}
-    asked = own.intersection(words)
-    rest = [word for word in words if word not in own]
-    parsed = parse_train(rest)
+    parsed = parse_train(arguments.words)
     if parsed.page:
-        print(HELP)
+        print(DECLARATION.help())
         return ExitCode.DONE
     if parsed.is_dry:
         raise BadInputError("--dry-run", "", "trains nothing that could be checked: leave it out")
@@ -110,9 +90,10 @@ def run(words: Sequence[str]) -> int:
     if not parsed.files and not {"task", "run.task"} & given.keys():
         raise BadInputError("--task", "", "is needed: FILE.py:NAME is what is checked")
     steps = _steps(given)
-    talk = _Talk(to_stderr=JSON in asked)
-    check = _Check(words=tuple(rest), steps=steps, talk=talk, as_json=JSON in asked)
-    return in_temporary_folder("check", check.perform, keep=KEEP in asked, say=talk.say)
+    as_json, keep = JSON.long in arguments.switches, KEEP in arguments.switches
+    talk = _Talk(to_stderr=as_json)
+    check = _Check(words=arguments.words, steps=steps, talk=talk, as_json=as_json)
+    return in_temporary_folder("check", check.perform, keep=keep, say=talk.say)
 
 
 def _spellings(name: str) -> tuple[str, str]:
@@ -337,3 +318,40 @@ def _stop_when_struck(log_dir: Path, over: threading.Event) -> None:
             for child in psutil.Process().children():
                 child.send_signal(signal.SIGTERM)
             return
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} check --task FILE.py:NAME [OPTIONS] [SETTINGS]
+
+Proves a task in about a minute, in a temporary folder: short runs without
+faults, with a rank killed in each phase of a step and of a save, with all
+ranks killed, and stopped and resumed. Each must end with the same weights, bit
+for bit, and say so. Ends with a table of what holds: exit 0 if all does, 1 if
+not (with the reason; the folder is kept), 2 for wrong input. Put it into your
+CI.""",
+    options=(
+        Option("--task", key="run.task", metavar="FILE.py:NAME", says="the task"),
+        Option(
+            "--nproc-per-node", short="-n", key="run.nproc_per_node", metavar="N", says="ranks [2]"
+        ),
+        Option(
+            "--batch-size",
+            short="-b",
+            key="data.batch_size",
+            metavar="N",
+            says="samples per rank and step [as of train]",
+        ),
+        Option(
+            "--max-steps",
+            key="run.max_steps",
+            metavar="N",
+            says=f"steps of each run, {STEPS_MIN} or more [{STEPS}]",
+        ),
+        Option(KEEP, says="keep the folder: logs and checkpoints of the runs"),
+        replace(JSON, says="the table as JSON, for programs"),
+    ),
+    closing="""Every other option and setting of train works as well, but those of folders,
+--resume and --inject. The runs are on the device that train would take.""",
+    takes_rest=True,
+    perform=_run,
+)

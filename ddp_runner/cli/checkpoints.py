@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,73 +16,31 @@ from ddp_runner import start
 from ddp_runner.checkpoint.catalog import Catalog, Entry
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.manifest import manifest_name, stage_name
-from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, parse_small
 from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of
-from ddp_runner.cli.output import show
-from ddp_runner.cli.runs import NAME, checkpoint_dir_of
+from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, NAME, Arguments, SmallCommand, show
+from ddp_runner.cli.runs import checkpoint_dir_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND
 from ddp_runner.supervisor.processes.environment import probe_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ddp_runner.checkpoint.catalog import Entry
-    from ddp_runner.cli.arguments import SmallArguments
+    from collections.abc import Mapping
 
 
 _ACTIONS = ("list", "verify", "show", "export", "prune")
-_TO, _FORMAT, _DTYPE, _KEEP = ("--to", ""), ("--format", ""), ("--dtype", ""), ("--keep", "")
-_LAYOUT = ("--layout", "")
-_INIT_FROM = ("--init-from", "")
 _EMA, _DRY_RUN, _ALL = "--ema", "--dry-run", "--all"
 _STAGE_WIDTH = 10
-HELP = f"""Usage:  {COMMAND} checkpoints ACTION [WHICH] [--name NAME | -c DIR]
-                                                [--json]
-
-  list                      every checkpoint, newest first; reads no content
-  verify                    read each one whole and compare it with its
-                            manifest; exit 1 if one is bad
-  show [WHICH]              what it holds: step, losses, best, the settings
-                            that differ from the defaults; verified
-  export [WHICH] --to DIR   its weights for other programs, in a new folder, by
-                            the model's own save_pretrained where it has one
-  prune --keep N            delete all but the newest N that verify, the best
-                            one, and those that are kept for good
-
-WHICH is last (as without it), best, a step or a path.
-
-      --format FORMAT       of export: safetensors or pt [safetensors]
-      --layout LAYOUT       of export: weights, or state_dict: one file with a
-                            dict of state_dict, ema and counts [weights]
-      --dtype TYPE          of export: fp32, bf16 or fp16 [as it is]
-      --ema                 of export: the average (EMA)
-      --init-from PATH      of export: what the run has begun with and the file
-                            leaves out [the run's final.pt, or as it began]
-      --all                 of prune: the best and those for good, too
-      --dry-run             of prune: only say what would be deleted
-      --name NAME           those in checkpoints/NAME [the newest run's]
-  -c, --checkpoint-dir DIR  those in DIR
-      --json                one JSON object a line, for programs"""
 _OPTIONS_OF = {
     "export": {"--to", "--format", "--layout", "--dtype", "--init-from", _EMA},
     "prune": {"--keep", _ALL, _DRY_RUN},
 }
 
 
-def run(words: Sequence[str]) -> int:
+def _run(arguments: Arguments) -> int:
     """Do it; 1 if a checkpoint that was to be verified is bad. Raises BadInputError."""
-    arguments = parse_small(
-        words,
-        valued=(CHECKPOINT_DIR, NAME, _TO, _FORMAT, _LAYOUT, _DTYPE, _KEEP, _INIT_FROM),
-        switches=(JSON, _EMA, _DRY_RUN, _ALL),
-        words_max=2,
-    )
-    if arguments.wants_help:
-        print(HELP)
-        return ExitCode.DONE
     action, *which = arguments.words or ("list",)
     if action not in _ACTIONS:
         raise BadInputError(action, "", f"unknown action; use {', '.join(_ACTIONS)}")
@@ -96,10 +54,10 @@ def run(words: Sequence[str]) -> int:
     if action == "prune":
         return _prune(catalog, arguments)
     if action == "show":
-        return _show(catalog, (which or ["last"])[0], as_json=JSON in arguments.switches)
+        return _show(catalog, (which or ["last"])[0], as_json=JSON.long in arguments.switches)
     if action == "export":
         return _export(catalog, (which or ["last"])[0], arguments)
-    return _list(catalog, action, as_json=JSON in arguments.switches)
+    return _list(catalog, action, as_json=JSON.long in arguments.switches)
 
 
 def _show(catalog: Catalog, which: str, *, as_json: bool) -> int:
@@ -112,7 +70,7 @@ def _show(catalog: Catalog, which: str, *, as_json: bool) -> int:
     return ExitCode.DONE if record["problem"] is None else ExitCode.FAILED
 
 
-def _export(catalog: Catalog, which: str, arguments: SmallArguments) -> int:
+def _export(catalog: Catalog, which: str, arguments: Arguments) -> int:
     to = arguments.values.get("--to", "")
     if not to:
         raise BadInputError("--to", "", "is needed: the folder for the files")
@@ -126,7 +84,7 @@ def _export(catalog: Catalog, which: str, arguments: SmallArguments) -> int:
     )
 
 
-def _prune(catalog: Catalog, arguments: SmallArguments) -> int:
+def _prune(catalog: Catalog, arguments: Arguments) -> int:
     written = arguments.values.get("--keep", "")
     if not written.isdecimal() or int(written) < 1:
         raise BadInputError("--keep", written, "is needed: how many stay, 1 or more")
@@ -359,3 +317,47 @@ def _export_in_child(entry: Entry, spec: Mapping[str, object]) -> int:
     for line in said["lines"]:
         show(line)
     return ExitCode.DONE
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} checkpoints ACTION [WHICH] [--name NAME | -c DIR]
+                                                [--json]
+
+  list                      every checkpoint, newest first; reads no content
+  verify                    read each one whole and compare it with its
+                            manifest; exit 1 if one is bad
+  show [WHICH]              what it holds: step, losses, best, the settings
+                            that differ from the defaults; verified
+  export [WHICH] --to DIR   its weights for other programs, in a new folder, by
+                            the model's own save_pretrained where it has one
+  prune --keep N            delete all but the newest N that verify, the best
+                            one, and those that are kept for good
+
+WHICH is last (as without it), best, a step or a path.""",
+    options=(
+        Option("--to", metavar="DIR", says=""),
+        Option("--keep", metavar="N", says=""),
+        Option("--format", metavar="FORMAT", says="of export: safetensors or pt [safetensors]"),
+        Option(
+            "--layout",
+            metavar="LAYOUT",
+            says="of export: weights, or state_dict: one file with a dict of state_dict, ema and "
+            "counts [weights]",
+        ),
+        Option("--dtype", metavar="TYPE", says="of export: fp32, bf16 or fp16 [as it is]"),
+        Option(_EMA, says="of export: the average (EMA)"),
+        Option(
+            "--init-from",
+            metavar="PATH",
+            says="of export: what the run has begun with and the file leaves out [the run's "
+            "final.pt, or as it began]",
+        ),
+        Option(_ALL, says="of prune: the best and those for good, too"),
+        Option(_DRY_RUN, says="of prune: only say what would be deleted"),
+        replace(NAME, says="those in checkpoints/NAME [the newest run's]"),
+        CHECKPOINT_DIR,
+        JSON,
+    ),
+    words_max=2,
+    perform=_run,
+)

@@ -13,38 +13,29 @@ from rich.console import Console
 from rich.prompt import Prompt
 from rich.text import Text
 
-from ddp_runner.cli.arguments import parse_small
+from ddp_runner.cli.command import Arguments, SmallCommand
 from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.doctor import check_gpus, check_memory
 from ddp_runner.cli.machine import core_count
-from ddp_runner.cli.train import preset_name
+from ddp_runner.cli.planning import preset_name
 from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.config.foreign_values import is_fact
-from ddp_runner.config.sources import from_file
-from ddp_runner.config.user_files import HOME_FILE, PRESETS_FOLDER
+from ddp_runner.config.sources import HOME_FILE, PRESETS_FOLDER, from_file
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.node_options import node_options
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.observe.gpus import VisibleGpus
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import replace_file
 from ddp_runner.system.torch_versions import torch_build
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from ddp_runner.core.settings import Settings
 
-HELP = f"""Usage:  {COMMAND} configure [--preset NAME]
-
-Asks for the settings that matter most and writes them to a file. Enter keeps what
-stands in brackets, - leaves it empty. Each answer is checked where it is given.
-Nothing is written before the last one.
-
-      --preset NAME         write presets/NAME.yaml, for --preset NAME
-                            [~/{HOME_FILE}, for every run]"""
-_PRESET = ("--preset", "--preset")
 _EMPTY = "-"
 # No settings: a run has them from the command line, or from such a file. With what they are without a word.
 _MACHINES = {"nnodes": "1", "node_rank": "", "rdzv_endpoint": ""}
@@ -83,12 +74,8 @@ class Machine:
         return resolve(command_line=given, preset=preset).settings
 
 
-def run(words: Sequence[str]) -> int:
+def _run(arguments: Arguments) -> int:
     """Ask and write. Raises BadInputError, also if there is no terminal to ask at."""
-    arguments = parse_small(words, valued=(_PRESET,))
-    if arguments.wants_help:
-        print(HELP)
-        return ExitCode.DONE
     path = _file(arguments.values.get("--preset"), os.environ.get("HOME", ""))
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise BadInputError(
@@ -262,3 +249,20 @@ def written(answers: Mapping[str, str], kept: Mapping[str, object], *, machine: 
         lines.append(line if key in answers else f"# {line}")
     rest = yaml.safe_dump(dict(kept), allow_unicode=True, sort_keys=False) if kept else ""
     return "\n".join(lines) + "\n" + rest
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} configure [--preset NAME]
+
+Asks for the settings that matter most and writes them to a file. Enter keeps what
+stands in brackets, - leaves it empty. Each answer is checked where it is given.
+Nothing is written before the last one.""",
+    options=(
+        Option(
+            "--preset",
+            metavar="NAME",
+            says=f"write presets/NAME.yaml, for --preset NAME [~/{HOME_FILE}, for every run]",
+        ),
+    ),
+    perform=_run,
+)

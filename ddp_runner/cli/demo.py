@@ -12,43 +12,28 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ddp_runner.cli.arguments import parse_small
+from ddp_runner.cli.command import Arguments, SmallCommand
 from ddp_runner.cli.launch import RunResult, launch
-from ddp_runner.cli.repairs import Repaired, read_repairs
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
-from ddp_runner.cli.tables import show_changes, show_repairs
+from ddp_runner.cli.tables import Repaired, read_repairs, show_changes, show_repairs
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.injection import InjectKind
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.observe.summary import RunSummary, read_summary
 from ddp_runner.start import COMMAND
 
-NPROC = ("--nproc-per-node", "-n")
+NPROC = "--nproc-per-node"
 KEEP = "--keep"
 RANKS_MIN, RANKS_MAX = 2, 8
-HELP = f"""Usage:  {COMMAND} demo [-n N] [--keep]
-
-Trains a small model three times on the CPU, in a temporary folder: without
-faults; with every kind of fault that must not change the result (ranks,
-loader workers, memory, disk, a flipped bit); and with those that do. Each has
-a table of the faults. Ends with whether the first two runs have the same
-weights, bit for bit: exit 0 if so, 1 if not, or if a fault was not noticed.
-Takes about a minute on two cores. Ctrl-C ends it and removes the folder.
-
-  -n, --nproc-per-node N    ranks, {RANKS_MIN} to {RANKS_MAX} [2]
-      --keep                keep the folder: logs and checkpoints of the runs"""
 
 
-def run(words: Sequence[str]) -> int:
+def _run(arguments: Arguments) -> int:
     """Show it; 0 if the weights are identical. Raises BadInputError."""
-    arguments = parse_small(words, valued=(NPROC,), switches=(KEEP,))
-    if arguments.wants_help:
-        print(HELP)
-        return ExitCode.DONE
-    text = arguments.values.get(NPROC[0], str(RANKS_MIN))
+    text = arguments.values.get(NPROC, str(RANKS_MIN))
     if not (text.isdecimal() and RANKS_MIN <= int(text) <= RANKS_MAX):
         raise BadInputError(
-            NPROC[0],
+            NPROC,
             text,
             f"must be {RANKS_MIN} to {RANKS_MAX}: what is left of a world repairs it",
         )
@@ -225,3 +210,20 @@ def _complete(spec: str, *, rank: int, step: int) -> str:
     if not any(value.startswith("rank=") for value in values):
         values.append(f"rank={rank}")
     return f"{kind}:{','.join([*values, f'step={step}'])}"
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} demo [-n N] [--keep]
+
+Trains a small model three times on the CPU, in a temporary folder: without
+faults; with every kind of fault that must not change the result (ranks,
+loader workers, memory, disk, a flipped bit); and with those that do. Each has
+a table of the faults. Ends with whether the first two runs have the same
+weights, bit for bit: exit 0 if so, 1 if not, or if a fault was not noticed.
+Takes about a minute on two cores. Ctrl-C ends it and removes the folder.""",
+    options=(
+        Option(NPROC, short="-n", metavar="N", says=f"ranks, {RANKS_MIN} to {RANKS_MAX} [2]"),
+        Option(KEEP, says="keep the folder: logs and checkpoints of the runs"),
+    ),
+    perform=_run,
+)

@@ -5,31 +5,16 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ddp_runner.cli.arguments import parse_small
+from ddp_runner.cli.command import Arguments, SmallCommand
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.start import COMMAND, IS_CHECKOUT, PACKAGE_PARENT
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-HELP = f"""Usage:  {COMMAND} docs [--port N] [--build DIR]
-
-Shows the documentation at http://127.0.0.1:8000 until Ctrl-C.
-
-      --port N              another port of this machine
-      --build DIR           write the pages into this folder instead; any
-                            warning, as of a broken link, is exit code 1"""
-
-
-def run(words: Sequence[str]) -> int:
-    """The command; the exit code. Raises BadInputError."""
-    asked = parse_small(words, valued=(("--port", "--port"), ("--build", "--build")))
-    if asked.wants_help:
-        print(HELP)
-        return ExitCode.DONE
+def _run(asked: Arguments) -> int:
+    """Show or build the pages; the exit code. Raises BadInputError."""
     if not IS_CHECKOUT:
         raise BadInputError("docs", "", "needs a checkout: the pages are not installed")
     port = asked.values.get("--port", "8000")
@@ -51,3 +36,20 @@ def run(words: Sequence[str]) -> int:
     except SystemExit as end:  # how that command line returns
         return ExitCode.DONE if not end.code else ExitCode.FAILED
     return ExitCode.DONE
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} docs [--port N] [--build DIR]
+
+Shows the documentation at http://127.0.0.1:8000 until Ctrl-C.""",
+    options=(
+        Option("--port", metavar="N", says="another port of this machine"),
+        Option(
+            "--build",
+            metavar="DIR",
+            says="write the pages into this folder instead; any warning, as of a broken link, "
+            "is exit code 1",
+        ),
+    ),
+    perform=_run,
+)

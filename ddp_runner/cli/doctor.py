@@ -11,24 +11,22 @@ import shutil
 import socket
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.arguments import (
-    CHECKPOINT_DIR,
-    JSON,
-    LOG_DIR,
-    SmallArguments,
-    parse_small,
-)
-from ddp_runner.cli.checks import Check, Verdict, graded
+from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, LOG_DIR, Arguments, SmallCommand, show
 from ddp_runner.cli.devices import find_gpus, plan_devices
-from ddp_runner.cli.gpu_checks import gpu_checks, installed_nccl
-from ddp_runner.cli.machine import core_count, has_nccl2
-from ddp_runner.cli.output import show
-from ddp_runner.cli.probing import check_collectives, probe
+from ddp_runner.cli.machine import core_count
+from ddp_runner.cli.machine_checks import (
+    Check,
+    Verdict,
+    check_collectives,
+    gpu_checks,
+    graded,
+    probe,
+)
 from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
 from ddp_runner.config import resolve
 from ddp_runner.config.compose import raise_problems
@@ -38,39 +36,27 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.core.node_options import endpoint_of
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.memory.limits import container_limit
-from ddp_runner.observe.amd_gpus import CUDA, HIP, ROCR
 from ddp_runner.observe.format import byte_size
-from ddp_runner.observe.gpus import VisibleGpus
+from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus
 from ddp_runner.start import COMMAND, IS_CHECKOUT
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
-from ddp_runner.system.torch_versions import TESTED, TorchBuild, nccl_class, torch_build, untested
+from ddp_runner.system.torch_versions import (
+    TESTED,
+    TorchBuild,
+    has_nccl2,
+    installed_nccl,
+    nccl_class,
+    torch_build,
+    untested,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
 
-HELP = f"""Usage:  {COMMAND} doctor [-g 0,1] [--quick] [--json]
-
-Checks everything that training needs; exit 1 if something is missing. Ranks on
-the chosen devices form, sum, are aborted, form again and sum again.
-
-  -g, --gpus 0,1            GPUs to try [all; without any, the CPU]
-      --backend NAME        how ranks meet: nccl or gloo [nccl on GPUs]
-      --cpu                 try the CPU
-      --quick               leave that out: it takes some seconds
-  -l, --log-dir DIR         folder of logs to check [logs]
-  -c, --checkpoint-dir DIR  folder of checkpoints to check [checkpoints]
-      --rdzv-endpoint HOST[:PORT]
-                            of a run on several machines: does it answer, is
-                            the token right, which address would be used here,
-                            are folders shared? A run there is left alone
-      --token-file FILE     as for training [DDP_RUNNER_TOKEN, or the folder's]
-      --local-addr ADDR     as for training [the one that leads there]
-      --json                one JSON object a line, for programs"""
-_GPUS, _BACKEND = ("--gpus", "-g"), ("--backend", "--backend")
-_ENDPOINT = "--rdzv-endpoint"
-OF_ENDPOINT = (_ENDPOINT, "--token-file", "--local-addr")
+_ENDPOINT, _TOKEN_FILE, _LOCAL_ADDR = "--rdzv-endpoint", "--token-file", "--local-addr"
 _CPU, _QUICK = "--cpu", "--quick"
 _CPU_RANKS = 2  # that are tried
 _SHARED_MEMORY_NAME = "/dev/shm"  # noqa: S108 - the mount that loader workers use
@@ -81,17 +67,9 @@ _DISK_BYTES_MIN = 1024**3
 _OPEN_FILES_MIN = 1024
 
 
-def run(words: Sequence[str]) -> int:
+def _run(arguments: Arguments) -> int:
     """Print every check; 1 if one fails. Raises BadInputError."""
-    arguments = parse_small(
-        words,
-        valued=(LOG_DIR, CHECKPOINT_DIR, _GPUS, _BACKEND, *((name, name) for name in OF_ENDPOINT)),
-        switches=(JSON, _CPU, _QUICK),
-    )
-    if arguments.wants_help:
-        print(HELP)
-        return ExitCode.DONE
-    for name in OF_ENDPOINT:
+    for name in (_ENDPOINT, _TOKEN_FILE, _LOCAL_ADDR):
         if name in arguments.values and _ENDPOINT not in arguments.values:
             expected = f"is for {_ENDPOINT}, which is not given"
             raise BadInputError(name, arguments.values[name], expected)
@@ -106,7 +84,7 @@ def run(words: Sequence[str]) -> int:
     checks = all_checks(folders, seen, build, tried=tried)
     for check in itertools.chain(checks, _of_several(arguments)):
         has_failed = has_failed or check.verdict is Verdict.FAIL
-        if JSON in arguments.switches:
+        if JSON.long in arguments.switches:
             print(json.dumps({**asdict(check), "verdict": check.verdict.value}))
         else:
             for line in _lines(check):
@@ -114,7 +92,7 @@ def run(words: Sequence[str]) -> int:
     return ExitCode.FAILED if has_failed else ExitCode.DONE
 
 
-def _of_several(arguments: SmallArguments) -> Iterator[Check]:
+def _of_several(arguments: Arguments) -> Iterator[Check]:
     """Return the checks for a run on several machines, if an endpoint is given."""
     values = arguments.values
     if _ENDPOINT not in values:
@@ -125,8 +103,8 @@ def _of_several(arguments: SmallArguments) -> Iterator[Check]:
     asked = Asked(
         host=host,
         port=port,
-        local_addr=values.get("--local-addr", ""),
-        token_file=values.get("--token-file", ""),
+        local_addr=values.get(_LOCAL_ADDR, ""),
+        token_file=values.get(_TOKEN_FILE, ""),
         checkpoint_dir=values.get("--checkpoint-dir", ""),
         log_dir=values.get("--log-dir", ""),
     )
@@ -148,7 +126,7 @@ class Tried:
     is_shown: bool = False  # a line for people while it lasts
 
 
-def _tried(arguments: SmallArguments, seen: VisibleGpus) -> Tried:
+def _tried(arguments: Arguments, seen: VisibleGpus) -> Tried:
     """Choose devices and backend as training would. Raises BadInputError for choices that training would refuse."""
     given = [
         (name, arguments.values[option])
@@ -165,7 +143,7 @@ def _tried(arguments: SmallArguments, seen: VisibleGpus) -> Tried:
         places=places,
         backend=group_backend(settings, is_on_gpu=is_on_gpu),
         is_quick=_QUICK in arguments.switches,
-        is_shown=sys.stdout.isatty() and JSON not in arguments.switches,
+        is_shown=sys.stdout.isatty() and JSON.long not in arguments.switches,
     )
 
 
@@ -431,3 +409,33 @@ def check_variables(environment: Mapping[str, str]) -> Check:
         cure = f"{HIP} counts, and {CUDA} says something else: set one of them"
         return Check(name="variables", verdict=Verdict.WARN, found=shown, cure=cure)
     return Check(name="variables", verdict=Verdict.OK, found=shown)
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} doctor [-g 0,1] [--quick] [--json]
+
+Checks everything that training needs; exit 1 if something is missing. Ranks on
+the chosen devices form, sum, are aborted, form again and sum again.""",
+    options=(
+        Option("--gpus", short="-g", metavar="0,1", says="GPUs to try [all; without any, the CPU]"),
+        Option("--backend", metavar="NAME", says="how ranks meet: nccl or gloo [nccl on GPUs]"),
+        Option(_CPU, says="try the CPU"),
+        Option(_QUICK, says="leave that out: it takes some seconds"),
+        replace(LOG_DIR, says="folder of logs to check [logs]"),
+        replace(CHECKPOINT_DIR, says="folder of checkpoints to check [checkpoints]"),
+        Option(
+            _ENDPOINT,
+            metavar="HOST[:PORT]",
+            says="of a run on several machines: does it answer, is the token right, which address "
+            "would be used here, are folders shared? A run there is left alone",
+        ),
+        Option(
+            _TOKEN_FILE,
+            metavar="FILE",
+            says="as for training [DDP_RUNNER_TOKEN, or the folder's]",
+        ),
+        Option(_LOCAL_ADDR, metavar="ADDR", says="as for training [the one that leads there]"),
+        JSON,
+    ),
+    perform=_run,
+)

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.finding import BATCH_SIZE
+from ddp_runner.cli.parser import BATCH_SIZE
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.trials import MemoryWatch, Trial, steps_of, train
 from ddp_runner.core import batch_search
@@ -23,7 +23,7 @@ from ddp_runner.observe import format as fmt
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddp_runner.cli.finding import Finding
+    from ddp_runner.cli.parser import Finding
     from ddp_runner.core.launch_plan import LaunchPlan
 
 SHARE = 0.8

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.checkpoint.catalog import Catalog, Entry
-from ddp_runner.cli.finding import LEARNING_RATE
+from ddp_runner.cli.parser import LEARNING_RATE
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.trials import Trial, steps_of, train
 from ddp_runner.config import aligned, difference, resume_key, task_resume_key
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import psutil
 
-    from ddp_runner.cli.finding import Finding
+    from ddp_runner.cli.parser import Finding
     from ddp_runner.core.launch_plan import LaunchPlan
 
 

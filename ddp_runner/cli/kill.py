@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
 
-from ddp_runner.cli.arguments import LOG_DIR, parse_small
-from ddp_runner.cli.runs import NAME, elsewhere, log_dir_of
+from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand
+from ddp_runner.cli.runs import elsewhere, log_dir_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.observe.history.json_lines import whole
@@ -14,23 +13,9 @@ from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_holder import holder_of, signal_below_holder
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-HELP = f"""Usage:  {COMMAND} kill RANK [--name NAME | -l DIR]
-
-Ends a rank of a run on this machine by SIGKILL, to see it replaced.
-
-      --name NAME           the run in logs/NAME [the newest run]
-  -l, --log-dir DIR         the run in DIR"""
-
-
-def run(words: Sequence[str]) -> int:
+def _run(arguments: Arguments) -> int:
     """Kill the rank. Raises BadInputError where there is no such run or no such rank."""
-    arguments = parse_small(words, valued=(LOG_DIR, NAME), words_max=1)
-    if arguments.wants_help:
-        print(HELP)
-        return ExitCode.DONE
     if not arguments.words:
         raise BadInputError("kill", "", "needs the number of a rank, as in: kill 1")
     (asked,) = arguments.words
@@ -52,3 +37,13 @@ def run(words: Sequence[str]) -> int:
         )
     print(f"killed rank {asked}, process {pids[asked]}, of the run in {folder}")
     return ExitCode.DONE
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} kill RANK [--name NAME | -l DIR]
+
+Ends a rank of a run on this machine by SIGKILL, to see it replaced.""",
+    options=(NAME, LOG_DIR),
+    words_max=1,
+    perform=_run,
+)

@@ -242,7 +242,7 @@ def _plain(value: object) -> object:
 def _settings(words: Sequence[str]) -> Settings:
     """The settings of the run that ``words`` ask for, as its ranks get them. Raises BadInputError."""
     from ddp_runner.cli.parser import parse_train  # noqa: PLC0415 - see _config_file
-    from ddp_runner.cli.train import asked_settings, plan_launch  # noqa: PLC0415
+    from ddp_runner.cli.planning import asked_settings, plan_launch  # noqa: PLC0415
 
     parsed = parse_train(words)
     if parsed.finding.option:

@@ -1,35 +1,12 @@
-"""The resources of this machine: cores, memory, the installed torch's build. Imports no torch."""
+"""The cores that this machine gives to a run. Apart from its devices, since it is asked for before anything else."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from pathlib import Path
 
-from ddp_runner.system.torch_versions import NCCL2
-
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def torch_has(module: str) -> bool:
-    """Return whether the installed torch includes this module; True if there is no torch to ask."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return True
-    return Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py").is_file()
-
-
-def has_nccl2() -> bool:
-    """Return whether the installed torch has NCCL's newer class, ProcessGroupNCCL2."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    file = Path(spec.origin).parent / "distributed" / "distributed_c10d.py"
-    try:
-        return NCCL2 in file.read_text(encoding="utf-8")
-    except OSError:
-        return False
 
 
 def core_count() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_runner.cli.checks import Check, Verdict
+from ddp_runner.cli.machine_checks import Check, Verdict
 from ddp_runner.cli.nodes import TOKEN_VARIABLE, given_token, versions_here
 from ddp_runner.core import wire
 from ddp_runner.core.node_messages import (

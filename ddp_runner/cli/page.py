@@ -5,45 +5,26 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
-from importlib import import_module, util
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ddp_runner import start
-from ddp_runner.cli.arguments import LOG_DIR, parse_small
+from ddp_runner.cli.command import LOG_DIR, Arguments, SmallCommand
+from ddp_runner.cli.extras import page_missing
 from ddp_runner.config.run_names import LOGS
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.start import COMMAND
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-HELP = f"""Usage:  {COMMAND} page [-l DIR] [--port N] [--host ADDRESS]
-        {COMMAND} train --page ...
-
-Shows runs in a browser while they train, until Ctrl-C: curves with every fault
-and repair, faults, timeline, ranks and their logs, checkpoints, settings. Who
-came by the printed link can save, stop and start runs. `train --page` serves
-the page beside a run, which then needs no second command.
-
-  -l, --log-dir DIR         a run's log folder, or a folder of such [logs]
-      --port N              [8080]
-      --host ADDRESS        who may reach it [127.0.0.1: this machine]; from
-                            elsewhere only with the token of the link printed
-      --page-can-inject     let it end or stop ranks, to see them replaced"""
-_PORT, _HOST, _CAN_INJECT = ("--port", ""), ("--host", ""), "--page-can-inject"
+_CAN_INJECT = "--page-can-inject"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TOKEN_BYTES = 24
 _WAITING_MAX = 128
 
 
-def run(words: Sequence[str]) -> int:
-    """The command; the exit code. Raises BadInputError."""
-    asked = parse_small(words, valued=(LOG_DIR, _PORT, _HOST), switches=(_CAN_INJECT,))
-    if asked.wants_help:
-        print(HELP)
-        return ExitCode.DONE
+def _run(asked: Arguments) -> int:
+    """Serve the page; the exit code. Raises BadInputError."""
     root = Path(asked.values.get("--log-dir", LOGS)).expanduser()
     if not root.is_dir():
         raise BadInputError("--log-dir", root, "no such folder")
@@ -72,18 +53,8 @@ def _serve(root: Path, listener: socket.socket, host: str, *, can_inject: bool) 
 
 def refuse_if_missing() -> None:
     """Raise BadInputError where the extra is not installed."""
-    if missing := how_to_install():
+    if missing := page_missing():
         raise BadInputError("page", "", missing)
-
-
-def how_to_install() -> str:
-    """Return the missing package, with the command that installs it; empty if it is installed."""
-    if util.find_spec("nicegui") is not None:
-        return ""
-    wanted = "`pip install 'ddp_runner[page]'`"
-    if start.IS_CHECKOUT:
-        wanted = f"`{COMMAND} environment --extra page`, or `pip install 'nicegui>=3,<4'`"
-    return f"NiceGUI is not installed for {sys.executable}: {wanted}"
 
 
 def _listener(given: str, host: str) -> socket.socket:
@@ -105,3 +76,26 @@ def _listener(given: str, host: str) -> socket.socket:
             "--port", given, f"cannot be taken on {host}: {error.strerror}"
         ) from error
     return listener
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} page [-l DIR] [--port N] [--host ADDRESS]
+        {COMMAND} train --page ...
+
+Shows runs in a browser while they train, until Ctrl-C: curves with every fault
+and repair, faults, timeline, ranks and their logs, checkpoints, settings. Who
+came by the printed link can save, stop and start runs. `train --page` serves
+the page beside a run, which then needs no second command.""",
+    options=(
+        replace(LOG_DIR, says="a run's log folder, or a folder of such [logs]"),
+        Option("--port", metavar="N", says="[8080]"),
+        Option(
+            "--host",
+            metavar="ADDRESS",
+            says="who may reach it [127.0.0.1: this machine]; from elsewhere only with the token "
+            "of the link printed",
+        ),
+        Option(_CAN_INJECT, says="let it end or stop ranks, to see them replaced"),
+    ),
+    perform=_run,
+)

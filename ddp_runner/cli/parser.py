@@ -1,4 +1,7 @@
-"""The words of ``train`` -> files and assignments. Judges names; ``config`` judges values."""
+"""The options of ``train`` as a table, and its words read by it: files and assignments. ``config`` judges values.
+
+The option of a setting stands at its field, in ``core.settings``; here are those that are no settings.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.finding import NOTHING, Finding, split_off_finding
-from ddp_runner.cli.options import LONG_OF_ALIAS, LONG_OF_SHORT, OPTIONS
-from ddp_runner.config.fields import ForeignNameError, find_key, known_fields
+from ddp_runner.config.fields import ForeignNameError, find_key, key_of, known_fields
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
+from ddp_runner.config.sources import named_file, preset_file
 from ddp_runner.config.suggest import nearest
-from ddp_runner.config.user_files import named_file, preset_file
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.node_options import VARIABLES
-from ddp_runner.core.placing import ENGINE
-from ddp_runner.core.settings.declaration import SWITCH, TEXT, Option
+from ddp_runner.core.node_options import ENGINE, VARIABLES
+from ddp_runner.core.settings.declaration import SWITCH, TEXT, Option, OptionGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,148 @@ _SEE_HELP = "; --help lists the options"
 _DRY_RUN = "--dry-run"
 OF_NODES = (*VARIABLES, "--token-file", ENGINE)
 _PAGES = ("--help", "--help-settings", "--version")
+BATCH_SIZE, LEARNING_RATE = "--find-batch-size", "--find-lr"
+# Each with what its value looks like where that is a word of its own.
+_VALUE = {
+    BATCH_SIZE: re.compile(r"-?\d*\.?\d+%?"),
+    LEARNING_RATE: re.compile(r"[\d.eE+-]+:[\d.eE+:-]+"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Options that the help shows under one heading."""
+
+    title: str
+    options: tuple[Option, ...]
+
+
+_OWN = (
+    Option(
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        default="1",
+        aliases=("--num-machines", "--num-nodes"),
+        group=OptionGroup.MACHINES,
+        says="machines; with a range it goes on with fewer",
+    ),
+    Option(
+        "--rdzv-endpoint",
+        metavar="HOST[:PORT]",
+        group=OptionGroup.MACHINES,
+        says="of one of them, where they meet; port 29400",
+    ),
+    Option(
+        "--rdzv-id", metavar="ID", default="none", group=OptionGroup.MACHINES, says="of the run"
+    ),
+    Option(
+        "--node-rank",
+        metavar="R",
+        default="by the order of joining",
+        aliases=("--machine-rank",),
+        group=OptionGroup.MACHINES,
+        says="the number of this machine; that of the endpoint is 0",
+    ),
+    Option(
+        "--rdzv-backend",
+        metavar="c10d",
+        group=OptionGroup.MACHINES,
+        says="c10d or static, which mean the same",
+    ),
+    Option(
+        "--rdzv-conf",
+        metavar="K=V,...",
+        group=OptionGroup.MACHINES,
+        says="join_timeout=600, last_call_timeout=30, is_host=1",
+    ),
+    Option(
+        "--local-addr",
+        metavar="ADDR",
+        group=OptionGroup.MACHINES,
+        says="the address of this machine; otherwise the one that leads to the endpoint",
+    ),
+    Option(
+        "--token-file",
+        metavar="FILE",
+        group=OptionGroup.MACHINES,
+        says="with the secret that all machines know; otherwise DDP_RUNNER_TOKEN, or a file that "
+        "the coordinator makes in a checkpoint folder that they share",
+    ),
+    Option(
+        "--engine",
+        metavar="ray",
+        group=OptionGroup.MACHINES,
+        says="have Ray's cluster place and restart the machines; only --nnodes is given then",
+    ),
+    Option(
+        "--preset",
+        metavar="NAME",
+        group=OptionGroup.FILES,
+        says="settings of presets/NAME.yaml, which lie under those of --config",
+    ),
+    Option(
+        "--config",
+        metavar="FILE",
+        aliases=("--config-name",),
+        group=OptionGroup.FILES,
+        says="YAML file of settings; may be repeated, the later wins",
+    ),
+    Option(
+        "--dry-run",
+        aliases=("--test-model",),
+        group=OptionGroup.TRYING_OUT,
+        says="build, compute one micro-batch, show modules and memory; write nothing",
+    ),
+    Option(
+        "--find-batch-size",
+        metavar="[SHARE]",
+        group=OptionGroup.TRYING_OUT,
+        says="try sizes by a few steps each, and show the largest batch that takes "
+        "no more than SHARE of the memory [0.8]",
+    ),
+    Option(
+        "--find-lr",
+        metavar="[LOW:HIGH[:STEPS]]",
+        group=OptionGroup.TRYING_OUT,
+        says="train a copy at rates that grow, show the curve and a suggestion [1e-7:10:100]",
+    ),
+    Option("--help", short="-h", group=OptionGroup.HELP, says="this text"),
+    Option(
+        "--help-settings",
+        group=OptionGroup.HELP,
+        says="every setting: meaning, default, legal values",
+    ),
+    Option("--version", group=OptionGroup.HELP, says="the version"),
+)
+_OF_SETTINGS = tuple(spec.option for spec in known_fields().values() if spec.option is not None)
+_OWN_FIRST = (
+    OptionGroup.MACHINES,
+)  # where the others are about a run of which these say that there is one
+
+
+def _group(heading: OptionGroup) -> Group:
+    """In the order of the settings."""
+    own, others = ([one for one in some if one.group is heading] for some in (_OWN, _OF_SETTINGS))
+    options = (*own, *others) if heading in _OWN_FIRST else (*others, *own)
+    return Group(title=heading.value, options=options)
+
+
+GROUPS = tuple(_group(heading) for heading in OptionGroup)
+OPTIONS = {option.long: option for group in GROUPS for option in group.options}
+LONG_OF_SHORT = {option.short: option.long for option in OPTIONS.values() if option.short}
+LONG_OF_ALIAS = {alias: option.long for option in OPTIONS.values() for alias in option.aliases}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The search that is asked for. ``option``: its name, "" for none; ``value``: its text; ``words``: all other words."""
+
+    option: str = ""
+    value: str = ""
+    words: tuple[str, ...] = ()
+
+
+NOTHING = Finding()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +266,7 @@ def _given(written: str, name: str, text: str) -> str:
 
 def _name(option: Option) -> str:
     """How messages name the option's setting: as the option, where that names the same setting."""
-    try:
-        same = find_key(option.long, option.long[2:], list(known_fields())) == option.key
-    except BadInputError:
-        same = False
+    same = key_of(option.long[2:], list(known_fields())) == option.key
     return option.long if same else option.key
 
 
@@ -200,3 +339,28 @@ def _value(option: Option, attached: str | None, rest: list[str]) -> str:
     if is_foreign_switch(option.long[2:]) or (spec is not None and spec.written is SWITCH):
         return "true"
     raise BadInputError(option.long, "", f"needs a value: {option.long} {option.metavar}")
+
+
+def split_off_finding(words: Sequence[str]) -> Finding:
+    """Find such an option. Raises BadInputError for two of them, and for an empty value."""
+    option, value = "", ""
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        written, has_value, attached = word.partition("=")
+        long = written.replace("_", "-").lower()
+        if word == "--":
+            others += [word, *rest]
+            break
+        if long not in _VALUE:
+            others.append(word)
+            continue
+        if option and long != option:
+            raise BadInputError(long, "", f"and {option} are two commands: give one of them")
+        if has_value and not attached:
+            raise BadInputError(long, "''", "is empty; give a value, or leave it out")
+        if not has_value and rest and _VALUE[long].fullmatch(rest[0]):
+            attached = rest.pop(0)
+        option, value = long, attached
+    return Finding(option=option, value=value, words=tuple(others))

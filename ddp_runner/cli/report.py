@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner import start
-from ddp_runner.cli.arguments import LOG_DIR, SmallArguments, parse_small
-from ddp_runner.cli.output import is_unicode, show
+from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand, is_unicode, show
 from ddp_runner.cli.report_comparison import compare
-from ddp_runner.cli.runs import NAME, elsewhere, log_dir_of
+from ddp_runner.cli.runs import elsewhere, log_dir_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import fault_sentence
-from ddp_runner.observe.reports.ended_run import EndedRun
 from ddp_runner.observe.reports.html_page import html_report
-from ddp_runner.observe.reports.improvements import improvements
+from ddp_runner.observe.reports.improvements import EndedRun, improvements
 from ddp_runner.observe.reports.text_report import (
     curve_lines,
     gpu_use,
@@ -38,21 +37,10 @@ from ddp_runner.system.run_files import from_json, read_lines, read_small, repla
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 
-HELP = f"""Usage:  {COMMAND} report [--name NAME | -l DIR] [--html FILE]
-        {COMMAND} report --compare A B
-
-Shows how a run ended: result, curves, where the time went, what to improve
-first, faults and their repair.
-
-      --name NAME           the run in logs/NAME [the newest run]
-  -l, --log-dir DIR         the run in DIR
-      --html FILE           writes one file for a browser instead, to send to
-                            somebody: curves, timeline, faults, settings
-      --compare A B         two runs side by side; names, or log folders"""
-_HTML, _COMPARE = ("--html", ""), "--compare"
+_COMPARE = "--compare"
 _RANKS_SHOWN_MAX = 8  # of more, the fastest, the middle one and the slowest
 _GPUS_SHOWN_MAX, _EPOCHS_SHOWN_MAX = 8, 8
 _FAULTS_SHOWN_MAX = 20
@@ -60,12 +48,8 @@ _LABEL_COLUMNS, _CURVE_LABELS = 12, 17
 _ENDED = (RunState.DONE.value, RunState.FAILED.value)
 
 
-def run(words: Sequence[str]) -> int:
+def _run(arguments: Arguments) -> int:
     """Print the report. Raises BadInputError where there is no run to report on."""
-    arguments = parse_small(words, valued=(LOG_DIR, NAME, _HTML), switches=(_COMPARE,), words_max=2)
-    if arguments.wants_help:
-        print(HELP)
-        return ExitCode.DONE
     if _COMPARE in arguments.switches:
         _refuse_beside_compare(arguments)
         return compare(arguments.words)
@@ -114,7 +98,7 @@ def _show_course(directory: Path, summary: RunSummary) -> None:
         show(line)
 
 
-def _refuse_beside_compare(arguments: SmallArguments) -> None:
+def _refuse_beside_compare(arguments: Arguments) -> None:
     beside = sorted(arguments.values)
     if beside:
         raise BadInputError(_COMPARE, "", f"takes two runs, and no {beside[0]}")
@@ -352,3 +336,25 @@ def _plotly(given: str) -> str:
     raise BadInputError(
         "--html", given, f"plotly, which draws it, is not installed for {sys.executable}: {wanted}"
     )
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} report [--name NAME | -l DIR] [--html FILE]
+        {COMMAND} report --compare A B
+
+Shows how a run ended: result, curves, where the time went, what to improve
+first, faults and their repair.""",
+    options=(
+        NAME,
+        LOG_DIR,
+        Option(
+            "--html",
+            metavar="FILE",
+            says="writes one file for a browser instead, to send to somebody: curves, timeline, "
+            "faults, settings",
+        ),
+        Option(_COMPARE, metavar="A B", says="two runs side by side; names, or log folders"),
+    ),
+    words_max=2,
+    perform=_run,
+)

@@ -10,17 +10,15 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from ddp_runner.cli.arguments import SmallArguments
-from ddp_runner.cli.output import is_unicode, show
+from ddp_runner.cli.command import Arguments, is_unicode, show
 from ddp_runner.cli.runs import log_dir_of
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.run_names import is_name
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.observe.format import byte_size, count, duration, figure, percent, rate
+from ddp_runner.observe.format import byte_size, count, duration, figure, percent, rate, sparkline
 from ddp_runner.observe.history.run_history import RunHistory
-from ddp_runner.observe.reports.ended_run import EndedRun
-from ddp_runner.observe.reports.text_charts import sparkline
+from ddp_runner.observe.reports.improvements import EndedRun
 from ddp_runner.observe.reports.text_report import time_parts
 from ddp_runner.observe.script_summary import read_script_summary
 from ddp_runner.observe.summary import RunSummary, read_summary
@@ -41,9 +39,9 @@ def compare(words: Sequence[str]) -> int:
 
 def _ended(word: str) -> EndedRun:
     if Path(word).expanduser().is_dir():
-        folder = log_dir_of(SmallArguments(values={"--log-dir": word}))
+        folder = log_dir_of(Arguments(values={"--log-dir": word}))
     elif is_name(word):
-        folder = log_dir_of(SmallArguments(values={"--name": word}))
+        folder = log_dir_of(Arguments(values={"--name": word}))
     else:
         raise BadInputError("--compare", word, "is no log folder, and no name of a run")
     try:

@@ -14,8 +14,10 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.accelerate_config import ON_CPU, accelerate_variables
-from ddp_runner.cli.options import OPTIONS
-from ddp_runner.cli.parser import is_config_name, parse_train
+from ddp_runner.cli.command import TrainCommand, option_lines
+from ddp_runner.cli.extras import take_keys
+from ddp_runner.cli.parser import OPTIONS, is_config_name, parse_train
+from ddp_runner.cli.planning import asked_settings, plan_launch
 from ddp_runner.cli.run_loop import attaches, may_be_run, source_of, with_loop
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
@@ -35,11 +37,10 @@ from ddp_runner.cli.run_options import (
     WHICH_STREAMS,
 )
 from ddp_runner.cli.stage_choice import refuse_stages
-from ddp_runner.cli.tracker_needs import take_keys
-from ddp_runner.cli.train import allow_open_files, asked_settings, plan_launch
+from ddp_runner.cli.train import allow_open_files
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
-from ddp_runner.config.user_files import named_file
+from ddp_runner.config.sources import named_file
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.script import GRACE_AT_STOP_S, ResumeWith, ScriptPlan
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
     from ddp_runner.core.settings import Settings
 
-_WIDTH, _INDENT = 79, 28
+_WIDTH = 79
 _OF_DEVICE = ("--cpu", "--gpus", "device=", "run.device=", "gpus=", "run.gpus=")
 _CPU_WORDS = ("--cpu", "device=cpu", "run.device=cpu")
 _DEVICE_OF = {"cpu": "cpu", "gpu": "cuda"}  # torchrun's words for as many ranks as there are
@@ -430,10 +431,7 @@ def run_help() -> str:
         "Options:",
     ]
     for option in (*(OPTIONS[long] for long in SHARED), *OWN.values()):
-        flags = f"  {option.short}, {option.long}" if option.short else f"      {option.long}"
-        if option.metavar:
-            flags += f" {option.metavar}"
-        lines += _entry(flags, SAYS_OF_SHARED.get(option.long, option.says))
+        lines += option_lines(option, SAYS_OF_SHARED.get(option.long, ""))
     lines += ["", "Examples:"]
     for words, says in EXAMPLES:
         lines += [f"  {COMMAND} run {words}", f"      {says}"]
@@ -446,8 +444,4 @@ def run_help() -> str:
     return "\n".join(lines)
 
 
-def _entry(left: str, right: str) -> list[str]:
-    wrapped = textwrap.wrap(right, _WIDTH - _INDENT)
-    first = f"{left:<{_INDENT}}{wrapped[0]}" if len(left) < _INDENT else left
-    rest = wrapped[1:] if len(left) < _INDENT else wrapped
-    return [first, *(" " * _INDENT + line for line in rest)]
+DECLARATION = TrainCommand(make_help=run_help, perform=run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.cli.options import LONG_OF_SHORT
+from ddp_runner.cli.parser import LONG_OF_SHORT
 from ddp_runner.core.settings.declaration import Option
 
 # As torchrun has it: stdout, stderr, both or none of all ranks, or of some.

@@ -9,20 +9,18 @@ import yaml
 
 from ddp_runner.config.run_names import CHECKPOINTS, LOGS, is_name
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.system.followed_run import NAME as NOTE
-from ddp_runner.system.followed_run import followed_run
+from ddp_runner.system.followed_run import NAME, followed_run
 from ddp_runner.system.run_directories import latest_logs
 from ddp_runner.system.run_files import read_small
 
 if TYPE_CHECKING:
-    from ddp_runner.cli.arguments import SmallArguments
+    from ddp_runner.cli.command import Arguments
 
-NAME = ("--name", "")
 _CONFIG_BYTES_MAX = 1 << 20
 _RECORDS = ("summary.json", "status.json")
 
 
-def log_dir_of(arguments: SmallArguments) -> Path:
+def log_dir_of(arguments: Arguments) -> Path:
     """The log folder that ``-l`` or ``--name`` asks for, else the newest run's. Raises BadInputError."""
     asked = arguments.values.get("--log-dir")
     if asked is not None:
@@ -39,7 +37,7 @@ def log_dir_of(arguments: SmallArguments) -> Path:
     return newest
 
 
-def checkpoint_dir_of(arguments: SmallArguments) -> Path:
+def checkpoint_dir_of(arguments: Arguments) -> Path:
     """The folder that ``-c`` or ``--name`` asks for, else the newest run's. Raises BadInputError."""
     asked = arguments.values.get("--checkpoint-dir")
     if asked is not None:
@@ -73,11 +71,11 @@ def elsewhere(logs: Path, *, is_of_checkpoints: bool = False) -> str:
 
 
 def _newest_followed() -> Path | None:
-    notes = sorted(Path(LOGS).glob(f"*/{NOTE}"), key=lambda path: path.stat().st_mtime)
+    notes = sorted(Path(LOGS).glob(f"*/{NAME}"), key=lambda path: path.stat().st_mtime)
     return notes[-1].parent if notes else None
 
 
-def _asked_name(arguments: SmallArguments) -> str | None:
+def _asked_name(arguments: Arguments) -> str | None:
     name = arguments.values.get("--name")
     if name is not None and not is_name(name):
         raise BadInputError("--name", name or "''", "is no name of a run")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
 
-from ddp_runner.cli.options import GROUPS
+from ddp_runner.cli.command import HELP_COLUMNS, entry
+from ddp_runner.cli.commands import COMMANDS
+from ddp_runner.cli.parser import GROUPS
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.meanings import meanings
 from ddp_runner.config.presets import PRESETS, RECIPES
@@ -13,25 +14,6 @@ from ddp_runner.core.injection import PHASES, InjectKind
 from ddp_runner.core.settings.declaration import OnResume, Option
 from ddp_runner.start import COMMAND
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-WIDTH = 79
-_INDENT = 28
-COMMANDS = {
-    "train": "train; what happens when no command is given",
-    "run": "any script that torchrun starts, supervised: run train.py ARGS",
-    "checkpoints": "list, verify, show, export or prune checkpoints",
-    "report": "what happened in a run, for people",
-    "doctor": "can this machine train, and if not, what to do",
-    "configure": "asks for the settings that matter most, and writes them to a file",
-    "check": "is your own task exact under every kill? a table of what holds",
-    "demo": "watch ranks being killed, and the weights come out the same",
-    "bench": "what a step's time is made of, what bounds it, what to try",
-    "docs": "show the documentation in a browser",
-    "page": "watch runs in a browser while they train",
-    "kill": "end a rank of a run, to see it replaced: kill 1",
-}
 EXAMPLES = (
     ("", "train on this machine's own text"),
     ("--test", "does everything work here?"),
@@ -85,26 +67,26 @@ def train_help() -> str:
     for group in GROUPS:
         lines += ["", f"{group.title}:"]
         for option in group.options:
-            lines += _entry(
+            lines += entry(
                 _flags(option),
                 option.says + (f" [{default}]" if (default := default_of(option)) else ""),
             )
     lines += ["", "Faults on request: --inject KIND:KEY=VALUE,..."]
     for left, right in INJECTIONS:
-        lines += _entry(left, right)
+        lines += entry(left, right)
     lines += ["", "Settings:"]
     lines += textwrap.wrap(
         "Any setting can be given as SECTION.KEY=VALUE, or without its section where only one "
         "section has such a key: num_workers=2 save_every_steps=50 hidden_size=256. Arguments of "
         "your own task are task.NAME=VALUE. Order: default < ~/.config/ddp_runner.yaml < --preset "
         "< --config < environment (DDP_RUNNER_DATA__BATCH_SIZE=8) < command line.",
-        WIDTH,
+        HELP_COLUMNS,
         initial_indent="  ",
         subsequent_indent="  ",
     )
     lines += ["", "Commands:"]
-    for name, says in COMMANDS.items():
-        lines += _entry(f"  {name}", says)
+    for name, row in COMMANDS.items():
+        lines += entry(f"  {name}", row.says)
     lines += ["", "Examples:"]
     lines += [f"  {f'{COMMAND} {words}':<43} {says}" for words, says in EXAMPLES]
     lines += ["", "Exit codes:", *(f"  {line}" for line in _EXIT_CODES)]
@@ -116,7 +98,7 @@ def settings_help() -> str:
     lines = textwrap.wrap(
         "Every setting, its default and its meaning. A change of one that is refused on resume "
         "makes another run; of one that is reported, a run that goes on and is not exact.",
-        WIDTH,
+        HELP_COLUMNS,
     )
     section = ""
     for key, spec in known_fields().items():
@@ -126,24 +108,15 @@ def settings_help() -> str:
             lines += ["", f"{section}:"]
         lines.append(f"  {name} = {shown_default(spec)}")
         says = f"{meanings()[key]} Legal: {spec.expected()}.{_ON_RESUME[spec.on_resume]}"
-        lines += textwrap.wrap(says, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += textwrap.wrap(
+            says, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6
+        )
     return "\n".join(lines)
 
 
 def _flags(option: Option) -> str:
     short = f"{option.short}, " if option.short else "    "
     return f"  {short}{option.long}{' ' + option.metavar if option.metavar else ''}"
-
-
-def _entry(left: str, right: str) -> Iterable[str]:
-    """``left`` in its column and ``right`` wrapped beside it, or below when ``left`` is long."""
-    wrapped = textwrap.wrap(right, WIDTH - _INDENT)
-    if len(left) >= _INDENT - 1:
-        yield left
-        left = ""
-    yield f"{left:<{_INDENT}}{wrapped[0]}"
-    for line in wrapped[1:]:
-        yield " " * _INDENT + line
 
 
 def default_of(option: Option) -> str:

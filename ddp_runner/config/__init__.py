@@ -36,8 +36,8 @@ from ddp_runner.config.relations import (
     refuse_for_loops,
     refuse_without_supervisor,
 )
+from ddp_runner.config.sources import home_files, preset_file
 from ddp_runner.config.unread import unread_warning
-from ddp_runner.config.user_files import home_files, preset_file
 from ddp_runner.config.usual import is_usual
 from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
 

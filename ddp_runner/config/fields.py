@@ -235,24 +235,32 @@ def removed(name: str) -> tuple[str, str] | None:
     return next((REMOVED[key] for key in REMOVED if name in (key, key.partition(".")[2])), None)
 
 
-def find_key(written: str, name: str, known: Sequence[str]) -> str:
-    """The dotted key among ``known`` that ``name`` means.
-
-    A last name that only one section has needs no section, and ``mode`` is that of the run. ``task.X``
-    is free. Raises BadInputError, naming what the user wrote, for an unknown or ambiguous name.
-    """
+def key_of(name: str, known: Sequence[str]) -> str:
+    """Return the dotted key among ``known`` that ``name`` means; empty for an unknown or ambiguous name."""
     name = normal_name(name)
     if name in known or (name.startswith("task.") and len(name) > len("task.")):
         return name
     if name in _MEANT and _MEANT[name] in known:
         return _MEANT[name]
-    matches = [key for key in known if key.rpartition(".")[2] == name]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
+    matches = _with_last_name(name, known)
+    return matches[0] if len(matches) == 1 else "" if matches else ALIASES.get(name, "")
+
+
+def _with_last_name(name: str, known: Sequence[str]) -> list[str]:
+    return [key for key in known if key.rpartition(".")[2] == name]
+
+
+def find_key(written: str, name: str, known: Sequence[str]) -> str:
+    """Return the dotted key among ``known`` that ``name`` means.
+
+    A last name that only one section has needs no section, and ``mode`` is that of the run. ``task.X``
+    is free. Raises BadInputError, naming what the user wrote, for an unknown or ambiguous name.
+    """
+    name = normal_name(name)
+    if found := key_of(name, known):
+        return found
+    if matches := _with_last_name(name, known):
         raise BadInputError(written, "", f"could be {' or '.join(matches)}; write the whole name")
-    if name in ALIASES:
-        return ALIASES[name]
     if name in ANSWERS:
         raise ForeignNameError(written, "", f"unknown setting; {ANSWERS[name]}")
     if (gone := removed(name)) is not None:

@@ -1,20 +1,19 @@
-"""Reads what the user wrote: YAML files, environment, command line. Judges no value."""
+"""Reads what the user wrote: YAML files (at home, in ``presets/``), environment, command line. Judges no value."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import yaml
 
 from ddp_runner.config.fields import ALIASES, TASK_SECTION, sections
 from ddp_runner.config.foreign import HEADINGS
+from ddp_runner.config.suggest import nearest
 from ddp_runner.core.errors import BadInputError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Origin = Literal["default", "preset", "file", "environment", "command line"]
 
@@ -39,6 +38,8 @@ RESERVED_VARIABLES = frozenset(
         "DDP_RUNNER_ENV_FILE_NAMES",
     }
 )
+PRESETS_FOLDER = "presets"
+HOME_FILE = ".config/ddp_runner.yaml"  # in the home folder; lies under all other files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,3 +241,31 @@ def _free_value(written: str, name: str, text: str) -> object:
         return parse_yaml(text)
     except yaml.YAMLError as error:
         raise BadInputError(written, text, _syntax_words(error)) from error
+
+
+def home_files(environment: Mapping[str, str]) -> tuple[Path, ...]:
+    """The file of settings in the home folder that ``environment`` names, if it is there."""
+    home = environment.get("HOME", "")
+    path = Path(home, HOME_FILE)
+    return (path,) if home and path.is_file() else ()
+
+
+def named_file(name: str) -> Path:
+    """The file of settings that is called so, with or without its ending."""
+    path = Path(name)
+    endings = (path, *(Path(f"{name}{ending}") for ending in (".yaml", ".yml")))
+    return next((one for one in endings if one.is_file()), path)
+
+
+def preset_file(name: str) -> Path:
+    """``presets/NAME.yaml`` in the working directory. Raises BadInputError where there is none."""
+    folder = Path(PRESETS_FOLDER)
+    path = folder / f"{name}.yaml"
+    known = sorted(one.stem for one in folder.glob("*.yaml"))
+    if name in known and path.is_file():
+        return path
+    if not known:
+        raise BadInputError("--preset", name, f"no such file {path}")
+    near = nearest(name, known)
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+    raise BadInputError("--preset", name, f"no such file {path}; {hint}")

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.node_options import NodeOptions, node_options
+from ddp_runner.core.node_options import ENGINE, NodeOptions, node_options
 from ddp_runner.core.threads import AUTO_CPU_RANKS
 
 RAY = "ray"
-ENGINE = "--engine"
 # What the driver decides itself.
 _DECIDED = ("--rdzv-endpoint", "--node-rank", "--rdzv-backend", "--local-addr", "--token-file")
 _NOBODY = "engine"  # an endpoint for those who check that there is one

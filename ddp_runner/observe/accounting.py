@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,15 +9,16 @@ from typing import Any
 from ddp_runner.core import events
 from ddp_runner.core.board import SlotReading
 from ddp_runner.core.exits import RunStatus
-from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident, ReplaceRanks
-from ddp_runner.observe.findings import RunFindings, StageRecord
 from ddp_runner.observe.minor_faults import Injections, MinorFaults
 from ddp_runner.observe.summary import (
+    EndOfRun,
     ExactProof,
     FaultRecord,
     InjectedRecord,
+    RunFindings,
     RunSummary,
+    StageRecord,
     TimeShares,
 )
 from ddp_runner.observe.view import FaultView
@@ -260,64 +260,33 @@ class RunAccounting:
 
     def summary(
         self,
+        end: EndOfRun,
         *,
-        status: RunStatus,
-        exit_code: int,
-        world_size: int,
-        reading: SlotReading,
-        steps_per_epoch: int,
-        finished: Sequence[Finished],
         facts: RunFindings,
+        world_size: int,
+        steps_per_epoch: int,
         own_step_s: Mapping[int, float | None],
-        now_s: float,
     ) -> RunSummary:
-        """How the run ended. ``reading`` is rank 0's slot, ``finished`` what the ranks reported."""
-        report: Mapping[str, object] = finished[0].report if finished else {}
-        first_step_s = self.first_step_s if self.first_step_s is not None else now_s
-        steps = finished[0].step if finished else reading.committed_step
-        samples = _integer(report, "samples", reading.samples)
-        rates = self._rates(
-            report, steps=steps, samples=samples, ranks=world_size, seconds=now_s - first_step_s
-        )
-        summary = RunSummary(
+        """Sum up the run. ``own_step_s``: by rank, the time of a step in which it waits for nobody."""
+        repaired = [*self._minor.repaired, *(self._record(fault) for fault in self.faults)]
+        return RunSummary(
             run_id=facts.run_id,
-            status=status,
-            exit_code=int(exit_code),
-            steps=steps,
-            epochs=_integer(report, "epochs", facts.own_steps(steps) // max(1, steps_per_epoch)),
-            samples=samples,
-            tokens=_finite(report.get("tokens")),
-            stop_reason=str(report.get("stop_reason") or status.value),
+            name=facts.name,
+            stage=facts.stage,
+            stages=_stages(facts.stages, end),
             world_size=world_size,
-            final_loss=_finite(report.get("loss", reading.loss if reading.samples else None)),
-            weights_sha256=str(report["weights_sha256"]) if "weights_sha256" in report else None,
+            epochs=end.whole("epochs", facts.own_steps(end.steps) // max(1, steps_per_epoch)),
             exact=not facts.inexact_reasons,
             inexact_reasons=tuple(facts.inexact_reasons),
             exact_proof=ExactProof.of(facts.proved),
-            wall_s=round(now_s - self.began_s, 3),
-            time_s=self.shares(reading, now_s=now_s),
-            faults=(
-                *self.before,
-                *sorted(
-                    [
-                        *self._minor.repaired,
-                        *(self._record(fault) for fault in self.faults),
-                    ],
-                    key=lambda record: record.detected_s,
-                ),
-            ),
+            wall_s=round(end.now_s - self.began_s, 3),
+            time_s=self.shares(end.reading, now_s=end.now_s),
+            faults=(*self.before, *sorted(repaired, key=lambda record: record.detected_s)),
             tolerated=tuple(self._minor.tolerated),
             injected=tuple(self._injections.records),
             faults_left_out=self._minor.left_out,
-            checkpoint=str(report.get("checkpoint") or self.checkpoint) or None,
-            checkpoint_step=finished[0].step if report.get("checkpoint") else self.checkpoint_step,
-            peak_rss_bytes=_peak(finished, "peak_rss_bytes"),
-            peak_device_bytes=_peak(finished, "peak_device_bytes"),
-            peak_device_permille=_peak(finished, "peak_device_permille"),
-            figures=_figures(report),
-            suspected_leaks=tuple(
-                leak for report in finished for leak in _leaks(report.report.get("leaks"))
-            ),
+            checkpoint=str(end.report.get("checkpoint") or self.checkpoint) or None,
+            checkpoint_step=end.steps if end.report.get("checkpoint") else self.checkpoint_step,
             own_step_s={
                 str(rank): round(seconds, 6)
                 for rank, seconds in own_step_s.items()
@@ -325,31 +294,22 @@ class RunAccounting:
             },
             stragglers={str(rank): factor for rank, factor in facts.stragglers.items()},
             machines_lost=dict(facts.machines_lost),
-            name=facts.name,
-            stage=facts.stage,
-            stages=_stages(facts.stages, finished, is_over=status is RunStatus.COMPLETED),
+            **end.reported(),
+            **self._rates(end, ranks=world_size),
         )
-        return replace(summary, **rates)
 
-    def _rates(
-        self,
-        report: Mapping[str, object],
-        *,
-        steps: int,
-        samples: int,
-        ranks: int,
-        seconds: float,
-    ) -> dict[str, Any]:
-        """Of this launch: what its steps had on average, over its time since the first of them."""
-        done = steps - (self._launch_step or 0)
+    def _rates(self, end: EndOfRun, *, ranks: int) -> dict[str, Any]:
+        """Return the average rates of this launch's steps, over its time since the first of them."""
+        seconds = 0.0 if self.first_step_s is None else end.now_s - self.first_step_s
+        done = end.steps - (self._launch_step or 0)
         if done <= 0 or seconds <= 0.0:
             return {}
-        share = done / steps / seconds
-        rates = {"samples_per_s": samples * share} if samples else {}
-        tokens = _finite(report.get("all_tokens"))
+        share = done / end.steps / seconds
+        rates = {"samples_per_s": end.samples * share} if end.samples else {}
+        tokens = end.number("all_tokens")
         if tokens is not None:
             rates["tokens_per_s"] = tokens * share
-            flops, peak = (_finite(report.get(one)) for one in ("flops_per_token", "peak_flops"))
+            flops, peak = map(end.number, ("flops_per_token", "peak_flops"))
             if flops is not None and peak:
                 rates["flops_utilization"] = tokens * share * flops / (peak * ranks)
         return {name: round(value, 6) for name, value in rates.items()}
@@ -399,38 +359,9 @@ def _said_of(rank: int, cause: str) -> str:
     return first if rank < 0 or first.startswith((f"{who} ", f"{who}'")) else f"{who}: {first}"
 
 
-def _stages(
-    stages: Sequence[StageRecord], finished: Sequence[Finished], *, is_over: bool
-) -> tuple[StageRecord, ...]:
-    """The last one has ended with the run, if that is over."""
-    if not stages or not finished or not is_over:
+def _stages(stages: Sequence[StageRecord], end: EndOfRun) -> tuple[StageRecord, ...]:
+    """Return the stages; the last one has ended with the run, if that is completed."""
+    if not stages or not end.finished or end.status is not RunStatus.COMPLETED:
         return tuple(stages)
-    loss = _finite(finished[0].report.get("loss"))
-    return (*stages[:-1], replace(stages[-1], last_step=finished[0].step, loss=loss))
-
-
-def _integer(report: Mapping[str, object], name: str, otherwise: int) -> int:
-    value = report.get(name, otherwise)
-    return value if isinstance(value, int) else otherwise
-
-
-def _finite(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _peak(finished: Sequence[Finished], name: str) -> int | None:
-    peaks = [report.report.get("peaks") for report in finished]
-    values = [peak.get(name) for peak in peaks if isinstance(peak, dict)]
-    numbers = [value for value in values if isinstance(value, int)]
-    return max(numbers) if numbers and max(numbers) > 0 else None
-
-
-def _leaks(reported: object) -> list[Mapping[str, object]]:
-    return (
-        [leak for leak in reported if isinstance(leak, dict)] if isinstance(reported, list) else []
-    )
-
-
-def _figures(report: Mapping[str, object]) -> dict[str, float]:
-    figures = report.get("figures")
-    return {str(k): float(v) for k, v in figures.items()} if isinstance(figures, dict) else {}
+    last = replace(stages[-1], last_step=end.steps, loss=end.number("loss"))
+    return (*stages[:-1], last)

@@ -63,52 +63,55 @@ class _Alarm:
     held_back: int = 0
 
 
-class LogTail:
-    """Tails ``rank_<r>.log`` of a directory, from ``first_rank`` on, or one path (or memory file) per rank in rank order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """The lines of ranks that a console shows.
 
-    Only lines with ``seal`` are records; whatever else looks like one is a task's output. What
-    stands behind a record ``HELD_BACK`` is for the log alone: a traceback, where somebody else
-    knows whose is to be shown.
+    ``ranks``: by their place in the tail, from 0, the ranks of which more than warnings is shown. Only lines with
+    ``seal`` are records; others that look like one are a task's output. ``debug``: records of that level, too.
+    ``marks_lines``: each raw line stands behind ``[default0]:``, as torchrun has it.
+    """
+
+    debug: bool
+    seal: str = ""
+    ranks: Collection[int] = (0,)
+    marks_lines: bool = False
+
+
+class LogTail:
+    """Tails ``rank_<r>.log`` of a directory for each of ``ranks``, or one path (or memory file) for each, in their order.
+
+    What stands behind a record ``HELD_BACK`` is for the log alone: a traceback, where somebody else knows
+    whose is to be shown.
     With ``from_end`` what stands in the files now is not shown; a file that appears later is
-    shown from its start. Of rank 0 the next ``shown_bytes`` are not shown either. ``shown``: the ranks
-    whose lines are shown, ``kept_in`` the log in which a memory file's are kept, with ``marks_lines`` each behind ``[default0]:``, as torchrun has it.
+    shown from its start. Of the first rank the next ``shown_bytes`` are not shown either. ``kept_in`` is
+    the log in which the lines of a memory file are kept.
     """
 
     def __init__(
         self,
         where: Path | Sequence[Path | int],
         *,
-        ranks: int,
-        first_rank: int = 0,
-        debug: bool,
-        seal: str = "",
+        ranks: Sequence[int],
+        shows: Shown,
         from_end: bool = True,
         shown_bytes: int = 0,
-        shown: Collection[int] = (0,),
-        marks_lines: bool = False,
         kept_in: str = "",
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        paths = (
-            [where / f"rank_{first_rank + r}.log" for r in range(ranks)]
-            if isinstance(where, Path)
-            else where
-        )
-        if len(paths) != ranks:
-            raise ValueError(f"{len(paths)} log paths for {ranks} ranks")
+        paths = [where / f"rank_{rank}.log" for rank in ranks] if isinstance(where, Path) else where
+        if len(paths) != len(ranks):
+            raise ValueError(f"{len(paths)} log paths for {len(ranks)} ranks")
         self._files = [
             FollowedMemory(path, kept_in=kept_in)
             if isinstance(path, int)
             else FollowedFile(path, from_end=from_end, skipped_bytes=0 if rank else shown_bytes)
             for rank, path in enumerate(paths)
         ]
-        self._open: list[_Record | None] = [None] * ranks
-        self._first_rank = first_rank
-        self._shown = frozenset(shown)
+        self._open: list[_Record | None] = [None] * len(ranks)
+        self._ranks = ranks
+        self._shows = shows
         self._held_back: set[int] = set()  # ranks of which nothing more is shown
-        self._marks_lines = marks_lines
-        self._debug = debug
-        self._seal = seal
         self._now_s = now_s
         self._alarms: OrderedDict[tuple[str, str], _Alarm] = OrderedDict()
 
@@ -143,11 +146,11 @@ class LogTail:
             for record in self._records(rank, texts):
                 if record.level in _ALARMS:
                     key = (record.level, "\n".join(record.lines))
-                    alarms.setdefault(key, (record, []))[1].append(self._first_rank + rank)
+                    alarms.setdefault(key, (record, []))[1].append(self._ranks[rank])
                 elif self._is_last_shown(record):
                     self._held_back.add(rank)
-                elif rank in self._shown and rank not in self._held_back:
-                    mark = f"[default{rank}]:" if self._marks_lines else ""
+                elif rank in self._shows.ranks and rank not in self._held_back:
+                    mark = f"[default{rank}]:" if self._shows.marks_lines else ""
                     text = "\n".join(mark + line for line in record.lines)
                     plain.append(ConsoleLine(rank=rank, level=record.level, text=text))
             shown += self._bounded(plain)
@@ -161,10 +164,10 @@ class LogTail:
         for line in lines:
             newest = line.rstrip("\r").rsplit("\r", 1)[-1]  # a progress bar's last state
             shown = printable(without_styles(newest))
-            for text in split_records(shown, seal=self._seal):
+            for text in split_records(shown, seal=self._shows.seal):
                 before = self._open[rank]
                 if before is None or not text.startswith(CONTINUATION):
-                    records.append(_begin(text, self._seal))
+                    records.append(_begin(text, self._shows.seal))
                 elif records and records[-1] is before:
                     before.lines.append(text)
                     continue
@@ -174,7 +177,7 @@ class LogTail:
         return [record for record in records if self._worth_showing(record)]
 
     def _is_last_shown(self, record: _Record) -> bool:
-        return record.level == "DEBUG" and bool(self._seal) and record.lines[0] == HELD_BACK
+        return record.level == "DEBUG" and bool(self._shows.seal) and record.lines[0] == HELD_BACK
 
     def _worth_showing(self, record: _Record) -> bool:
         if self._is_last_shown(record):
@@ -185,7 +188,7 @@ class LogTail:
             return bool(first.strip()) and not is_for_the_file
         if record.level == "STEP":
             return False
-        return record.level != "DEBUG" or self._debug
+        return record.level != "DEBUG" or self._shows.debug
 
     def _bounded(self, lines: list[ConsoleLine]) -> list[ConsoleLine]:
         if len(lines) <= LINES_PER_POLL_MAX:

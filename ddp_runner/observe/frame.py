@@ -11,22 +11,23 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ddp_runner.observe import format as fmt
+from ddp_runner.observe.format import sparkline
 from ddp_runner.observe.loss_history import by_steps
 from ddp_runner.observe.progress_report import epoch_text
 from ddp_runner.observe.rank_table import (
     BAD,
     CARE,
+    DATA_WAIT_MANY,
     GOOD,
     PLAIN,
     QUIET,
     STRONG,
     STYLE_OF_STATE,
     Cell,
+    gpu_trouble,
     line,
     rank_table,
 )
-from ddp_runner.observe.reports.text_charts import sparkline
-from ddp_runner.observe.unusual import DATA_WAIT_MANY, gpu_trouble
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,20 +1,26 @@
-"""Owns summary.json: how a run ended, as values and as a file on disk. Decides nothing."""
+"""Owns summary.json: how a run ended, whether it is exact and what proves that, as values and on disk. Decides nothing."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_runner.core import events
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.files import encode_record
-from ddp_runner.observe.findings import StageRecord
 from ddp_runner.system.run_files import from_json, read_small, replace_file_synced
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-    from pathlib import Path
+    from collections.abc import Collection, Sequence
 
+    from ddp_runner.core.board import SlotReading
+    from ddp_runner.core.messages import Finished
     from ddp_runner.observe.script_summary import ScriptSummary
+
+_PEAKS = ("peak_rss_bytes", "peak_device_bytes", "peak_device_permille")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,3 +232,133 @@ def _fault_record(fault: Mapping[str, Any]) -> FaultRecord:
     injected = tuple(InjectedRecord(**one) for one in fault.get("injected", ()))
     victims = tuple(fault.get("victims", ()))
     return FaultRecord(**{**fault, "victims": victims, "injected": injected})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord:
+    """A stage in summary.json. ``last_step`` and ``loss``: with which it has ended; None where it has not."""
+
+    name: str
+    first_step: int
+    last_step: int | None = None
+    loss: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunFindings:
+    """Filled by the events of a run; the summary has it from here."""
+
+    run_id: str = ""
+    name: str = ""
+    stages: list[StageRecord] = field(
+        default_factory=list
+    )  # that this launch has trained, in order
+    inexact_reasons: list[str] = field(default_factory=list)
+    stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
+    # With several machines: how often each was lost in this launch.
+    machines_lost: dict[str, int] = field(default_factory=dict)
+    # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
+    proved: dict[str, set[int]] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> str:
+        """The stage that is trained; empty without stages."""
+        return self.stages[-1].name if self.stages else ""
+
+    def own_steps(self, steps: int) -> int:
+        """Of so many steps of the run those of the stage that is trained; all, without stages."""
+        return steps - (self.stages[-1].first_step if self.stages else 0)
+
+    def take(self, event: events.Event) -> None:
+        """What an event says of the result."""
+        match event:
+            case events.StageBegins(stage=stage, first_step=first_step):
+                self.stages.append(StageRecord(name=stage, first_step=first_step))
+            case events.StageEnds(step=step, loss=loss) if self.stages:
+                self.stages[-1] = replace(self.stages[-1], last_step=step, loss=loss)
+            case events.Straggler(rank=rank, factor=factor):
+                self.stragglers[rank] = factor
+            case events.Proved(what=what, step=step):
+                # Of ranks that report one step it counts once.
+                self.proved.setdefault(what, set()).add(step)
+            case (
+                events.Plan(inexact_reason=reason)
+                | events.TuningChanged(inexact_reason=reason)
+                | events.RepairedInPlace(inexact_reason=reason)
+                | events.Drill(inexact_reason=reason)
+                | events.NotProved(inexact_reason=reason)
+            ):
+                if reason and reason not in self.inexact_reasons:
+                    self.inexact_reasons.append(reason)
+            case _:
+                pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOfRun:
+    """The end of a run: its status, ``reading`` of rank 0's slot, and what the ranks reported, if all did."""
+
+    status: RunStatus
+    exit_code: int
+    reading: SlotReading
+    finished: Sequence[Finished]
+    now_s: float
+
+    @property
+    def report(self) -> Mapping[str, object]:
+        """Return what the first rank reported."""
+        return self.finished[0].report if self.finished else {}
+
+    @property
+    def steps(self) -> int:
+        """Return the number of committed steps."""
+        return self.finished[0].step if self.finished else self.reading.committed_step
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples in them."""
+        return self.whole("samples", self.reading.samples)
+
+    def whole(self, name: str, otherwise: int) -> int:
+        """Return a whole number of the report, or ``otherwise``."""
+        value = self.report.get(name, otherwise)
+        return value if isinstance(value, int) else otherwise
+
+    def number(self, name: str, otherwise: object = None) -> float | None:
+        """Return a finite number of the report, or ``otherwise`` if that is one."""
+        value = self.report.get(name, otherwise)
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+    def reported(self) -> dict[str, Any]:
+        """Return the fields of the summary that the ranks know."""
+        report, reading = self.report, self.reading
+        figures = report.get("figures")
+        return {
+            "status": self.status,
+            "exit_code": int(self.exit_code),
+            "steps": self.steps,
+            "samples": self.samples,
+            "tokens": self.number("tokens"),
+            "stop_reason": str(report.get("stop_reason") or self.status.value),
+            "final_loss": self.number("loss", reading.loss if reading.samples else None),
+            "weights_sha256": str(report["weights_sha256"]) if "weights_sha256" in report else None,
+            **{name: self._peak(name) for name in _PEAKS},
+            "figures": {str(name): float(one) for name, one in figures.items()}
+            if isinstance(figures, dict)
+            else {},
+            "suspected_leaks": tuple(
+                leak for one in self.finished for leak in _leaks(one.report.get("leaks"))
+            ),
+        }
+
+    def _peak(self, name: str) -> int | None:
+        peaks = [one.report.get("peaks") for one in self.finished]
+        values = [peak.get(name) for peak in peaks if isinstance(peak, dict)]
+        numbers = [value for value in values if isinstance(value, int)]
+        return max(numbers) if numbers and max(numbers) > 0 else None
+
+
+def _leaks(reported: object) -> list[Mapping[str, object]]:
+    return (
+        [leak for leak in reported if isinstance(leak, dict)] if isinstance(reported, list) else []
+    )

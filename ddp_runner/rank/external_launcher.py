@@ -43,7 +43,7 @@ from ddp_runner.core.stopping import time_limit
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
-from ddp_runner.observe.summary import read_summary, write_summary
+from ddp_runner.observe.summary import EndOfRun, read_summary, write_summary
 from ddp_runner.rank.exit_functions import run_exit_functions
 from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.rank.restarts import SPENT, replay
@@ -314,16 +314,19 @@ def _write_summary(
     reports[0].append(runtime.restart_progress())  # its own file may be on a disk that is full
     run = replay(reports)
     run.findings.run_id, run.findings.name = runtime.run_id, settings.run.name
-    summary = run.accounting.summary(
+    end = EndOfRun(
         status=status,
         exit_code=EXIT_CODE_OF_STATUS[status],
-        world_size=runtime.rank_info.world_size,
         reading=run.reading_of_all(runtime.slot.read()),
-        steps_per_epoch=0,  # the report has the epochs
         finished=[finished_message(report, 0)],
-        facts=run.findings,
-        own_step_s={},
         now_s=time.monotonic(),
+    )
+    summary = run.accounting.summary(
+        end,
+        facts=run.findings,
+        world_size=runtime.rank_info.world_size,
+        steps_per_epoch=0,  # the report has the epochs
+        own_step_s={},
     )
     write_summary(log_dir / "summary.json", summary)
 

@@ -19,7 +19,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished, Message, RestartProgress
 from ddp_runner.core.recovery import Incident, ReplaceRanks
 from ddp_runner.observe.accounting import RunAccounting
-from ddp_runner.observe.findings import RunFindings
+from ddp_runner.observe.summary import RunFindings
 
 SPENT = ("productive", "data_wait", "checkpoint", "comparison", "evaluation")
 # What one rank reported, by the number of the restart.

@@ -9,8 +9,7 @@ from pathlib import Path
 from ddp_runner.core import events
 from ddp_runner.core.drill import DRILLED
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, RunStatus
-from ddp_runner.observe.findings import RunFindings
-from ddp_runner.observe.summary import RunSummary
+from ddp_runner.observe.summary import RunFindings, RunSummary
 from ddp_runner.system.run_files import from_json, read_small
 
 

@@ -50,7 +50,7 @@ from ddp_runner.core.messages import (
     decode,
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
-from ddp_runner.observe.summary import RunSummary
+from ddp_runner.observe.summary import EndOfRun, RunSummary
 from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.features.stage_change import StageChange
 from ddp_runner.supervisor.node_keeper import NodeKeeper
@@ -556,16 +556,19 @@ class Supervisor:
             return self.facts.kept
         ranks = self.world.present
         finished = [handle.finished for handle in ranks if handle.finished is not None]
-        return self.recorder.accounting.summary(
+        end = EndOfRun(
             status=ending.status,
             exit_code=ending.exit_code,
-            world_size=len(ranks),
             reading=ranks[0].slot.read(),
-            steps_per_epoch=self.facts.steps_per_epoch,
             finished=finished if len(finished) == len(ranks) else [],
-            facts=self.facts,
-            own_step_s={handle.rank: handle.own_step_s for handle in self.world.ranks},
             now_s=self._clock.monotonic(),
+        )
+        return self.recorder.accounting.summary(
+            end,
+            facts=self.facts,
+            world_size=len(ranks),
+            steps_per_epoch=self.facts.steps_per_epoch,
+            own_step_s={handle.rank: handle.own_step_s for handle in self.world.ranks},
         )
 
     def fail(self, detail: str) -> None:

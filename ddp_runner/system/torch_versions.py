@@ -7,9 +7,11 @@ and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,10 @@ TESTED = ("2.6.0", "2.9.1", "2.13.0", "2.14.1", "2.15.0")
 USE_NCCL2 = "TORCH_DIST_USE_NCCL2"
 NCCL2 = "ProcessGroupNCCL2"  # what it is called in torch/distributed/distributed_c10d.py, where there is one
 LEGACY = "ProcessGroupNCCL"
+_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_NCCL_MIN = (2, 22)
+_NCCL_BROKEN = ((2, 28, 3), (2, 28, 8))  # from, to
+_NCCL_WANTED = "2.28.9"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +64,13 @@ DIFFERENCES = (
         since="2.9",
         what="torch.optim.Muon exists",
         test="torch.optim has the name; without torch: the file torch/optim/_muon.py",
-        place="training/components/optimizer.py, cli/train.py",
+        place="training/components/optimizer.py, cli/planning.py",
     ),
     Difference(
         since="2.14",
         what="ProcessGroupNCCL2 exists: as backend nccl2, and as nccl where TORCH_DIST_USE_NCCL2=1",
         test="torch/distributed/distributed_c10d.py has the name",
-        place="cli/machine.py, cli/train.py, cli/doctor.py",
+        place="cli/planning.py, cli/doctor.py",
     ),
     Difference(
         since="2.15",
@@ -129,3 +135,58 @@ def torch_build() -> TorchBuild | None:
 def _quoted(text: str, name: str) -> str:
     found = re.search(rf"^{name}\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)
     return found.group(1) if found else ""
+
+
+def torch_has(module: str) -> bool:
+    """Return whether the installed torch includes this module; True if there is no torch to ask."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True
+    return Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py").is_file()
+
+
+def has_nccl2() -> bool:
+    """Return whether the installed torch has NCCL's newer class, ProcessGroupNCCL2."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    file = Path(spec.origin).parent / "distributed" / "distributed_c10d.py"
+    try:
+        return NCCL2 in file.read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def installed_nccl() -> str:
+    """The version of the wheel that torch loads; "" where torch has its own inside."""
+    for name in _WHEELS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclTrouble:
+    """A version of NCCL on which no repair can rely, in words, and the cure."""
+
+    what: str
+    cure: str
+
+
+def nccl_trouble(version: str, *, cuda: str) -> NcclTrouble | None:
+    """Return what is wrong with this version's abort; None if nothing is known."""
+    numbers = version_numbers(version)
+    low, high = _NCCL_BROKEN
+    if numbers >= _NCCL_MIN and not low <= numbers[:3] <= high:
+        return None
+    which = "2.28.3 to 2.28.8" if numbers >= _NCCL_MIN else "versions before 2.22"
+    wheel = f"nvidia-nccl-cu{version_numbers(cuda)[0]}"
+    return NcclTrouble(
+        what=f"{version}: {which} are known to abort badly, so that a repair may hang",
+        cure=f"pip install '{wheel}>={_NCCL_WANTED}', or a torch that brings a newer one",
+    )
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, in order; (0,) without any."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)) or (0,)

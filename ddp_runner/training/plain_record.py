@@ -15,9 +15,8 @@ from ddp_runner.core.faults import Fault
 from ddp_runner.core.messages import Finished, Message, Metrics
 from ddp_runner.core.recovery import GiveUp, Incident
 from ddp_runner.observe.accounting import RunAccounting
-from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.journal import MetricsFile
-from ddp_runner.observe.summary import write_summary
+from ddp_runner.observe.summary import EndOfRun, RunFindings, write_summary
 
 SUMMARY = "summary.json"
 
@@ -93,16 +92,19 @@ class PlainRecord:
         if self._fault is not None:
             self._accounting.incident(_ended_by(self._fault, now_s), event_id=-1)
         steps, own_ns = self._slot.get(Cell.OWN_STEPS), self._slot.get(Cell.OWN_NS)
-        summary = self._accounting.summary(
+        end = EndOfRun(
             status=status,
             exit_code=EXIT_CODE_OF_STATUS[status],
-            world_size=self._world_size,
             reading=self._slot.read(),
-            steps_per_epoch=self._steps_per_epoch,
             finished=[] if finished is None else [finished],
-            facts=self._findings,
-            own_step_s={0: own_ns / 1e9 / steps if steps else None},
             now_s=now_s,
+        )
+        summary = self._accounting.summary(
+            end,
+            facts=self._findings,
+            world_size=self._world_size,
+            steps_per_epoch=self._steps_per_epoch,
+            own_step_s={0: own_ns / 1e9 / steps if steps else None},
         )
         try:
             write_summary(self._path, summary)

@@ -10,16 +10,19 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli import doctor
-from ddp_runner.cli.checks import Verdict
-from ddp_runner.cli.devices import find_gpus
+from ddp_runner.cli.devices import find_collectives, find_gpus
 from ddp_runner.cli.doctor import amd_checks, check_access, check_driver, check_variables
-from ddp_runner.cli.modes import find_collectives
+from ddp_runner.cli.machine_checks import Probed, Verdict, check_collectives
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.probing import Probed, check_collectives
-from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.core.launch_plan import group_backend
-from ddp_runner.observe.amd_gpus import find_amd_gpus, parse_amd_smi, parse_rocm_smi, visible_amd
-from ddp_runner.observe.gpus import Gpu
+from ddp_runner.observe.gpus import (
+    Gpu,
+    find_amd_gpus,
+    parse_amd_smi,
+    parse_rocm_smi,
+    visible_amd,
+)
 from ddp_runner.system.torch_versions import TorchBuild, torch_build
 
 WITH_ROCM = TorchBuild(version="2.9.0+rocm6.4", cuda="", hip="6.4.43484")
@@ -219,7 +222,7 @@ def test_a_torch_for_rocm_is_a_gpu_build(tools, torch_of_rocm, monkeypatch):
     assert find_gpus(dict(os.environ), torch_build()).gpus == (FIRST, SECOND)
     tried = []
     monkeypatch.setattr(
-        "ddp_runner.cli.modes.probe",
+        "ddp_runner.cli.machine_checks.probe",
         lambda **given: tried.append(given["backend"]) or Probed(failure="", nccl="2.22.3"),
     )
     plan = plan_launch(parse_train(()), words=())
@@ -244,9 +247,9 @@ def test_without_rccl_it_is_gloo_and_without_that_nothing(
 ):
     """A package of NVIDIA's NCCL that lies there too says nothing of RCCL."""
     torch_of_rocm("")
-    monkeypatch.setattr("ddp_runner.cli.modes.installed_nccl", lambda: "2.28.9")
+    monkeypatch.setattr("ddp_runner.cli.devices.installed_nccl", lambda: "2.28.9")
     monkeypatch.setattr(
-        "ddp_runner.cli.modes.probe",
+        "ddp_runner.cli.machine_checks.probe",
         lambda **given: Probed(failure="" if given["backend"] in works else "it hangs"),
     )
     found = find_collectives(["cuda:0", "cuda:1"], {})

@@ -7,17 +7,21 @@ import json
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli.bench import STEPS, measured, split_off
+from ddp_runner.cli.bench import DECLARATION, STEPS, Asked, measured
 from ddp_runner.core.step_times import PHASE_NAMES, STEP
 from tests.scenarios.harness import Run
 
 
+def asked_by(*words):
+    return Asked.by(DECLARATION.parse(words))
+
+
 def test_its_own_words_are_split_from_those_of_train():
     """All others are train's, in their order."""
-    asked = split_off(["--task", "my.py", "--steps", "12", "-b", "8", "--json"])
+    asked = asked_by("--task", "my.py", "--steps", "12", "-b", "8", "--json")
     assert (asked.words, asked.steps, asked.is_json) == (("--task", "my.py", "-b", "8"), 12, True)
-    assert split_off(["--steps=7"]).steps == 7
-    assert split_off([]).steps == STEPS
+    assert asked_by("--steps=7").steps == 7
+    assert asked_by().steps == STEPS
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,7 @@ def test_its_own_words_are_split_from_those_of_train():
     [
         (["--steps", "many"], "must be a whole number from 5"),
         (["--steps", "1"], "must be a whole number from 5"),
-        (["--steps"], "must be a whole number from 5"),
+        (["--steps"], "needs a value"),
         (["--cpu", "--dry-run"], "are two commands"),
         (["--cpu", "--find-lr"], "are two commands"),
         (["--cpu", "--nnodes", "2", "--rdzv-endpoint", "a:1"], "is for one machine"),

@@ -17,11 +17,16 @@ from ddp_runner.__main__ import main
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
 from ddp_runner.cli import doctor
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
-from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares, write_summary
+from ddp_runner.observe.summary import (
+    FaultRecord,
+    RunSummary,
+    TimeShares,
+    write_summary,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOP = str(ROOT / "docs" / "examples" / "my_loop.py")

@@ -15,7 +15,7 @@ import yaml
 from ddp_runner.__main__ import main
 from ddp_runner.cli.configure import QUESTIONS, Machine, ask_all, written
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import resolve
 from ddp_runner.observe.gpus import Gpu, VisibleGpus
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ddp_runner.cli.demo import script_for
-from ddp_runner.cli.repairs import read_repairs
+from ddp_runner.cli.tables import read_repairs
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares

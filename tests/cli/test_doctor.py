@@ -16,8 +16,10 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli import doctor, gpu_checks, probing
-from ddp_runner.cli.checks import Verdict
-from ddp_runner.cli.gpu_checks import (
+from ddp_runner.cli.machine_checks import (
+    Probed,
+    Verdict,
+    check_collectives,
     judge_driver,
     judge_memory,
     judge_nccl,
@@ -25,8 +27,8 @@ from ddp_runner.cli.gpu_checks import (
     parse_holders,
     parse_memory,
     parse_peers,
+    probe,
 )
-from ddp_runner.cli.probing import Probed, check_collectives, probe
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.observe.gpus import Gpu, VisibleGpus
 from ddp_runner.system.torch_versions import TorchBuild
@@ -137,7 +139,7 @@ def test_what_keeps_torch_from_being_imported_is_reported(mark):
 def test_nothing_outlives_a_doctor_that_is_ended(mark, number):
     """Killed, or interrupted by Ctrl-C, while a rank hangs."""
     code = (
-        "import os; from ddp_runner.cli.probing import probe;"
+        "import os; from ddp_runner.cli.machine_checks import probe;"
         "probe(backend='gloo', devices=['cpu', 'cpu'], environment=os.environ,"
         " module='tests.rank.failing_probe')"
     )
@@ -184,7 +186,7 @@ def test_gpus_and_backend_are_chosen_as_training_chooses_them(monkeypatch, capsy
     assert "NCCL 2.28.5, 2 ranks on cuda:0, cuda:1: all-reduce, abort, second forming" in said
     for words in (["-g", "7"], ["-g", "0,0", "--backend", "nccl"], ["--cpu", "--backend", "nccl"]):
         with pytest.raises(BadInputError):
-            doctor.run([*words, "--quick"])
+            doctor.DECLARATION.run([*words, "--quick"])
     assert len(asked) == 5
 
 

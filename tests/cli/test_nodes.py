@@ -13,7 +13,7 @@ import pytest
 
 from ddp_runner.cli import nodes
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config.identity import with_shared
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.launch_plan import DevicePlan

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.cli.options import OPTIONS
-from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.parser import OPTIONS, parse_train
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import resolve
 from ddp_runner.config.fields import known_fields

@@ -15,9 +15,14 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
 from ddp_runner.observe.accounting import RunAccounting
-from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.minor_faults import INJECTED_KEPT, REPAIRED_KEPT
-from ddp_runner.observe.summary import ExactProof, read_summary, write_summary
+from ddp_runner.observe.summary import (
+    EndOfRun,
+    ExactProof,
+    RunFindings,
+    read_summary,
+    write_summary,
+)
 
 SECOND_NS = 1_000_000_000
 
@@ -40,19 +45,23 @@ def reading(**cells):
 
 def summary(account, **changes):
     """The summary of a run that completed, unless changed."""
-    arguments = {
+    end = {
         "status": RunStatus.COMPLETED,
         "exit_code": ExitCode.DONE,
-        "world_size": 2,
         "reading": reading(committed_step=20, samples=160, loss=0.5),
-        "steps_per_epoch": 8,
         "finished": [],
+        "now_s": 200.0,
+    }
+    others = {
+        "world_size": 2,
+        "steps_per_epoch": 8,
         "facts": RunFindings(run_id="a run", name="mine"),
         "own_step_s": {0: 0.25, 1: 0.75, 2: None},
-        "now_s": 200.0,
-        **changes,
     }
-    return account.summary(**arguments)
+    assert changes.keys() <= end.keys() | others.keys()
+    for name, value in changes.items():
+        (end if name in end else others)[name] = value
+    return account.summary(EndOfRun(**end), **others)
 
 
 def finished(**report):

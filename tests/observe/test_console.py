@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from ddp_runner.observe.console import LINES_PER_POLL_MAX, REPEAT_WINDOW_S, LogTail
+from ddp_runner.observe.console import LINES_PER_POLL_MAX, REPEAT_WINDOW_S, LogTail, Shown
 from ddp_runner.observe.logger import HELD_BACK, format_record, new_seal
 from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, LINE_BYTES_MAX
 from tests.processes import open_files_in
@@ -32,7 +32,11 @@ class Follower:
     def __init__(self, directory, *, ranks=2, debug=False, from_end=True):
         self.time_s = 0.0
         self.tail = LogTail(
-            directory, ranks=ranks, debug=debug, from_end=from_end, now_s=lambda: self.time_s
+            directory,
+            ranks=range(ranks),
+            shows=Shown(debug=debug),
+            from_end=from_end,
+            now_s=lambda: self.time_s,
         )
 
     def poll(self):
@@ -256,7 +260,7 @@ def test_a_writer_killed_in_mid_line_hides_nothing_of_its_successor(tmp_path, fo
 def test_closing_leaves_no_descriptor_open(tmp_path):
     """A tail gives its files back."""
     append(tmp_path, 0, "x\n")
-    tail = LogTail(tmp_path, ranks=1, debug=False)
+    tail = LogTail(tmp_path, ranks=[0], shows=Shown(debug=False))
     tail.poll()
     assert len(open_files_in(tmp_path)) == 1, "control"
     tail.close()
@@ -266,12 +270,12 @@ def test_closing_leaves_no_descriptor_open(tmp_path):
 def test_one_path_per_rank_may_be_given(tmp_path):
     """Paths replace the directory; their number must be the number of ranks."""
     path = tmp_path / "other.log"
-    tail = LogTail([path], ranks=1, debug=False)
+    tail = LogTail([path], ranks=[0], shows=Shown(debug=False))
     path.write_text("x\n")
     assert [line.text for line in tail.poll()] == ["x"]
     tail.close()
     with pytest.raises(ValueError, match="1 log paths for 2 ranks"):
-        LogTail([path], ranks=2, debug=False)
+        LogTail([path], ranks=range(2), shows=Shown(debug=False))
 
 
 def test_a_printed_line_in_the_format_of_a_record_is_raw(tmp_path):
@@ -293,7 +297,7 @@ def test_a_printed_line_in_the_format_of_a_record_is_raw(tmp_path):
         sealed("INFO", "x" * 20_000),
     ]
     path.write_text("".join(lines), encoding="utf-8")
-    tail = LogTail([path], ranks=1, debug=False, from_end=False, seal=seal)
+    tail = LogTail([path], ranks=[0], shows=Shown(debug=False, seal=seal), from_end=False)
     with contextlib.closing(tail):
         shown = tail.drain()
     alarms = [line.text for line in shown if line.level in ("WARNING", "ERROR")]
@@ -309,12 +313,12 @@ def test_what_was_shown_before_the_log_was_followed_is_not_shown_again(tmp_path)
     """The first bytes that rank 0 adds are those that it said before it had a log; others add theirs."""
     said = os.memfd_create("said")
     os.write(said, b"one\ntwo\nhalf")
-    early = LogTail([said], ranks=1, debug=False)
+    early = LogTail([said], ranks=[0], shows=Shown(debug=False))
     os.close(said)
     assert [line.text for line in early.poll()] == ["one", "two"]
     logs = [tmp_path / "rank_0.log", tmp_path / "rank_1.log"]
     logs[0].write_text("of a run before\n")
-    tail = LogTail(logs, ranks=2, debug=False, shown_bytes=early.taken_bytes(0))
+    tail = LogTail(logs, ranks=range(2), shows=Shown(debug=False), shown_bytes=early.taken_bytes(0))
     with logs[0].open("a") as log:
         log.write("one\ntwo\nhalf a line\nmore\n")
     logs[1].write_text(record("WARNING", "w", rank=1))
@@ -328,8 +332,9 @@ def test_ranks_that_are_asked_for_are_shown_and_marked(tmp_path):
     paths = [tmp_path / f"rank_{rank}.log" for rank in range(3)]
     for rank, path in enumerate(paths):
         path.write_text(f"raw {rank}\n")
-    how = {"ranks": 3, "debug": False, "from_end": False, "shown": (1, 2), "marks_lines": True}
-    with contextlib.closing(LogTail(paths, **how)) as tail:
+    shows = Shown(debug=False, ranks=(1, 2), marks_lines=True)
+    tail = LogTail(paths, ranks=range(3), shows=shows, from_end=False)
+    with contextlib.closing(tail):
         assert [line.text for line in tail.poll()] == ["[default1]:raw 1", "[default2]:raw 2"]
 
 
@@ -342,8 +347,9 @@ def test_behind_the_record_that_holds_back_nothing_is_shown(tmp_path):
     )
     paths[0].write_text(f"before\n{HELD_BACK}\n{other}still\n{last}Traceback\n")
     paths[1].write_text("of another\n")
-    how = {"ranks": 2, "debug": False, "from_end": False, "seal": seal, "shown": (0, 1)}
-    with contextlib.closing(LogTail(paths, **how)) as tail:
+    shows = Shown(debug=False, seal=seal, ranks=(0, 1))
+    tail = LogTail(paths, ranks=range(2), shows=shows, from_end=False)
+    with contextlib.closing(tail):
         assert [line.text for line in tail.poll()] == ["before", HELD_BACK, "still", "of another"]
         with paths[0].open("a") as file:
             file.write("more of it\n")

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.cli import page
-from ddp_runner.cli.train import page_notes
+from ddp_runner.cli.planning import page_notes
 from ddp_runner.config import check_relations, refuse_without_supervisor, resolve
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.helper_roles import PAGE

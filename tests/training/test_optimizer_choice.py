@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddp_runner.checkpoint.codec import stored_bytes
-from ddp_runner.cli import train
+from ddp_runner.cli import planning
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import OptimSettings
@@ -294,9 +294,9 @@ def test_muon_is_refused_where_torch_lacks_it(monkeypatch, tmp_path):
     """By the command, which looks at torch's files before anything starts, and where it is built."""
     monkeypatch.chdir(tmp_path)
     words = ["--cpu", "-n", "1", "optimizer=muon"]
-    monkeypatch.setattr(train, "torch_has", lambda module: module != "optim._muon")
+    monkeypatch.setattr(planning, "torch_has", lambda module: module != "optim._muon")
     with pytest.raises(BadInputError, match=r"optim\.optimizer=muon: torch .* came with 2\.9"):
-        train.plan_launch(parse_train(words), words=words)
+        planning.plan_launch(parse_train(words), words=words)
     monkeypatch.undo()
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     with pytest.raises(BadInputError, match=r"optim\.optimizer=muon: torch .* came with 2\.9"):
@@ -305,7 +305,7 @@ def test_muon_is_refused_where_torch_lacks_it(monkeypatch, tmp_path):
 
 def test_the_command_finds_muon_where_torch_has_it():
     """The control: its files say the same as torch itself."""
-    assert train.torch_has("optim._muon") is HAS_MUON
+    assert planning.torch_has("optim._muon") is HAS_MUON
 
 
 def _clipped(me, port, norm, value):

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner import start
 from ddp_runner.cli.engines import ray_actor
-from ddp_runner.cli.engines.ray_cluster import connected, machines, quiet
-from ddp_runner.cli.engines.seats import Look, Phase, Seat, Terminal
+from ddp_runner.cli.engines.ray_cluster import (
+    Look,
+    Phase,
+    Seat,
+    Terminal,
+    connected,
+    machines,
+    quiet,
+)
+from ddp_runner.cli.planning import asked_settings, with_nproc
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, ExitCode, StopReason
 from ddp_runner.core.placing import (
@@ -30,6 +39,7 @@ from ddp_runner.core.placing import (
     Next,
     Share,
     after_end,
+    engine_options,
     share_of_a_machine,
     words_for_machine,
 )
@@ -38,6 +48,7 @@ from ddp_runner.system.folder_owner import OWNER_NAME
 from ddp_runner.system.moving_endpoint import endpoint_bytes
 
 if TYPE_CHECKING:
+    from ddp_runner.cli.parser import TrainArguments
     from ddp_runner.core.node_options import NodeOptions
     from ddp_runner.core.settings import Settings
 
@@ -45,14 +56,22 @@ TICK_S = 0.25
 AGAIN_S = 3.0  # after a supervisor has ended: the run may be ending
 GROW_EVERY_S = 2.0
 LAST_WORDS_S = 15.0  # for the others to end, once the coordinator has
-_PLACED = "ddp_runner.cli.engines.placed"
+_PLACED = "ddp_runner.cli.engines.ray_entry"
 # What of the driver's environment goes to the machines; more by Ray's own runtime_env.
 _HANDED_ON = ("DDP_RUNNER_", "NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "OMP_NUM_THREADS", "PYTHONPATH")
 _KEPT_HERE = ("DDP_RUNNER_TOKEN", "DDP_RUNNER_MARK", "DDP_RUNNER_LAUNCHED")
 
 
-def train(words: Sequence[str], *, asked: NodeOptions, settings: Settings) -> int:
-    """Run the command of ``words`` on the machines of Ray's cluster; its exit code. Raises BadInputError."""
+def train(words: Sequence[str], arguments: TrainArguments) -> int:
+    """Run the command of ``words`` on the machines of Ray's cluster; its exit code. Raises BadInputError.
+
+    The settings are checked here, and once more by each supervisor.
+    """
+    asked = engine_options(dict(arguments.nodes), os.environ)
+    arguments = replace(arguments, assignments=with_nproc(arguments.assignments, os.environ))
+    settings = asked_settings(arguments, os.environ)
+    if settings.run.gpus:
+        raise BadInputError("--gpus", "", "Ray decides which GPUs: give their number by -n")
     terminal = Terminal(out=sys.stdout, err=sys.stderr)
     with quiet(shows=settings.run.debug):
         ray = connected()

@@ -1,10 +1,13 @@
-"""What every view of the live page has: colours, the line at the top, dark and light. Draws nothing of a run."""
+"""What every view of the live page has: colours, the line at the top, dark and light, a plot. Knows nothing of a run."""
 
 from __future__ import annotations
 
 import contextlib
 
 from nicegui import ui
+
+from ddp_runner.cli.live_page.shared_figures import Drawn
+from ddp_runner.observe.history.figures import CONFIG
 
 STATE_COLOURS = {
     "running": "blue-8",
@@ -51,6 +54,17 @@ _WANTS_DARK = (
     "(localStorage.getItem('ddp_dark') ?? "
     "String(matchMedia('(prefers-color-scheme: dark)').matches)) === 'true'"
 )
+# The element is there, and its library has drawn once, some time after the page has come.
+_DRAW = """
+let left = 200;
+const figure = {figure};
+const draw = () => {{
+  const one = getElement({id});
+  if (one && one.last_options) one.Plotly.react(one.$el, figure.data, figure.layout);
+  else if (left-- > 0) setTimeout(draw, 50);
+}};
+draw();
+"""
 
 
 class Frame:
@@ -105,3 +119,24 @@ def set_state(badge: ui.badge, what: str) -> None:
     if badge.text != what:
         badge.set_text(what)
         badge.props(f"color={STATE_COLOURS.get(what, 'grey-8')}")
+
+
+class Plot:
+    """One browser's plot. Its points are no properties of an element: each would be looked at again and again."""
+
+    def __init__(self, *classes: str) -> None:
+        self._plot = ui.plotly({"data": [], "layout": {}, "config": CONFIG})
+        self._plot.classes(" ".join(("ddp-plot", *classes)))
+        self.on = self._plot.on
+        self._shown: Drawn | None = None
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the browser has gone on."""
+        return bool(self._plot.is_deleted)
+
+    def show(self, drawn: Drawn) -> None:
+        """Send it, where it is another one."""
+        if drawn is not self._shown:
+            self._shown = drawn
+            self._plot.client.run_javascript(_DRAW.format(figure=drawn.text, id=self._plot.id))

@@ -10,13 +10,20 @@ from nicegui import run, ui
 
 from ddp_runner.cli.live_page.access import ACTIONS
 from ddp_runner.cli.live_page.actions import INJECTIONS
-from ddp_runner.cli.live_page.files_panel import CheckpointsPanel, SettingsPanel, TimePanel
-from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, set_state, state_badge
-from ddp_runner.cli.live_page.plot import Plot
+from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, Plot, set_state, state_badge
+from ddp_runner.cli.live_page.panels import (
+    CheckpointsPanel,
+    CurvesPanel,
+    FaultsPanel,
+    SettingsPanel,
+    TimePanel,
+)
 from ddp_runner.cli.live_page.shared_figures import SharedFigures, Wanted
-from ddp_runner.cli.live_page.training_panel import CurvesPanel, FaultsPanel
 from ddp_runner.cli.live_page.verification import Verifications
-from ddp_runner.observe.history.device_rows import (
+from ddp_runner.observe.history.figures import Figure, timeline_figure
+from ddp_runner.observe.history.json_lines import LINES_MAX, last_lines, whole
+from ddp_runner.observe.history.run_history import RunHistory
+from ddp_runner.observe.history.table_rows import (
     GPU_COLUMNS,
     RANK_COLUMNS,
     Columns,
@@ -24,10 +31,6 @@ from ddp_runner.observe.history.device_rows import (
     rank_rows,
     shown_columns,
 )
-from ddp_runner.observe.history.figures import Figure, timeline_figure
-from ddp_runner.observe.history.json_lines import whole
-from ddp_runner.observe.history.log_lines import LINES_MAX, last_lines
-from ddp_runner.observe.history.run_history import RunHistory
 
 _EVERY_S = 0.5
 _TIMELINE_EVERY_S = 2.0

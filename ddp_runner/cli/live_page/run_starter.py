@@ -16,7 +16,7 @@ from ddp_runner.config.fields import known_fields
 from ddp_runner.config.run_names import LOGS
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.observe.format import printable
-from ddp_runner.observe.history.log_lines import last_lines
+from ddp_runner.observe.history.json_lines import last_lines
 from ddp_runner.system.run_files import open_new
 
 VALUE_CHARACTERS_MAX = 10_000

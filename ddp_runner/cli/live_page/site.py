@@ -12,13 +12,12 @@ from nicegui import json, ui
 
 from ddp_runner.cli.live_page.access import Access
 from ddp_runner.cli.live_page.actions import Actions
+from ddp_runner.cli.live_page.all_runs import Overview, StartPage
 from ddp_runner.cli.live_page.frame_of_page import Frame
 from ddp_runner.cli.live_page.known_runs import KnownRuns
 from ddp_runner.cli.live_page.one_run import OneRun
-from ddp_runner.cli.live_page.overview import Overview
 from ddp_runner.cli.live_page.run_starter import RunStarter
 from ddp_runner.cli.live_page.shared_figures import SharedFigures
-from ddp_runner.cli.live_page.start_page import StartPage
 from ddp_runner.cli.live_page.verification import Verifications
 from ddp_runner.observe.history.run_history import ROOT
 

@@ -10,9 +10,9 @@ from textwrap import wrap
 from typing import Any
 
 from ddp_runner.core.monitor import ALONE, LOSS, figure_name, is_of_evaluation, parts_of
-from ddp_runner.observe.history.fault_rows import MARK_KINDS, Mark
 from ddp_runner.observe.history.metrics_history import Curves, Series
-from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
+from ddp_runner.observe.history.table_rows import MARK_KINDS, Mark
+from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Span, Timeline
 
 Figure = dict[str, Any]
 POINTS_MAX = 2_000  # of a curve: more than a screen has columns
@@ -362,40 +362,16 @@ def timeline_figure(
 ) -> Figure:
     """A row a rank over seconds since the first start; generations as lines. ``nodes``: the machine of each rank."""
     look = Look(dark=dark)
-    spans = timeline.spans
-    origin_s = min((span.begin_s for span in spans), default=now_s)
+    origin_s = min((span.begin_s for span in timeline.spans), default=now_s)
     of_rank = nodes or {}
-    ranks = sorted({span.rank for span in spans}, key=lambda rank: (of_rank.get(rank, 0), rank))
+    ranks = sorted(
+        {span.rank for span in timeline.spans}, key=lambda rank: (of_rank.get(rank, 0), rank)
+    )
     are_several = len(set(of_rank.values())) > 1
     names = {
         rank: f"node {of_rank.get(rank, 0)}, rank {rank}" if are_several else f"rank {rank}"
         for rank in ranks
     }
-    data: list[Figure] = []
-    for what, colour in _SPAN_COLOURS.items():
-        of_kind = [span for span in spans if span.what == what]
-        if not of_kind:
-            continue
-        ends = [now_s if span.end_s is None else span.end_s for span in of_kind]
-        lengths = [max(0.0, end - span.begin_s) for span, end in zip(of_kind, ends, strict=True)]
-        texts = [
-            hover_text(f"rank {span.rank} {what}, {length:.2f} s. {span.text}")
-            for span, length in zip(of_kind, lengths, strict=True)
-        ]
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": what,
-                "y": [names[span.rank] for span in of_kind],
-                "base": [span.begin_s - origin_s for span in of_kind],
-                "x": lengths,
-                "text": texts,
-                "textposition": "none",
-                "hovertemplate": "%{text}<extra></extra>",
-                "marker": {"color": colour, "pattern": {"shape": "/" if what == WAITS else ""}},
-            }
-        )
     layout = _layout(look, max(220, 34 * len(ranks) + 120))
     layout |= {"barmode": "overlay", "bargap": 0.25}
     layout["xaxis"] = _axis(look, title="seconds since the first start")
@@ -405,20 +381,57 @@ def timeline_figure(
     }
     firsts = [i for i in range(1, len(ranks)) if of_rank.get(ranks[i]) != of_rank.get(ranks[i - 1])]
     layout["shapes"] = [
-        {
-            "type": "line",
-            "xref": "x",
-            "yref": "paper",
-            "x0": at_s - origin_s,
-            "x1": at_s - origin_s,
-            "y0": 0,
-            "y1": 1,
-            "line": {"color": _GREY, "width": 1, "dash": "dash"},
-        }
-        for at_s, _ in timeline.generations[-MARKS_MAX:]
+        *(_at(at_s - origin_s) for at_s, _ in timeline.generations[-MARKS_MAX:]),
+        *(_between(len(ranks) - first - 0.5, look) for first in firsts),
     ]
-    layout["shapes"] += [_between(len(ranks) - first - 0.5, look) for first in firsts]
-    return {"data": data, "layout": layout, "config": CONFIG}
+    bars = [
+        _bars(of_kind, names, origin_s=origin_s, now_s=now_s)
+        for what in _SPAN_COLOURS
+        if (of_kind := [span for span in timeline.spans if span.what == what])
+    ]
+    return {"data": bars, "layout": layout, "config": CONFIG}
+
+
+def _bars(
+    spans: Sequence[Span], names: Mapping[int, str], *, origin_s: float, now_s: float
+) -> Figure:
+    """Bars of spans of one kind, each in the row of its rank; one without an end lasts until now."""
+    what = spans[0].what
+    lengths = [
+        max(0.0, (now_s if span.end_s is None else span.end_s) - span.begin_s) for span in spans
+    ]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": what,
+        "y": [names[span.rank] for span in spans],
+        "base": [span.begin_s - origin_s for span in spans],
+        "x": lengths,
+        "text": [
+            hover_text(f"rank {span.rank} {what}, {length:.2f} s. {span.text}")
+            for span, length in zip(spans, lengths, strict=True)
+        ],
+        "textposition": "none",
+        "hovertemplate": "%{text}<extra></extra>",
+        "marker": {
+            "color": _SPAN_COLOURS[what],
+            "pattern": {"shape": "/" if what == WAITS else ""},
+        },
+    }
+
+
+def _at(at_s: float) -> Figure:
+    """A line at the begin of a generation."""
+    return {
+        "type": "line",
+        "xref": "x",
+        "yref": "paper",
+        "x0": at_s,
+        "x1": at_s,
+        "y0": 0,
+        "y1": 1,
+        "line": {"color": _GREY, "width": 1, "dash": "dash"},
+    }
 
 
 def _between(row: float, look: Look) -> Figure:

@@ -1,4 +1,7 @@
-"""Reads JSON lines of a file that grows, is cut off in the middle of a line, or is replaced. Never raises."""
+"""Reads lines of files of a run: JSON lines of one that grows, is cut off in a line or replaced, and the end of its log.
+
+Never raises for a file.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.observe.format import printable, without_styles
 from ddp_runner.system.run_files import from_json, open_to_read
 
 READ_BYTES_MAX = 8 * 1024 * 1024  # in one call
 LINE_BYTES_MAX = 1024 * 1024  # a longer line is none of ours, and is passed over
+LINES_MAX = 400
+_TAIL_BYTES = 256 * 1024
+SEARCHED_BYTES = 8 * 1024 * 1024
+_LINE_CHARACTERS_MAX = 2_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +109,26 @@ def number(value: object) -> float | None:
     """``value`` where it is a number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number else None  # type: ignore[arg-type]
+
+
+def last_lines(path: Path, *, search: str = "") -> list[str]:
+    """The newest lines, as plain text without what a terminal would obey; with ``search`` those that have it."""
+    size = SEARCHED_BYTES if search else _TAIL_BYTES
+    with opened(path) as descriptor:
+        if descriptor is None:
+            return []
+        end = os.fstat(descriptor).st_size
+        begin = max(0, end - size)
+        data = read_at(descriptor, begin, size)
+    lines = data.decode(errors="replace").split("\n")
+    if begin:
+        del lines[0]
+    if lines and not lines[-1]:
+        del lines[-1]
+    if search:
+        wanted = search.casefold()
+        lines = [line for line in lines if wanted in line.casefold()]
+    return [
+        printable(without_styles(line.rpartition("\r")[2] or line)[:_LINE_CHARACTERS_MAX])
+        for line in lines[-LINES_MAX:]
+    ]

@@ -11,15 +11,6 @@ from typing import Any
 
 from ddp_runner.core.secrets import masked, masked_words
 from ddp_runner.observe.format import count, duration, percent, setting_value
-from ddp_runner.observe.history.device_rows import (
-    GPU_COLUMNS,
-    RANK_COLUMNS,
-    Columns,
-    gpu_rows,
-    rank_rows,
-    shown_columns,
-)
-from ddp_runner.observe.history.fault_rows import FaultRow
 from ddp_runner.observe.history.figures import (
     Look,
     curves_figure,
@@ -27,8 +18,16 @@ from ddp_runner.observe.history.figures import (
     timeline_figure,
 )
 from ddp_runner.observe.history.run_history import RunHistory, RunStanding
-from ddp_runner.observe.reports.ended_run import EndedRun
-from ddp_runner.observe.reports.improvements import improvements
+from ddp_runner.observe.history.table_rows import (
+    GPU_COLUMNS,
+    RANK_COLUMNS,
+    Columns,
+    FaultRow,
+    gpu_rows,
+    rank_rows,
+    shown_columns,
+)
+from ddp_runner.observe.reports.improvements import EndedRun, improvements
 from ddp_runner.observe.reports.text_report import time_parts
 from ddp_runner.observe.summary import RunSummary
 

@@ -1,14 +1,19 @@
-"""What to change first so that a run like this one takes less time: a rule for each way to lose it. Pure."""
+"""A run that has ended, as it was read from its files, and what to change first so that one like it takes less time.
+
+Pure: reads no file.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
 from ddp_runner.observe.format import count, duration, percent
-from ddp_runner.observe.reports.ended_run import EndedRun
-from ddp_runner.observe.summary import FaultRecord
+from ddp_runner.observe.history.metrics_history import Curves
+from ddp_runner.observe.history.run_history import RunHistory
+from ddp_runner.observe.summary import FaultRecord, RunSummary
 
 # From this share of the time since the start-up on, something is worth a line.
 WAIT_SHARE_MIN = 0.05
@@ -19,6 +24,48 @@ STRAGGLER_SHARE_MIN = 0.05
 RESTART_SHARE_MIN = 0.02
 _SAME_CAUSE_MIN = 3  # faults of one kind and rank: no accident any more
 _HANGS = ("rank_hung", "collective_stuck")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRun:
+    """``settings`` by ``section.name``; ``resumed_step``: where its newest launch, which the summary is of, began."""
+
+    name: str
+    summary: RunSummary
+    settings: Mapping[str, object]
+    curves: Curves
+    resumed_step: int = 0
+
+    @classmethod
+    def of(cls, history: RunHistory, summary: RunSummary) -> EndedRun:
+        """From a folder that has been read."""
+        return cls(
+            name=summary.name or history.name,
+            summary=summary,
+            settings={row.key: row.value for row in history.settings()},
+            curves=history.metrics.curves,
+            resumed_step=history.faults.resumed_step,
+        )
+
+    @property
+    def trained_s(self) -> float:
+        """The time since the start-up."""
+        return max(0.0, self.summary.wall_s - self.summary.time_s.startup)
+
+    @property
+    def steps(self) -> int:
+        """That this launch has done."""
+        return max(0, self.summary.steps - self.resumed_step)
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Over all of the time since the start-up, repairs and saves included."""
+        return self.steps / self.trained_s if self.trained_s > 0 else None
+
+    @property
+    def faults_total(self) -> int:
+        """Also those that the summary does not list."""
+        return len(self.summary.faults) + self.summary.faults_left_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

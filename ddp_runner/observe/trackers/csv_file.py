@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddp_runner.core.tracking import Course, Values
-from ddp_runner.observe.trackers.follow import EVENTS, Record
-from ddp_runner.observe.trackers.position import Position
+from ddp_runner.observe.trackers.follow import EVENTS, Position, Record
 from ddp_runner.system.run_files import left_over, open_new, reading, temporary_path
 
 FIXED = ("step", "rank", "utc")

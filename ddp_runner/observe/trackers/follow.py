@@ -1,4 +1,4 @@
-"""Follows ``events.jsonl`` and ``metrics.jsonl`` of a run, from their beginning, in the order of what happened."""
+"""Follows ``events.jsonl`` and ``metrics.jsonl`` of a run, in the order of what happened, and keeps how far a tracker is."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.system.run_files import from_json, is_named, open_to_read
+from ddp_runner.core.tracking import Values
+from ddp_runner.observe.files import encode_record
+from ddp_runner.system.run_files import from_json, is_named, open_to_read, read_small, replace_file
 
 METRICS, EVENTS = "metrics", "events"
 CHUNK_BYTES = 4 * 1024 * 1024
+_HEAD = ("step", "rank", "utc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,3 +112,65 @@ class Follower:
                 while self._held:
                     yield self._held.popleft()
                 return
+
+
+def values_of(record: Record) -> Values:
+    """Its figures; None stands for one that is not finite."""
+    return {
+        name: None if value is None else float(value)
+        for name, value in record.fields.items()
+        if name not in _HEAD and (value is None or isinstance(value, (int, float)))
+    }
+
+
+def when_s(record: Record) -> float:
+    """When it was written, in seconds since 1970; 0.0 where it does not say so."""
+    try:
+        return datetime.fromisoformat(record.utc.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return 0.0
+
+
+class Position:
+    """``.tracker_NAME.json``. Lines up to the position are at the tracker for certain, later ones perhaps.
+
+    ``kept``: what the tracker itself keeps there.
+    """
+
+    def __init__(self, log_dir: Path, name: str) -> None:
+        self._path = position_path(log_dir, name)
+        record = read_position(self._path)
+        # Of each of the run's files: which file it was, and the byte behind the last line.
+        self._reached: dict[str, tuple[int, int]] = {
+            str(kind): (int(where[0]), int(where[1]))
+            for kind, where in dict(record.get("reached", {})).items()
+        }
+        self._read: dict[str, tuple[int, int]] = dict(self._reached)
+        self.kept: dict[str, Any] = dict(record.get("kept", {}))
+        self.is_first = not record
+
+    def is_new(self, record: Record) -> bool:
+        """Whether this line was not at the tracker for certain when the position was read."""
+        self._read[record.kind] = (record.file, record.end)
+        file, end = self._reached.get(record.kind, (record.file, 0))
+        return file != record.file or record.end > end
+
+    def save(self, *, link: str) -> None:
+        """All that was read is at the tracker. Raises OSError."""
+        replace_file(
+            self._path, encode_record({"link": link, "reached": self._read, "kept": self.kept})
+        )
+
+
+def position_path(log_dir: Path, name: str) -> Path:
+    """Where a tracker's position is kept."""
+    return log_dir / f".tracker_{name}.json"
+
+
+def read_position(path: Path) -> Mapping[str, Any]:
+    """What stands there; empty where there is nothing of use."""
+    try:
+        record = from_json(read_small(path))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}

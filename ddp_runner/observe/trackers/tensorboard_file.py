@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.core.tracking import Change, Course, Lead
-from ddp_runner.observe.trackers.follow import EVENTS, Record
-from ddp_runner.observe.trackers.position import Position
-from ddp_runner.observe.trackers.record import values_of, when_s
+from ddp_runner.observe.trackers.follow import EVENTS, Position, Record, values_of, when_s
 
 _NAME_WAIT_MAX_S = 2.0  # a clock that was set back is not waited for
 

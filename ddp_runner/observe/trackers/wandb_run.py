@@ -11,9 +11,7 @@ from typing import Any
 
 from ddp_runner import config
 from ddp_runner.core.tracking import Course, Lead, Settled
-from ddp_runner.observe.trackers.follow import EVENTS, Record
-from ddp_runner.observe.trackers.position import Position
-from ddp_runner.observe.trackers.record import values_of
+from ddp_runner.observe.trackers.follow import EVENTS, Position, Record, values_of
 from ddp_runner.system.run_files import read_small
 
 _BLOCK_BYTES, _HEAD_BYTES = (

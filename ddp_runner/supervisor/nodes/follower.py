@@ -50,7 +50,7 @@ from ddp_runner.core.node_messages import (
 )
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.wire import WireError, by_name, name_of
-from ddp_runner.observe.console import LogTail
+from ddp_runner.observe.console import LogTail, Shown
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
 from ddp_runner.supervisor.processes.children import Ended
@@ -266,11 +266,8 @@ class Follower:
         if self._tail is None:
             self._tail = LogTail(
                 self._log_dir,
-                ranks=len(self._node.ranks),
-                first_rank=self._node.ranks[0],
-                debug=self._debug,
-                seal=self._node.log_seal,
-                shown=(),
+                ranks=self._node.ranks,
+                shows=Shown(debug=self._debug, seal=self._node.log_seal, ranks=()),
             )
 
     def show_warnings(self, *, is_last: bool = False) -> None:

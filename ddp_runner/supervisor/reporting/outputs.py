@@ -14,7 +14,7 @@ from ddp_runner.core.events import Event
 from ddp_runner.core.messages import brief
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.settings import Settings
-from ddp_runner.observe.console import ConsoleLine, LogTail
+from ddp_runner.observe.console import ConsoleLine, LogTail, Shown
 from ddp_runner.observe.display import make_display
 from ddp_runner.observe.files import LineFile, Outage, Warn, encode_record
 from ddp_runner.observe.journal import Journal, MetricsFile
@@ -42,9 +42,8 @@ class _Files:
         self.status = StatusFile(directory / "status.json", warn=warn)
         self.tail = LogTail(
             directory,
-            ranks=ranks,
-            debug=settings.run.debug,
-            seal=seal,
+            ranks=range(ranks),
+            shows=Shown(debug=settings.run.debug, seal=seal),
             shown_bytes=shown_bytes,
         )
         self.summary_path = directory / "summary.json"
@@ -128,11 +127,13 @@ class Outputs:
             self._files.tail.close()
             self._files.tail = LogTail(
                 paths,
-                ranks=len(paths),
-                debug=self._settings.run.debug,
-                seal=self._seal,
-                shown=shown,
-                marks_lines=marks_lines,
+                ranks=range(len(paths)),
+                shows=Shown(
+                    debug=self._settings.run.debug,
+                    seal=self._seal,
+                    ranks=frozenset(shown),
+                    marks_lines=marks_lines,
+                ),
             )
 
     def write_config(self) -> None:

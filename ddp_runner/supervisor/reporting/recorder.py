@@ -15,8 +15,8 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.console import ConsoleLine
 from ddp_runner.observe.files import read_tail
-from ddp_runner.observe.history.fault_rows import FaultRow, FaultRows
 from ddp_runner.observe.history.json_lines import epoch_s, parsed
+from ddp_runner.observe.history.table_rows import FaultRow, FaultRows
 from ddp_runner.observe.loss_history import LossHistory
 from ddp_runner.observe.summary import FaultRecord
 from ddp_runner.supervisor.reporting.completed_run import lines_of_kept

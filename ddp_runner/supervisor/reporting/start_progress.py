@@ -9,7 +9,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.lifecycle import NO_PROCESS_LEFT, RankState
 from ddp_runner.core.messages import Built
 from ddp_runner.core.phases import Stage
-from ddp_runner.observe.console import LogTail
+from ddp_runner.observe.console import LogTail, Shown
 from ddp_runner.observe.tail import FollowedMemory
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -172,7 +172,9 @@ class Start:
         has_no_log = who[0] == "zygote"
         kept_in = "supervisor.log" if has_no_log else "rank_0.log"
         seal = self._node.log_seal
-        tail = LogTail([output], ranks=1, debug=self._debug, seal=seal, kept_in=kept_in)
+        tail = LogTail(
+            [output], ranks=[0], shows=Shown(debug=self._debug, seal=seal), kept_in=kept_in
+        )
         whole = FollowedMemory(output) if has_no_log else None
         new = _Follow(who=who, tail=tail, whole=whole)
         self._show(new)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 
 from ddp_runner.core.gpu_reading import GpuReading
-from ddp_runner.observe.history.device_rows import (
+from ddp_runner.observe.history.figures import Look, curves_figure, panels, timeline_figure
+from ddp_runner.observe.history.metrics_history import Curves
+from ddp_runner.observe.history.run_history import RunHistory
+from ddp_runner.observe.history.table_rows import (
     GPU_COLUMNS,
     RANK_COLUMNS,
+    FaultRows,
     gpu_rows,
     rank_rows,
     shown_columns,
 )
-from ddp_runner.observe.history.fault_rows import FaultRows
-from ddp_runner.observe.history.figures import Look, curves_figure, panels, timeline_figure
-from ddp_runner.observe.history.metrics_history import Curves
-from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.history.timeline import Timeline
 from tests.observe.history.test_run_history import KILLED, event, point
 

@@ -13,7 +13,6 @@ import time
 
 import pytest
 
-from ddp_runner.observe.history.fault_rows import FaultRows
 from ddp_runner.observe.history.figures import (
     Look,
     curves_figure,
@@ -23,13 +22,14 @@ from ddp_runner.observe.history.figures import (
     thinned,
     timeline_figure,
 )
-from ddp_runner.observe.history.log_lines import LINES_MAX, last_lines
+from ddp_runner.observe.history.json_lines import LINES_MAX, last_lines
 from ddp_runner.observe.history.metrics_history import (
     READ_WHOLE_BYTES_MAX,
     Curves,
     MetricsHistory,
 )
 from ddp_runner.observe.history.run_history import ROOT, RunHistory, runs_below
+from ddp_runner.observe.history.table_rows import FaultRows
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
 from ddp_runner.observe.reports.text_report import time_parts
 from ddp_runner.system.run_directories import LOG_LOCK_NAME

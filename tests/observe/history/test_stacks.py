@@ -6,8 +6,8 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from ddp_runner.observe.history.fault_rows import FaultRow
 from ddp_runner.observe.history.run_history import RunHistory, stacks_around, stacks_in
+from ddp_runner.observe.history.table_rows import FaultRow
 
 BEGAN = datetime(2026, 11, 23, 12, 0, 0, tzinfo=timezone.utc).astimezone()  # as logs have it
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.cli import ahead
+from ddp_runner.cli import preimport
 from ddp_runner.start import ZYGOTE_AHEAD
 from ddp_runner.supervisor.processes.environment import training_environment
 from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
@@ -137,7 +137,7 @@ def test_a_zygote_that_was_started_for_other_settings_is_replaced():
 )
 def test_without_a_training_here_nothing_is_started(words, variables):
     """Help stays fast, and whoever is a rank of another launcher imports torch itself."""
-    assert ahead.start(words, variables) is None
+    assert preimport.start(words, variables) is None
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_without_a_training_here_nothing_is_started(words, variables):
 )
 def test_threads_are_guessed_as_a_run_will_have_them(monkeypatch, words, threads):
     """Of eight cores, without a GPU; a wrong guess costs an import, and nothing else."""
-    monkeypatch.setattr(ahead, "core_count", lambda: 8)
+    monkeypatch.setattr(preimport, "core_count", lambda: 8)
     given = []
-    monkeypatch.setattr(ahead, "ZygoteAhead", given.append)
-    ahead.start([*words, "--cpu"], {})
+    monkeypatch.setattr(preimport, "ZygoteAhead", given.append)
+    preimport.start([*words, "--cpu"], {})
     assert given[0]["OMP_NUM_THREADS"] == str(threads)
 
 
@@ -175,10 +175,10 @@ def test_threads_are_guessed_as_a_run_will_have_them(monkeypatch, words, threads
 def test_the_words_say_how_many_threads_a_rank_has(words, threads, monkeypatch):
     """Also where there are none, or the last one lacks its value; what is wrong is found later."""
     made = []
-    monkeypatch.setattr(ahead, "core_count", lambda: 8)
-    monkeypatch.setattr(ahead, "ZygoteAhead", made.append)
-    monkeypatch.setattr(ahead, "_DRIVERS", ())
-    ahead.start(words, {})
+    monkeypatch.setattr(preimport, "core_count", lambda: 8)
+    monkeypatch.setattr(preimport, "ZygoteAhead", made.append)
+    monkeypatch.setattr(preimport, "_DRIVERS", ())
+    preimport.start(words, {})
     assert [one["OMP_NUM_THREADS"] for one in made] == [threads]
-    ahead.start(words, {"OMP_NUM_THREADS": "7"})
+    preimport.start(words, {"OMP_NUM_THREADS": "7"})
     assert made[1]["OMP_NUM_THREADS"] in {"7", "3"}

@@ -1,4 +1,4 @@
-"""Checks that this machine has what trackers need, before any process starts. Imports none of them."""
+"""Checks that this machine has what trackers and the page need: packages and keys. Imports none of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 
 from ddp_runner import start
 from ddp_runner.config.compose import raise_problems
-from ddp_runner.config.user_files import PRESETS_FOLDER
+from ddp_runner.config.sources import PRESETS_FOLDER
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import GIVEN_BY_FILE, is_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ddp_runner.core.settings import Settings
 
 
@@ -61,6 +59,16 @@ def _how_to_install(name: str) -> str:
     if start.IS_CHECKOUT:
         wanted = f"`{start.COMMAND} environment --extra {name}`, or `pip install '{_NEEDS[name]}'`"
     return f"{name} is not installed for {sys.executable}: {wanted}"
+
+
+def page_missing() -> str:
+    """Return the package that the live page lacks, with the command that installs it; empty if it is there."""
+    if find_spec("nicegui") is not None:
+        return ""
+    wanted = "`pip install 'ddp_runner[page]'`"
+    if start.IS_CHECKOUT:
+        wanted = f"`{start.COMMAND} environment --extra page`, or `pip install 'nicegui>=3,<4'`"
+    return f"NiceGUI is not installed for {sys.executable}: {wanted}"
 
 
 def _can_log_in(environment: Mapping[str, str]) -> bool:

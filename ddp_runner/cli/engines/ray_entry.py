@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ddp_runner.__main__ import main as run_command
+from ddp_runner.cli import commands
 from ddp_runner.system import moving_endpoint, parent_death
 
 
@@ -18,4 +18,4 @@ def main(words: Sequence[str]) -> int:
     parent_death.die_with_parent(int(parent_pid))
     os.set_inheritable(int(endpoint_fd), False)  # for no other process
     os.environ[moving_endpoint.VARIABLE] = endpoint_fd
-    return run_command(rest)
+    return commands.main(rest)

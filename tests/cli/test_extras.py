@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.cli import tracker_needs
-from ddp_runner.cli.tracker_needs import env_keys, parse_env, refuse_missing, take_keys
+from ddp_runner.cli import extras
+from ddp_runner.cli.extras import env_keys, parse_env, refuse_missing, take_keys
 from ddp_runner.config import resolve
 from ddp_runner.config.sources import from_environment
 from ddp_runner.core.errors import BadInputError
@@ -33,7 +33,7 @@ def test_an_unknown_name_is_answered_with_those_there_are():
 
 def test_what_is_not_installed_is_refused_with_the_command(monkeypatch):
     """CSV needs nothing."""
-    monkeypatch.setattr(tracker_needs, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     refuse_missing(settings("csv"), {})
     for name in ("tensorboard", "wandb"):
         with pytest.raises(BadInputError, match=f"{name} is not installed .* --extra {name}"):
@@ -42,7 +42,7 @@ def test_what_is_not_installed_is_refused_with_the_command(monkeypatch):
 
 def test_wandb_needs_a_key_or_to_be_offline(monkeypatch, tmp_path):
     """Also one that its own login has left in a file."""
-    monkeypatch.setattr(tracker_needs, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
     nowhere = {"NETRC": str(tmp_path / "netrc")}
     with pytest.raises(BadInputError, match="WANDB_API_KEY"):
         refuse_missing(settings("wandb"), nowhere)
@@ -88,8 +88,8 @@ def test_no_keys_are_taken_from_beside_a_preset_or_launchs_file(tmp_path, monkey
     (project / ".env").write_text("HF_TOKEN=mine\nWANDB_API_KEY=written\n")
     monkeypatch.chdir(project)
     environment = {"WANDB_API_KEY": "set", "DDP_RUNNER_LAUNCHED": str(others / "ddp_runner_x.yaml")}
-    monkeypatch.setattr(tracker_needs.os, "environ", environment)
-    files = (tracker_needs.Path("presets/small.yaml"), others / "ddp_runner_x.yaml")
+    monkeypatch.setattr(extras.os, "environ", environment)
+    files = (extras.Path("presets/small.yaml"), others / "ddp_runner_x.yaml")
     assert take_keys(files) == (".env: HF_TOKEN",)
     assert (environment["HF_TOKEN"], environment["WANDB_API_KEY"]) == ("mine", "set")
     assert "MY_PASSWORD" not in environment
@@ -113,7 +113,7 @@ def test_short_secrets_are_hidden_where_a_file_has_given_them(tmp_path, monkeypa
         "DB_PASSWORD=hunt3r\nPIN_TOKEN=123\nMAX_TOKENS=2048\nA_KEY=none\nWANDB_PROJECT=mine-alone\n"
     )
     environment = {"USE_TOKEN": "true", GIVEN_BY_FILE: "OLD_KEY", "OLD_KEY": "1a345"}
-    monkeypatch.setattr(tracker_needs.os, "environ", environment)
+    monkeypatch.setattr(extras.os, "environ", environment)
     take_keys((tmp_path / "run.yaml",))
     assert (
         environment[GIVEN_BY_FILE] == "OLD_KEY,DB_PASSWORD,PIN_TOKEN,MAX_TOKENS,A_KEY,WANDB_PROJECT"
