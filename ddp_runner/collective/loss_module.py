@@ -21,7 +21,7 @@ from ddp_runner.collective.loss import Loss, LossForm, LossOutput, read_loss
 
 
 class Signal(IntEnum):
-    """What rides along with the gradients, summed over ranks."""
+    """The positions of the signals that are summed over ranks together with the gradients."""
 
     LOSS = 0
     PREEMPT = 1
@@ -41,7 +41,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossModule(nn.Module):
-    """What DDP wraps: the model, the loss, and the parameter whose gradient carries signals."""
+    """The module that DDP wraps: the model, the loss, and the parameter whose gradient carries signals."""
 
     def __init__(
         self,
@@ -181,12 +181,12 @@ class Alone:
         loss_limit: float = math.inf,
         count: float = 1.0,
     ) -> Tensor:
-        """As of a :class:`Replica`."""
+        """Return the loss, as :class:`Replica` does."""
         loss: Tensor = self._module(batch, weight, votes, loss_limit, count)
         return loss
 
     def use_unit(self, unit: float) -> None:
-        """As of a :class:`Replica`."""
+        """Set the unit, as :class:`Replica` does."""
         self._module.unit = unit
 
     def without_sync(self) -> AbstractContextManager[None]:
@@ -194,7 +194,7 @@ class Alone:
         return contextlib.nullcontext()
 
     def backward_alone(self, loss: Tensor) -> None:
-        """As every backward here."""
+        """Run the backward of ``loss``."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def zero_gradients(self) -> None:

@@ -39,7 +39,7 @@ class Peers:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.group.world_size
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class _Together(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the rank's own batch; those of weight and bias are the rank's own, as of other layers."""
+        """Return the gradients for the rank's own batch; weight and bias get local ones, as in other layers."""
         inputs, weight, mean, scale, count = ctx.saved_tensors
         exact = inputs.to(scale.dtype)
         own = gradients[0].to(scale.dtype)
