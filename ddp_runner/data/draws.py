@@ -1,4 +1,4 @@
-"""How an epoch's samples are drawn: by weight, or by a program's own sampler.
+"""Draws an epoch's samples by weight, or by a program's own sampler.
 
 By weight it is a function of seed and epoch alone: nothing but integers and single operations of IEEE numbers, whose
 results are the same on every machine (stable-order in ``permutation.py``).
@@ -37,7 +37,7 @@ class Draws:
 
     @classmethod
     def of(cls, *, size: int, weights: Any, replacement: bool) -> Draws | None:
-        """Of what a task has given; None where that is nothing. Raises ValueError, which says what is wrong."""
+        """Return draws by a task's ``weights``; None if it has none. Raises ValueError, which says what is wrong."""
         if weights is None:
             return None
         found = _weights(weights, size, replacement=replacement)

@@ -140,7 +140,7 @@ class Loader:
         return batches
 
     def take_copy(self, step: int) -> list[MicroBatch]:
-        """What the next ``take(step)`` gives, for a use before it; raises as that."""
+        """Return the batches of the next ``take(step)`` for an earlier use; raises like ``take``."""
         batches = self.take(step)
         try:
             copies = copied(batches)
@@ -151,7 +151,7 @@ class Loader:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether :meth:`take_ahead` may do anything."""
+        """True if :meth:`take_ahead` may do anything."""
         return self._source.runs_ahead
 
     def take_ahead(self, step: int, change: Callable[[Any], Any]) -> None:
@@ -179,7 +179,7 @@ class Loader:
         self._on_look = seen
 
     def gives_again(self, step: int) -> bool:
-        """Whether ``take`` has ``step``, a former one, at no more than a restart of the workers."""
+        """Return True if ``take`` can return the earlier ``step`` at no more than a restart of the workers."""
         return 0 <= step < self.total_steps and self._source.gives_again(step)
 
     def seek(self, step: int) -> None:
@@ -218,7 +218,7 @@ class Loader:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Of the ranks of the generation; none: equal ones."""
+        """The shares of the generation's ranks; empty if they are equal."""
         return self._source.cut.order.shares
 
     def shrink_prefetch(self) -> None:
@@ -230,7 +230,7 @@ class Loader:
 
     @property
     def share_samples(self) -> int:
-        """How many samples of a global batch this rank loads."""
+        """The number of samples of a global batch that this rank loads."""
         return self._source.cut.samples
 
     @property
@@ -239,20 +239,20 @@ class Loader:
         return self._pool.pids if self._pool is not None else ()
 
     def agree(self, group: Exchanging, *, step: int) -> None:
-        """Before the first step of a generation, ``step``: agree with its ranks on who reads what; each calls it.
+        """Agree with the other ranks of a generation on who reads what, before its first step, ``step``.
 
-        Raises BadInputError where the data does not suit them.
+        Every rank calls it. Raises BadInputError if the data does not suit the ranks.
         """
         if self._source.agree(group, step=step):
             self._stop()
 
     def go_back(self, group: Exchanging, *, step: int) -> None:
-        """After a roll-back to ``step``, on every rank: go by the positions of that state. As :meth:`agree`."""
+        """Use the positions of the state at ``step`` after a roll-back; every rank calls it, like :meth:`agree`."""
         if self._source.go_back(group, step=step):
             self._stop()
 
     def gathers(self, step: int) -> bool:
-        """Whether all are to :meth:`gather` before ``step``; the same on all ranks."""
+        """Return True if all ranks must :meth:`gather` before ``step``; the same on all ranks."""
         return self._source.gathers(step)
 
     def gather(self, group: Exchanging, *, step: int) -> None:
@@ -264,7 +264,7 @@ class Loader:
         return self._source.place()
 
     def slow_line(self, data_wait_share: float) -> str:
-        """What to say, once, of so much waiting for data; empty for nothing."""
+        """Return a line, once, about a high share of time spent waiting for data; empty if there is none."""
         return self._source.slow_line(data_wait_share)
 
     def close(self) -> None:
@@ -418,7 +418,7 @@ class Loader:
         self._on_wait()
 
     def _take_looks(self) -> None:
-        """What workers have seen before their first batch. What breaks one there is for later."""
+        """Take the samples that workers read before their first batch. Errors there are left for the batches."""
         assert self._pool is not None
         pool, wanted, found = self._pool, self._looks, {}
         self._looks = ()
@@ -459,7 +459,7 @@ class Loader:
         self._on_workers(())
 
     def _load_beside(self, keys: tuple[Key, ...]) -> list[tuple[Key, Any]] | None:
-        """What ``keys`` name, from workers of their own; None where the pool is to be restarted there."""
+        """Load ``keys`` in separate workers; None if the pool has to be restarted there instead."""
         if self._pool is None:
             return None
         workers = min(self.workers, len(keys))
@@ -493,9 +493,9 @@ def load_again(
     on_wait: Callable[[], None],
     kills: LoaderKills,
 ) -> list[tuple[Key, Any]] | None:
-    """What ``keys`` name, from workers that are ended then.
+    """Load ``keys`` in temporary workers.
 
-    None for any trouble: whoever loads them in the ordinary way will find and name it.
+    Returns None after any trouble: the ordinary load that follows will find it and name it.
     """
     try:
         pool = WorkerPool(reader, iter(keys), settings=settings)

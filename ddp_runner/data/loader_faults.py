@@ -1,4 +1,4 @@
-"""What people read about broken loading: faults of workers and of samples. Never repairs."""
+"""Describes broken loading to people: faults of workers and of samples. Never repairs."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ class LoadingRepaired:
 
 
 class KillCounter(Protocol):
-    """Who knows which processes the kernel has killed for memory; times are monotonic."""
+    """Counts the processes that the kernel has killed for memory; times are monotonic."""
 
     def look_sometimes(self, now_s: float) -> None:
         """Called now and then, so that an old kill is not taken for a new one."""
         ...
 
     def claim(self, now_s: float) -> bool:
-        """Whether a process that has just ended of SIGKILL was one of them; each is claimed once."""
+        """Return True if a process that has just ended of SIGKILL was one of them; each is claimed once."""
         ...
 
 
 class NoKills:
-    """Where nobody counts."""
+    """Claims nothing: nobody counts kills here."""
 
     def look_sometimes(self, now_s: float) -> None:
-        """As :class:`KillCounter`."""
+        """See :meth:`KillCounter.look_sometimes`."""
 
     def claim(self, now_s: float) -> bool:
-        """As :class:`KillCounter`."""
+        """See :meth:`KillCounter.claim`."""
         del now_s
         return False
 
@@ -72,18 +72,18 @@ class LoaderKills:
         self._unreported = 0
 
     def look_sometimes(self, now_s: float) -> None:
-        """As :class:`KillCounter`."""
+        """See :meth:`KillCounter.look_sometimes`."""
         self._kills.look_sometimes(now_s)
 
     def has_killed(self, pool: WorkerPool, worker: int) -> bool:
-        """Whether the kernel has killed ``worker`` for memory; to be asked once."""
+        """Return True if the kernel has killed ``worker`` for memory; to be asked once."""
         by_sigkill = pool.process(worker).exitcode == -signal.SIGKILL
         killed = by_sigkill and self._kills.claim(time.monotonic())
         self._unreported += killed
         return killed
 
     def take_unreported(self) -> int:
-        """How many were claimed since the last call."""
+        """Return the number of kills claimed since the last call."""
         unreported, self._unreported = self._unreported, 0
         return unreported
 

@@ -228,15 +228,15 @@ def probes(samples: int) -> tuple[int, ...]:
 
 
 def estimated_bytes(sizes: Sequence[int], *, samples: int) -> int:
-    """What ``samples`` need, of which some have these ``sizes``."""
+    """Return the estimated bytes of ``samples`` samples, from the ``sizes`` of some."""
     return -(-sum(sizes) * samples // len(sizes)) if sizes else 0
 
 
 def fits(needed_bytes: int, *, available_bytes: int) -> bool:
-    """Whether so much may be taken of what is available before the first sample is read."""
+    """Return True if ``needed_bytes`` may be taken; asked before the first sample is read."""
     return needed_bytes <= SHARE_MAX * available_bytes
 
 
 def may_go_on(available_bytes: int, *, first_available_bytes: int) -> bool:
-    """Whether there is still enough beside what was taken: samples may be larger than estimated."""
+    """Return True if enough memory is left: samples may be larger than estimated."""
     return available_bytes >= (1 - SHARE_MAX) * first_available_bytes / 2
