@@ -1,8 +1,7 @@
-"""What a checkpoint is, as a value, and its JSON form. Never touches a disk.
+"""The description of a checkpoint as a value, and its JSON form. Never touches a disk.
 
-A manifest is published after the file that it names. The same facts, less size and digest, also
-travel inside the file (:meth:`Manifest.facts`), so that a file without its manifest still says
-what it is.
+A manifest is published after the file that it names. The same facts, without size and digest, are also
+stored inside the file (:meth:`Manifest.facts`), so that a file without its manifest is still known.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What a checkpoint says of itself: known when its state is captured, before any file is there.
+    """The facts about a checkpoint that are known when its state is captured, before any file is there.
 
     ``step`` is the number of committed steps, ``samples`` the samples they took. ``monitored`` is the value that ``best`` is judged by, None where there was none:
     of the figure ``monitor`` (older files name none); the lower the better, with ``mode`` ``max`` the
@@ -99,7 +98,7 @@ class Manifest(CheckpointFacts):
     def of(
         cls, facts: CheckpointFacts, *, size_bytes: int = 0, sha256: str = NO_DIGEST
     ) -> Manifest:
-        """Of a file with these facts, where each has its place; without a size, one that is not there yet."""
+        """Return the manifest of a file with these facts; without a size, of one that is not there yet."""
         values = {one.name: getattr(facts, one.name) for one in fields(CheckpointFacts)}
         name = checkpoint_name(facts.step)
         return cls(**values, file=name, size_bytes=size_bytes, sha256=sha256)
@@ -207,7 +206,7 @@ def _checked(values: Mapping[str, object]) -> Manifest:
 
 
 def is_judged_as(manifest: Manifest, other: Manifest) -> bool:
-    """Whether the monitored values of both can be compared."""
+    """Return True if the monitored values of both can be compared."""
     names = {manifest.monitor, other.monitor}
     return manifest.mode == other.mode and (len(names) == 1 or "" in names)
 

@@ -48,7 +48,7 @@ class NotSafetensorsError(Exception):
 
 
 def is_safetensors(begin: bytes) -> bool:
-    """Whether a file that begins so may be one: a small length, and the begin of a JSON object."""
+    """Return True if ``begin`` may begin a safetensors file: a small length, then a JSON object."""
     length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
     return begin[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and 2 <= length <= _HEADER_BYTES_MAX
 
