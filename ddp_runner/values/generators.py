@@ -81,7 +81,7 @@ def seed_offset(generator: torch.Generator, *, first: int, offset: int) -> None:
 
 
 class HostGenerators:
-    """Where the host's generators are now, to be given back any number of times.
+    """Captures the state of the host's generators, to restore it any number of times.
 
     ``with_torch``: torch's CPU generator too, and not Python's and NumPy's alone. ``also``: other generators of torch's.
     """

@@ -1,8 +1,8 @@
-"""What an object holds, whatever kind of object it is: read, written, and followed to what is inside.
+"""Reads, writes and follows the attributes of an object of any kind.
 
-Attributes in ``__dict__`` and in ``__slots__``, those of a class of the user's, and what a function keeps: the
-variables of the one around it, its attributes, its defaults. Libraries' objects are looked into as well, except
-for those of torch, numpy and the like, whose attributes are their own business. Decides nothing about what is kept.
+These are attributes in ``__dict__`` and in ``__slots__``, those of a user's class, and what a function keeps: the
+variables of the enclosing one, its attributes, its defaults. Libraries' objects are looked into as well, except
+for those of torch, numpy and the like, whose attributes are private. Does not decide what is kept.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _once_a_kind(judge: Callable[[type], _T]) -> Callable[[type], _T]:
 
 
 class Closed(NamedTuple):
-    """What is not looked into: ``value`` is opaque, or there is too much in it."""
+    """A value that is not looked into: ``value`` is opaque, or there is too much in it."""
 
     value: Any
 
@@ -136,7 +136,7 @@ def _own_bases(kind: type) -> tuple[type, ...]:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether it changes when it is used and cannot be looked into: an iterator, a file that is read."""
+    """Return True if use changes ``value`` and it cannot be looked into: an iterator, a file that is read."""
     kind = type(value)
     if issubclass(kind, (set, frozenset)):  # of objects: two processes have no common order of them
         return 1 < len(value) <= SCANNED_MAX and any(map(_may_change, value))
@@ -183,13 +183,13 @@ class _TooManyError(Exception):
 
 
 class _Scan:
-    """Of one attribute."""
+    """The scan of one attribute."""
 
     def __init__(self) -> None:
         self._left = SCANNED_MAX
 
     def objects(self, value: Any, path: str) -> list[tuple[str, Any]]:
-        """With their paths."""
+        """Return the objects in ``value`` with their paths."""
         found: list[tuple[str, Any]] = []
         try:
             for one in self._in(value, path, 0):
@@ -267,7 +267,7 @@ def _called_by(function: types.FunctionType, path: str) -> Iterator[tuple[str, A
 
 
 def _is_foreign(function: types.FunctionType) -> bool:
-    """Whether its code is of a library that is not looked into, whatever name it has."""
+    """Return True if its code is of a library that is not looked into, whatever name it has."""
     name = function.__globals__.get("__name__")
     return isinstance(name, str) and name != "__main__" and _root(name) in _NOT_WALKED
 
@@ -280,7 +280,7 @@ def _wrapped_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
 
 
 def _functions_of(value: Any) -> tuple[Any, ...]:
-    """Of an entry of a class."""
+    """Return the functions in an entry of a class."""
     if isinstance(value, (types.FunctionType, type)):
         return (value,)
     if isinstance(value, (staticmethod, classmethod)):
@@ -341,7 +341,7 @@ def _has_followed_attributes(kind: type) -> bool:
 
 
 def _is_users(kind: type) -> bool:
-    """Whether a class stands in a file of the user's, and not among installed packages."""
+    """Return True if a class is defined in a user's file, not in an installed package."""
     return _is_users_module(kind.__module__)
 
 
@@ -357,7 +357,7 @@ def _is_users_module(name: str) -> bool:
 
 
 def _is_class_state(key: str, value: Any) -> bool:
-    """Whether a class's attribute is something that its methods may count or collect in."""
+    """Return True if methods of a class may count or collect in this attribute of it."""
     if key.startswith(("__", "_abc_")):
         return False
     is_code = isinstance(value, (type, types.FunctionType, staticmethod, classmethod, property))

@@ -51,7 +51,7 @@ class AfterSave:
 
     @property
     def is_owed(self) -> bool:
-        """Whether a command runs, or is still to be run."""
+        """True if a command runs, or is still to be run."""
         return self._keeper.process is not None or bool(self._next)
 
     def take(self, event: events.Event) -> None:
@@ -151,6 +151,6 @@ class AfterSave:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child of ours has ended, which stays to be reaped."""
+    """Return True if a child has ended; it still has to be reaped."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     return found is not None

@@ -27,7 +27,7 @@ class Kept(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has said that it is."""
+        """True once the process has reported that it is ready."""
 
 
 ProcessT = TypeVar("ProcessT", bound=Kept)
@@ -35,11 +35,11 @@ SpecT_contra = TypeVar("SpecT_contra", contravariant=True)
 
 
 class Host(Protocol[ProcessT, SpecT_contra]):
-    """Whoever starts and signals processes of roles."""
+    """Starts and signals processes of roles."""
 
     @property
     def can_fork(self) -> bool:
-        """Whether a process can be started at once."""
+        """True if a process can be started at once."""
 
     def helper(self, role: Role) -> ProcessT | None:
         """The process of a role; None where there is none."""
@@ -51,7 +51,7 @@ class Host(Protocol[ProcessT, SpecT_contra]):
         """SIGKILL it, if it is there; its end follows."""
 
     def helper_stopped_s(self, helper: ProcessT | None, now_s: float) -> float:
-        """How long it has been seen stopped without a break; 0.0 where it is not now."""
+        """Return how long it has been seen stopped without a break; 0.0 if it is not stopped now."""
 
 
 class Stuck(enum.Enum):
@@ -69,18 +69,18 @@ class Awake:
         self._looked_at_s = self._since_s = 0.0
 
     def look(self, now_s: float) -> None:
-        """At each tick."""
+        """Note the time; called at each tick."""
         if now_s - self._looked_at_s > BLINK_S:
             self._since_s = now_s
         self._looked_at_s = now_s
 
     def has_passed(self, limit_s: float, since_s: float, now_s: float) -> bool:
-        """Whether there was so much time since then in which this process ran."""
+        """Return True if this process has run for longer than ``limit_s`` since ``since_s``."""
         return now_s > max(since_s, self._since_s) + limit_s
 
 
 class Keeper(Generic[ProcessT, SpecT_contra]):
-    """Of one role, from one process to the next. ``stopped_max_s``: longer stopped, it is ended."""
+    """Keeps the process of one role running. ``stopped_max_s``: one that is stopped for longer is ended."""
 
     def __init__(
         self, role: Role, host: Host[ProcessT, SpecT_contra], *, stopped_max_s: float = math.inf
@@ -100,13 +100,13 @@ class Keeper(Generic[ProcessT, SpecT_contra]):
         return self._host.helper(self.role)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether one that is wanted may be started now."""
+        """Return True if a process that is wanted may be started now."""
         is_free = self.process is None and self._host.can_fork
         return is_free and self.tries.allow(self.role, now_s)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether none follows any more."""
+        """True if no further process is started."""
         return self.tries.failures >= self.role.tries
 
     def give_up(self) -> None:

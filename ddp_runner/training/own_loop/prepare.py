@@ -58,7 +58,7 @@ def prepare(
     is_leaving: Callable[[], bool],
     ending: contextlib.ExitStack,
 ) -> tuple[LoopParts, str]:
-    """What this rank trains with, and the run that it resumes; what has to be closed is left to ``ending``.
+    """Return this rank's training parts, and the id of the run that it resumes; ``ending`` closes what must be closed.
 
     Raises BadInputError for what cannot be trained, and for a checkpoint that does not fit.
     """
@@ -164,7 +164,7 @@ def prepare(
 
 
 def _refuse_evaluations(settings: Settings) -> None:
-    """What a loop evaluates is its own affair: nothing here knows of it."""
+    """Refuse settings about evaluations: a loop evaluates by itself, and nothing here knows the results."""
     wanted = settings.checkpoint.monitor
     if wanted not in (AUTO, TRAIN_LOSS):
         expected = (
@@ -191,7 +191,7 @@ def _refuse_unsavable(state: KeptState) -> None:
 
 
 def _recipe(runtime: Runtime, length: RunLength, *, arguments: str) -> dict[str, JsonValue]:
-    """What another value of makes other weights of the same run."""
+    """Return the values of which a change gives the same run other weights."""
     info = runtime.rank_info
     return {
         TOTAL_STEPS: length.total_steps,
