@@ -200,9 +200,9 @@ class RunAccounting:
     def repairs_at(
         self, now_s: float, *, generation: int, step: int, productive_ns: int
     ) -> list[tuple[events.Repaired, int]]:
-        """What is repaired once the world trains at ``step``, oldest first, with the id of its cause.
+        """Return the repairs that end once the world trains at ``step``, oldest first, with the ids of their causes.
 
-        Changes nothing: these are to be recorded. Of incidents that end together the last one has cost
+        Changes nothing: the caller records them. Of incidents that end together, the last one has cost
         the steps.
         """
         before = max((fault.incident.committed_step for fault in self._open), default=step)
@@ -238,7 +238,7 @@ class RunAccounting:
             )
 
     def _stage_begun(self, now_s: float) -> None:
-        """What has come since a stage ended is the start of the next one; from a fault on it is its repair."""
+        """Count the time since a stage ended as the start of the next one; after a fault it is recovery time."""
         if self._stage_ended_s is not None:
             self._between_stages_s += max(0.0, now_s - self._stage_ended_s)
             self._stage_ended_s = None
@@ -252,7 +252,7 @@ class RunAccounting:
             self._launch_step = step
 
     def _kept_ns(self, step: int, before: int, net_ns: int) -> int:
-        """Of the work up to step ``before``, that up to ``step``: shared out evenly since a save."""
+        """Return the part of the work up to step ``before`` that led to ``step``: spread evenly since a save."""
         known = {self._launch_step or 0: 0, **self._productive_at_save}
         saved = max((one for one in known if one <= step), default=step)
         saved_ns = known.get(saved, 0)
@@ -271,7 +271,7 @@ class RunAccounting:
         own_step_s: Mapping[int, float | None],
         now_s: float,
     ) -> RunSummary:
-        """How the run ended. ``reading`` is rank 0's slot, ``finished`` what the ranks reported."""
+        """Return the summary of the run. ``reading`` is rank 0's slot, ``finished`` the ranks' reports."""
         report: Mapping[str, object] = finished[0].report if finished else {}
         first_step_s = self.first_step_s if self.first_step_s is not None else now_s
         steps = finished[0].step if finished else reading.committed_step
@@ -340,7 +340,7 @@ class RunAccounting:
         ranks: int,
         seconds: float,
     ) -> dict[str, Any]:
-        """Of this launch: what its steps had on average, over its time since the first of them."""
+        """Return the average rates of this launch, over its time since the first of its steps."""
         done = steps - (self._launch_step or 0)
         if done <= 0 or seconds <= 0.0:
             return {}
@@ -355,7 +355,7 @@ class RunAccounting:
         return {name: round(value, 6) for name, value in rates.items()}
 
     def shares(self, reading: SlotReading, *, now_s: float) -> TimeShares:
-        """Where the time went, up to now. ``reading``: of a rank that was there all along."""
+        """Return the uses of time up to now. ``reading``: of a rank that was there all along."""
         first_step_s = self.first_step_s if self.first_step_s is not None else now_s
         startup_s = first_step_s - self.began_s
         return TimeShares(
@@ -393,7 +393,7 @@ class RunAccounting:
 
 
 def _said_of(rank: int, cause: str) -> str:
-    """What has happened to whom, in one line."""
+    """Return a line with the rank and the cause."""
     first = cause.split("\n", maxsplit=1)[0]
     who = f"rank {rank}"
     return first if rank < 0 or first.startswith((f"{who} ", f"{who}'")) else f"{who}: {first}"

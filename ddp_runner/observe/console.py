@@ -112,7 +112,7 @@ class LogTail:
         self._alarms: OrderedDict[tuple[str, str], _Alarm] = OrderedDict()
 
     def poll(self) -> list[ConsoleLine]:
-        """What is new since the last poll; a bounded amount, and never blocking."""
+        """Return the new lines since the last poll; a bounded number, and without blocking."""
         return self._show([file.read_lines() for file in self._files])
 
     def drain(self) -> list[ConsoleLine]:
@@ -126,7 +126,7 @@ class LogTail:
         return shown + self._repeats(final=True)
 
     def taken_bytes(self, rank: int) -> int:
-        """How much of a rank's output has been taken up, in whole lines."""
+        """Return the bytes of a rank's output that were read, in whole lines."""
         return self._files[rank].taken_bytes
 
     def close(self) -> None:

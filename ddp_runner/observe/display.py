@@ -27,7 +27,7 @@ _STILL_EVERY_S = 60.0  # and from then on
 
 
 class Display(Protocol):
-    """What the supervisor calls, from one thread: start, then update and line, then finish."""
+    """The interface that the supervisor calls, from one thread: start, then update and line, then finish."""
 
     def start(self) -> None:
         """Begin to show."""
@@ -58,7 +58,7 @@ def make_display(mode: Mode, *, stream: TextIO) -> Display:
 
 
 def _suits_live(stream: TextIO) -> bool:
-    """Whether ``stream`` is a capable terminal with this process in its foreground."""
+    """Return True if ``stream`` is a capable terminal with this process in its foreground."""
     try:
         fd = stream.fileno()
     except (OSError, ValueError, AttributeError):

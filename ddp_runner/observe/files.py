@@ -85,7 +85,7 @@ class LineFile:
 
     @property
     def lines_lost(self) -> int:
-        """How many lines were given up so far."""
+        """The number of lines given up so far."""
         return self._outage.lost_total
 
     def append(self, line: bytes) -> bool:
@@ -122,7 +122,7 @@ class LineFile:
 
 
 def ends_torn(path: Path) -> bool:
-    """Whether the file ends in the middle of a line; False where there is no such file."""
+    """Return True if the file ends in the middle of a line; False if there is no such file."""
     tail = read_tail(path, 1)
     return bool(tail) and tail != b"\n"
 

@@ -102,7 +102,7 @@ def rank_list(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
 
 
 def setting_value(value: object) -> str:
-    """As people write it; only what is empty is said."""
+    """Return the value as people write it; an empty one is shown as such."""
     if isinstance(value, (tuple, list)):
         return ", ".join(map(str, value)) or "(empty)"
     if value is None or isinstance(value, bool):

@@ -41,7 +41,7 @@ class MachineReading:
     memory_total_bytes: int
 
     def to_record(self) -> dict[str, object]:
-        """As plain values."""
+        """Return the reading as plain values."""
         return asdict(self)
 
 
@@ -132,7 +132,7 @@ class NoDriverError(Exception):
 
 
 def driver_reader() -> NvmlReader | AmdReader:
-    """Who answers here, for NVIDIA's or AMD's GPUs. Raises NoDriverError."""
+    """Return the reader for this machine's NVIDIA or AMD GPUs. Raises NoDriverError."""
     try:
         return NvmlReader()
     except NoDriverError as no_nvml:
@@ -187,7 +187,7 @@ class NvmlReader:
         return nvml.nvmlDeviceGetHandleByIndex(which)
 
     def _ask(self, call: Callable[[], _T]) -> _T | None:
-        """What a call gives; None for what this device or driver does not have."""
+        """Return the result of ``call``; None if this device or driver lacks it."""
         try:
             return call()
         except (self._nvml.NVMLError, AttributeError):  # an older nvidia-ml-py lacks some names
@@ -257,9 +257,9 @@ class NvmlReader:
 
 
 def visible(uuids: Sequence[str], mask: str | None) -> list[int | str]:
-    """Which GPUs CUDA counts under ``mask``, in its order: NVML's number, or the UUID of a MIG part.
+    """Return the GPUs that CUDA counts under ``mask``, in its order: NVML's number, or the UUID of a MIG part.
 
-    As CUDA does: numbers or beginnings of UUIDs, up to the first that is none, or is there twice.
+    The mask is read like CUDA does: numbers or beginnings of UUIDs, up to the first that is invalid or repeated.
     """
     if mask is None:
         return list(range(len(uuids)))
@@ -311,7 +311,7 @@ def _torch_readings() -> tuple[GpuReading, ...]:
 
 
 def _with_own(gpus: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
-    """With what this process has on each by torch."""
+    """Return the readings with the memory that this process holds on each GPU, by torch."""
     torch = _torch_in_use()
     if torch is None:
         return gpus

@@ -142,7 +142,7 @@ def _row(rank: RankView, gpu: GpuView | None, why: str = "") -> dict[str, Cell]:
 def _group_row(
     label: str, group: Sequence[RankView], gpus: Mapping[int, GpuView]
 ) -> dict[str, Cell]:
-    """Of neighbours: how most of them are, and of a figure the one that is worth a look."""
+    """Return a row for neighbours: the most common state, and of each figure the most notable value."""
     state, states = _most([rank.state for rank in group])
     phase, _ = _most([_phase(rank) for rank in group])
     role = STYLE_OF_STATE.get(state, PLAIN)
@@ -174,7 +174,7 @@ def _group_row(
 
 
 def _gpu_cells(gpus: Sequence[GpuView]) -> dict[str, Cell]:
-    """Of several the mean use, and of memory and temperature the highest."""
+    """Return cells for several GPUs: the mean use, and the highest memory and temperature."""
     readings = [gpu.reading for gpu in gpus]
     uses = [one.use for one in readings if one.use is not None]
     taken = [one.memory_used_bytes for one in readings if one.memory_used_bytes is not None]
@@ -270,7 +270,7 @@ def _known(labels: Sequence[str], view: RunView, gpus: Mapping[int, GpuView]) ->
 
 
 def _is_known(title: str, view: RunView, gpus: Mapping[int, GpuView]) -> bool:
-    """Whether any rank has such a figure, of those that not every run has."""
+    """Return True if any rank has this figure, of those that not every run has."""
     readings = [gpu.reading for gpu in gpus.values()]
     match title:
         case "cpu":

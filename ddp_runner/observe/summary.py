@@ -86,10 +86,10 @@ TIME_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
-    """Where a run's seconds went. ``productive``: inside committed steps, without data wait.
+    """The uses of a run's seconds. ``productive``: inside committed steps, without data wait.
 
-    ``checkpoint`` and ``comparison``: what training waited for saves, and for the ranks' states to be
-    compared before saves, at intervals and at the end.
+    ``checkpoint`` and ``comparison``: the time for which training waited for saves, and for comparisons of the
+    ranks' states before saves, at intervals and at the end.
     """
 
     startup: float = 0.0
@@ -104,7 +104,7 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactProof:
-    """What of this launch was computed twice, with the same bits.
+    """The steps of this launch that were computed twice, with the same bits.
 
     ``repeated``: steps that the ranks themselves have computed twice; ``drilled``: those of which a
     process like a replacement has computed a rank's share, in order.
@@ -115,7 +115,7 @@ class ExactProof:
 
     @classmethod
     def of(cls, proved: Mapping[str, Collection[int]]) -> ExactProof:
-        """From the steps that were reported, by what was done with them."""
+        """Return the proof from the reported steps, by the kind of repetition."""
         return cls(
             repeated=len(proved.get("repeated", ())),
             drilled=tuple(sorted(proved.get("drilled", ()))),
@@ -124,7 +124,7 @@ class ExactProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What summary.json holds. None stands for "never known"."""
+    """The content of summary.json. None stands for "never known"."""
 
     run_id: str
     status: RunStatus

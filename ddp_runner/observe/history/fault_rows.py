@@ -1,4 +1,4 @@
-"""What went wrong in a run and what was done about it, from the events: rows of a table and marks on curves. Pure."""
+"""Turns the events of faults and repairs into rows of a table and marks on curves. Pure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FaultRow:
 
     @property
     def details(self) -> list[tuple[str, str]]:
-        """What was written about it, with whose it is: tracebacks, and the stacks of ranks that were killed."""
+        """The written details, each with its source: tracebacks, and the stacks of ranks that were killed."""
         found = [(self.text, self.detail)] if self.detail else []
         for event in self.others.values():
             detail = str(event.get("detail", ""))

@@ -1,4 +1,4 @@
-"""Who trained, who waited and who was gone, and when: spans of each rank, from the events. Pure."""
+"""Makes spans of each rank from the events: when it trained, waited, or was lost. Pure."""
 
 from __future__ import annotations
 

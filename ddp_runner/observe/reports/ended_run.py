@@ -1,4 +1,4 @@
-"""What is asked of a run that has ended, gathered from its files as they were read. Reads none itself."""
+"""The facts about a run that has ended, gathered from its files as they were read. Reads no file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EndedRun:
 
     @classmethod
     def of(cls, history: RunHistory, summary: RunSummary) -> EndedRun:
-        """From a folder that has been read."""
+        """Return the facts of a folder that has been read."""
         return cls(
             name=summary.name or history.name,
             summary=summary,
@@ -38,7 +38,7 @@ class EndedRun:
 
     @property
     def steps(self) -> int:
-        """That this launch has done."""
+        """The number of steps of this launch."""
         return max(0, self.summary.steps - self.resumed_step)
 
     @property

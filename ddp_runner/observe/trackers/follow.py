@@ -42,7 +42,7 @@ class LineFollower:
         self._file = 0
 
     def read(self) -> tuple[list[Record], bool]:
-        """What is new, a chunk at most, and whether that is all."""
+        """Return the new records, a chunk at most, and whether these are all."""
         if self._fd is None and not self._open():
             return [], True
         assert self._fd is not None

@@ -1,4 +1,4 @@
-"""How far a tracker has come, in a small file of the log folder: what a process that is started again goes by."""
+"""Stores a tracker's position in a small file of the log folder, from which a restarted process resumes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Position:
         self.is_first = not record
 
     def is_new(self, record: Record) -> bool:
-        """Whether this line was not at the tracker for certain when the position was read."""
+        """Return True unless the tracker certainly had this line when the position was read."""
         self._read[record.kind] = (record.file, record.end)
         file, end = self._reached.get(record.kind, (record.file, 0))
         return file != record.file or record.end > end
@@ -43,12 +43,12 @@ class Position:
 
 
 def position_path(log_dir: Path, name: str) -> Path:
-    """Where a tracker's position is kept."""
+    """Return the path of a tracker's position."""
     return log_dir / f".tracker_{name}.json"
 
 
 def read_position(path: Path) -> Mapping[str, Any]:
-    """What stands there; empty where there is nothing of use."""
+    """Return the stored position; empty if there is none, or it is of no use."""
     try:
         record = from_json(read_small(path))
     except (OSError, ValueError):
