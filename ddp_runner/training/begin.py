@@ -29,7 +29,7 @@ _NAMED_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """What of a file's entries goes into a model, in the model's types.
+    """The entries of a file that go into a model, in the model's types.
 
     ``taken`` is to be loaded: by the model's names. ``tied`` counts names that a file has not, of weights
     which it has under another name. ``mismatched`` are in words, with both shapes. ``converted``
@@ -135,7 +135,7 @@ def fit(found: Mapping[str, Any], own: Mapping[str, Any], *, narrows: bool) -> F
 
 
 def table(value: str, fitted: Fitted) -> list[str]:
-    """What was loaded of ``--init-from VALUE``, a line for each sort."""
+    """Return lines on what was loaded of ``--init-from VALUE``, one for each sort."""
     loaded = fitted.loaded
     lines = [value, f"loaded {_counted(loaded)}"]
     if fitted.tied:
@@ -186,7 +186,7 @@ def _converts(one: Tensor, wanted: Tensor, *, narrows: bool) -> bool:
 
 
 def _place(value: object) -> object:
-    """Where a tensor's numbers are; None of one that has none, or not one by one."""
+    """Return the place of a tensor's numbers; None if it has none, or not one by one."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
         return None
     return value.data_ptr(), tuple(value.shape), value.stride()
