@@ -74,7 +74,7 @@ class StepMaker(Protocol):
         ...
 
     def evaluates(self, step: int, *, by_settings: bool) -> bool:
-        """Return True if an evaluation is due once ``step`` steps are committed; ``by_settings``: they ask for one."""
+        """Whether an evaluation is due once ``step`` steps are committed; ``by_settings``: as they say."""
         ...
 
     def take(self, step: int) -> list[MicroBatch]:

@@ -199,7 +199,7 @@ class TaskSteps:
             )
 
     def evaluates(self, step: int, *, by_settings: bool) -> bool:
-        """Return True if an evaluation is due once ``step`` steps are committed."""
+        """Whether an evaluation is due once ``step`` steps are committed."""
         del step
         return by_settings
 

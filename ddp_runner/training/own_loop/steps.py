@@ -134,7 +134,7 @@ class LoopSteps:
         """Nothing raises WrapAgainError here."""
 
     def evaluates(self, step: int, *, by_settings: bool) -> bool:
-        """Return True if functions of the loop are due once ``step`` steps are committed, before the last one."""
+        """Whether functions of the loop are due once ``step`` steps are committed, before the last one."""
         del by_settings  # the loop says when
         is_due = any(one.is_due(step, self._length) for one in self._loop.recurring)
         return is_due and step < self._length.total_steps
