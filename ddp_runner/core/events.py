@@ -2,7 +2,7 @@
 
 The event's name in the journal is the class's in snake case, and its fields are the journal's, but for those marked
 ``unwritten``: these are for the other sinks of the recorder (accounting, console, facts), and for the transport. A
-:class:`Report` is a message as well: the process that sees the event sends it, and the supervisor adds what only it knows.
+:class:`Report` is a message as well: the process that sees the event sends it, and the supervisor completes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides which boundaries are saved: by steps, by time, on request, or to make up for a lost save. No file, no clock."""
+"""Decides which boundaries are saved: by steps, by time, on request, or for a lost save. No file, no clock."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class DataRepair:
         return workers_to_use(self._history, step=step, workers=workers, asked=asked)
 
     def delivered(self, indices: tuple[int, ...]) -> list[LoadingRepaired]:
-        """Return the repairs made before a step with last samples ``indices`` was there; each is reported once."""
+        """Return the repairs that a loaded step has needed; each is reported once. ``indices``: its last samples."""
         del indices
         now_s = time.monotonic()
         reported = [replace(one, seconds=now_s - began_s) for began_s, one in self._unreported]

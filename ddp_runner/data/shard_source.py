@@ -286,7 +286,7 @@ class ShardSource(Source[ShareKey]):
         return Turn(within % deal.lanes, epoch)
 
     def _steps_of(self, deal: Deal) -> int:
-        """Return the steps of an epoch of ``deal``; at least one turn of each lane. A short lane begins its next epoch."""
+        """Return the steps of an epoch of ``deal``; at least one turn of each lane. Short lanes begin another epoch."""
         size, order = deal.world_size, self.cut.order
         shares = [order.span_of(0, rank=rank, world_size=size)[1] for rank in range(size)]
         return steps_of_epoch(self._dataset.lengths, deal=deal, shares=shares) or deal.lanes

@@ -158,7 +158,7 @@ class Source(ABC, Generic[K]):
         return True
 
     def suspected(self, step: int) -> Trouble | None:
-        """Return the keys that a previous process of this rank was reading when it ended; asked once."""
+        """Return the trouble of a previous process that ended while it was reading, if any; asked once."""
         del step
         return None
 

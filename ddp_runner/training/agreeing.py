@@ -183,7 +183,7 @@ def agree_on_tuning(
 
 
 def exchange_tuning(group: Group, mine: Tuning, *, changed: Tuning | None) -> Tuning:
-    """Return a tuning that suits every rank; all must call it. ``changed``: by this rank since ``mine`` was agreed on."""
+    """Return a tuning that suits every rank; all must call it. ``changed``: by this rank, since the last agreement."""
     if changed is not None:
         mine = mine.agreed_with([mine, changed])
     records = group.exchange("tuning", json.dumps(mine.to_record()))

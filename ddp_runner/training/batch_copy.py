@@ -51,7 +51,7 @@ class CopyAhead:
         self._loader.take_ahead(step, self._copy)
 
     def arrive(self, batches: Sequence[MicroBatch]) -> None:
-        """Wait for the copies of ``batches``; to be called before they are used, whether they were sent ahead or not."""
+        """Wait for the copies of ``batches``; call it before they are used, whether they were sent ahead or not."""
         computation = torch.cuda.current_stream(self._device)
         computation.wait_stream(self._stream)
         for batch in batches:

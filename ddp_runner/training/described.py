@@ -34,8 +34,8 @@ def about_file(
 ) -> dict[str, JsonValue]:
     """Return the facts that people and tools want to know about a file without reading it.
 
-    ``loss``: of the last step. ``settings``: without secrets. ``monitor``: the figure that the best is judged by. Values
-    that are no numbers are left out. ``place``: the stage, by which a run of stages knows where it resumes.
+    ``loss``: of the last step. ``settings``: without secrets. ``monitor``: the figure that the best is
+    judged by. Values that are no numbers are left out. ``place``: the stage, by which a run of stages knows where it resumes.
     ``trackers``: of :func:`tracker_ids`.
     """
     shown: dict[str, object] = {n: value for n, value in settings.items() if n != "stage"}

@@ -66,7 +66,7 @@ class Durable(Protocol):
         ...
 
     def vote(self, *, is_asked: bool) -> KeepVotes:
-        """Vote between two steps on what to keep after the next. ``is_asked``: a person asked for a file since the last vote."""
+        """Vote on what to keep after the next step. ``is_asked``: a person asked for a file since the last vote."""
         ...
 
     def committed(self, step: int, *, step_s: float, is_wanted: bool, is_mine: bool) -> None:

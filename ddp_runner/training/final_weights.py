@@ -79,7 +79,7 @@ class BestWeights:
 
 
 def best_weights(parts: RankParts) -> BestWeights | None:
-    """Return the weights that ``run.load_best_at_end`` asks for; None without it, or without a judged intact checkpoint.
+    """Return the weights for ``run.load_best_at_end``; None without it, or without a judged intact checkpoint.
 
     Reads the file: the state that is trained stays as it is. For rank 0.
     """

@@ -26,7 +26,7 @@ _HISTORY_ENTRIES_MAX = 100_000
 
 
 class StepProfile(Protocol):
-    """Is told when a step begins and ends, on one rank."""
+    """Receives the begin and end of each step, on one rank."""
 
     def before(self, step: int) -> None:
         """The step comes next of whose predecessors ``step`` are committed."""

@@ -151,7 +151,7 @@ class SaveRoom:
         return False
 
     def _has_been_short(self) -> bool:
-        """Return True if memory is short now and was at the last save: a short peak of another program does not count."""
+        """Return True if memory is short now and was at the last save: a short peak does not count."""
         was_short, self._was_short = self._was_short, self._memory.host_is_short
         return was_short and self._was_short
 

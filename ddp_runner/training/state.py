@@ -197,7 +197,7 @@ class TrainState:
         self.start = record_of(frozen, init_from=init_from)
 
     def capture_for_file(self) -> dict[str, Any]:
-        """Capture like :meth:`capture`, without what files leave out. Reads all of that, to see that it is unchanged."""
+        """Capture without the weights that files leave out; reads these, to see that they are unchanged."""
         captured = self.capture()
         if not self.only_trained or not self.start:
             return captured

@@ -76,7 +76,7 @@ class Datasets:
 
 @runtime_checkable
 class Task(Protocol):
-    """The interface of a task. Each rank process makes an instance once: ``NAME(settings)``, ``NAME(**task)`` or ``NAME()``.
+    """The interface of a task. A rank makes one instance: ``NAME(settings)``, ``NAME(**task)`` or ``NAME()``.
 
     A model may be built on any rank and must not depend on it: seeds are set before the call.
     """

@@ -266,7 +266,7 @@ class TaskSteps:
         return is_best and uses_best(settings.stage, load_best_at_end=settings.run.load_best_at_end)
 
     def _watch_improvement(self) -> StopReason | None:
-        """Return COMPLETED if the figure has not improved for too long, on all ranks alike; call it after an evaluation."""
+        """Return COMPLETED after an evaluation if the figure has not improved for too long; the same on all ranks."""
         state, monitor = self._state, self._workload.monitor
         value = state.monitored(monitor)
         if value is None:
@@ -470,7 +470,7 @@ class StreamWatch:
         self._has_warned = False
 
     def compare(self, place: tuple[int, int, str] | None, *, step: int, is_due: bool) -> None:
-        """Compare the streams of all ranks after ``step``: at a generation's steps 1, 2, 4, 8 and so on, and if it ``is_due``.
+        """Compare the streams of all ranks after ``step``: at a generation's steps 1, 2, 4, 8 ..., and if it ``is_due``.
 
         ``place``: see :meth:`Source.place`; of None nothing is compared.
         Warns once of streams that give other items at the same place, which is not exact; raises

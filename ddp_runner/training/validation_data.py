@@ -84,7 +84,7 @@ def monitor_for(
     objects: Mapping[str, Any],
     device: torch.device,
 ) -> Monitor:
-    """Return the meaning of ``checkpoint.monitor`` here. Raises BadInputError if no such figure exists, or a loss must rise.
+    """Return the figure of ``checkpoint.monitor``. Raises BadInputError if it does not exist, or is a loss to maximize.
 
     The losses are known by name. For any other figure one batch is evaluated, which leaves no trace; also if
     training and evaluations have different collate functions, so that a mismatch is refused now.

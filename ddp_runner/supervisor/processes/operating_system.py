@@ -152,7 +152,7 @@ class Linux:
         return proc_state.is_stopped(pid)
 
     def is_killed(self, pid: int | None) -> bool:
-        """Read the pending signal from proc(5)."""
+        """Read the exit status from proc(5)."""
         return children.is_killed(pid)
 
     def cpu_ticks(self, pid: int) -> int | None:

@@ -30,7 +30,7 @@ _FRESH_INTERVALS = 3  # an older reading is none of the step that is logged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Readings:
-    """The readings of a machine's GPUs: the largest number so far, and the newest, of ``at_s``."""
+    """The readings of a machine's GPUs: their number so far, and the newest one, of ``at_s``."""
 
     count: int
     at_s: float

@@ -114,7 +114,7 @@ class Start:
         return (self._doing, now_s - self._doing_since_s) if self._doing else ("", 0.0)
 
     def shown_bytes(self) -> int:
-        """Return the bytes of rank 0's output that were shown before its log file is followed."""
+        """Show the rest of rank 0's output, and return the bytes shown, before its log file is followed."""
         self.show_output()
         return 0 if self._rank is None else self._rank.tail.taken_bytes(0)
 

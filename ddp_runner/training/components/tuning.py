@@ -1,4 +1,4 @@
-"""The sizes and DDP options that a run finds out to work, and keeps."""
+"""Finds and keeps the sizes and DDP options with which a run works."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def has_pointers(kind: Any) -> bool:
 
 
 class GeneratorState(Kept):
-    """The state of a random generator. ``kind``: a key of ``GENERATOR_TYPES``; ``own``: its class, if it is the user's."""
+    """The state of a random generator. ``kind``: a key of ``GENERATOR_TYPES``; ``own``: a user's class."""
 
     def __init__(self, kind: str, state: Any, own: str = "") -> None:
         self._kind = kind

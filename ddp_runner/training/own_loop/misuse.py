@@ -36,7 +36,7 @@ def user_frame() -> FrameType | None:
 
 
 def is_guarded() -> bool:
-    """Return True if the program's own module is under ``if __name__ == ...`` here, as far as its source is known."""
+    """Return True if the program's main module got here under ``if __name__ == ...``, or has no known source."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as above
     while frame is not None and frame.f_globals.get("__name__") != "__main__":
         frame = frame.f_back
