@@ -95,7 +95,7 @@ class Catalog:
         return frozenset(found)
 
     def to_go_back_to(self) -> list[Entry]:
-        """Return the entries like :meth:`entries`, without states that may contain steps to be skipped."""
+        """Return the entries like :meth:`entries`, without states that may have caused the skipped steps."""
         return [entry for entry in self.entries() if not _is_amid_skipped(entry)]
 
     def verify(self, entry: Entry) -> str | None:

@@ -24,7 +24,7 @@ _BYTES_PER_ENTRY = (
 def check_state_dict(
     model_state: Mapping[str, object], expected_state: Mapping[str, object]
 ) -> list[str]:
-    """Return the differences between a stored state and the one that a model expects; empty if it fits.
+    """Return in words how a stored state differs from the one that a model expects; empty if it fits.
 
     Compares names, shapes and types: torch would convert numbers of any type without a word. At most
     five names of each sort are listed, the rest counted.

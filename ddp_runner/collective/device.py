@@ -1,4 +1,4 @@
-"""Checks that a device still works after an abort and that a dead process's memory is free. Never touches the CPU."""
+"""Checks that a device works after an abort, and waits for a dead process's memory. Changes no state of the CPU."""
 
 from __future__ import annotations
 

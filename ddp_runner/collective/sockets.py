@@ -1,4 +1,4 @@
-"""Lists this process's sockets as the kernel knows them. Never makes one, and closes only its duplicates."""
+"""Lists this process's sockets as the kernel knows them. Closes none but its own duplicates."""
 
 from __future__ import annotations
 
