@@ -31,7 +31,7 @@ _PAGES = ("--help", "--help-settings", "--version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainArguments:
-    """What was asked. ``page`` is the help option that was given, "" for training.
+    """The parsed arguments. ``page`` is the help option that was given, "" for training.
 
     ``assignments`` are pairs of a name as the user wrote it (long form) and its text, in order.
     ``is_dry``: nothing is trained, nor written. ``finding``: what is looked for instead of training.
@@ -94,7 +94,7 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
 
 
 def is_config_name(word: str) -> bool:
-    """Whether ``word`` is Hydra's option for a file, whose ending may be left out."""
+    """Return True if ``word`` is Hydra's option for a file, whose ending may be left out."""
     return word.partition("=")[0].replace("_", "-").lower() == "--config-name"
 
 
@@ -123,7 +123,7 @@ def _given(written: str, name: str, text: str) -> str:
 
 
 def _name(option: Option) -> str:
-    """How messages name the option's setting: as the option, where that names the same setting."""
+    """Return the name of the option's setting for messages: the option, if that names the same setting."""
     try:
         same = find_key(option.long, option.long[2:], list(known_fields())) == option.key
     except BadInputError:
