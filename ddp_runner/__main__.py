@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(words: list[str]) -> int:
-    """Train, and import torch in the background, which takes longer than checking the arguments."""
+    """With torch being imported from now on, which takes longer than to judge what was asked for."""
     ahead = import_module("ddp_runner.cli.ahead").start(words, os.environ)
     try:
         module = import_module(_MODULE_OF_COMMAND["train"])

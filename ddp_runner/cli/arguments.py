@@ -26,7 +26,7 @@ class SmallArguments:
 
     @property
     def wants_help(self) -> bool:
-        """True if the help was asked for."""
+        """Whether the help was asked for."""
         return "--help" in self.switches
 
 

@@ -247,7 +247,7 @@ class _Loop:
         return self._finish()
 
     def _start_guardian(self) -> None:
-        """Start the guardian while torch is imported. A run can do without it: only a SIGKILL of this process needs one."""
+        """Start the guardian while torch is imported. It is optional: only a SIGKILL of this process needs one."""
         try:
             self._node.start_guardian()
         except OSError as error:

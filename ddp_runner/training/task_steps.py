@@ -470,7 +470,7 @@ class StreamWatch:
         self._has_warned = False
 
     def compare(self, place: tuple[int, int, str] | None, *, step: int, is_due: bool) -> None:
-        """Compare the streams of all ranks after ``step``: at a generation's steps 1, 2, 4, 8 ..., and if it ``is_due``.
+        """Compare all ranks' streams after ``step``: at a generation's steps 1, 2, 4, 8 ..., and if it ``is_due``.
 
         ``place``: see :meth:`Source.place`; of None nothing is compared.
         Warns once of streams that give other items at the same place, which is not exact; raises

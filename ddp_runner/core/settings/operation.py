@@ -184,7 +184,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
 class LogSettings:
-    """Controls what is written and shown, and how often."""
+    """Logs, metrics and the console: the files that are written, and how often."""
 
     log_interval: Annotated[
         Positive, CANNOT_MATTER, PER_STAGE, Alias("logging_steps", "log_every_n_steps")
@@ -268,7 +268,7 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
 class RecoverySettings:
-    """Limits how much is repaired before the run gives up."""
+    """How much is repaired before giving up."""
 
     max_restarts: Annotated[
         NonNegative,
@@ -377,5 +377,5 @@ class RecoverySettings:
 
     @property
     def stopped_max_s(self) -> float:
-        """Seconds that the system may hold a process stopped; below hang_min_s, as such a report is certain."""
+        """How long the system may hold a process stopped: what it says is certain, so less than hang_min_s."""
         return min(self.hang_min_s, STOPPED_MAX_S)

@@ -41,7 +41,7 @@ StartWeights = Annotated[str, TEXT, AfterValidator(_no_scratch)]
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
 class RunSettings:
-    """Chooses the task, the length of the run, and the folders of its files."""
+    """The task, the length of the run, and the folders of its files."""
 
     task: Annotated[
         Text,
