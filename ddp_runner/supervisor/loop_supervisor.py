@@ -1,4 +1,4 @@
-"""Supervises a user's own program whose loop attaches: the program continues when training has ended."""
+"""What is different for a program of the user's own whose loop attaches: it goes on when training has ended."""
 
 from __future__ import annotations
 

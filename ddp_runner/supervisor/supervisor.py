@@ -532,7 +532,7 @@ class Supervisor:
         return self.run_end.closing_words()
 
     def summary(self, ending: Ending) -> RunSummary | ScriptSummary | None:
-        """Return the content of summary.json; every process has ended."""
+        """What summary.json holds; every process has ended."""
         if self.facts.kept is not None:
             return self.facts.kept
         ranks = self.world.present

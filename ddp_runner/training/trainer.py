@@ -176,7 +176,7 @@ class DDPTrainer:
         return task.report
 
     def _prepare(self, ending: contextlib.ExitStack) -> tuple[TaskParts, str]:
-        """Return this rank's training parts, and its run; ``ending`` closes what must be closed."""
+        """What this rank trains with, and its run; what has to be closed is left to ``ending``."""
         slot = self._runtime.slot
         slot.stamp(Phase.STARTUP, time.monotonic_ns())
         slot.set(Cell.DIRTY, 0)  # of a predecessor that died inside its optimizer

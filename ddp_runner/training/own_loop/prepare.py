@@ -58,7 +58,7 @@ def prepare(
     is_leaving: Callable[[], bool],
     ending: contextlib.ExitStack,
 ) -> tuple[LoopParts, str]:
-    """Return this rank's training parts, and the id of the run that it resumes; ``ending`` closes what must be closed.
+    """What this rank trains with, and the run that it resumes; what has to be closed is left to ``ending``.
 
     Raises BadInputError for what cannot be trained, and for a checkpoint that does not fit.
     """
