@@ -50,15 +50,15 @@ def step_of(name: str) -> int | None:
 class CheckpointFacts:
     """The facts about a checkpoint that are known when its state is captured, before any file is there.
 
-    ``step`` is the number of committed steps, ``samples`` the samples they took. ``monitored`` is the value that ``best`` is judged by, None where there was none:
-    of the figure ``monitor`` (older files name none); the lower the better, with ``mode`` ``max`` the
-    higher. ``meaning`` is the resume key of the run (model, data, global batch, seed): resuming under another one is refused by the caller. ``created_utc`` is for people; ``order`` is the
-    version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
-    that wrote it were computed, ``changes`` where that was otherwise before; ``data`` what its ranks
-    have seen of their data. ``start_sha256`` is that of the weights which the file leaves out, because
-    its run has begun with them; empty where it has all. ``about`` is for people and tools, and decides
-    nothing but the ``stage`` in which a run goes on: ``settings`` (without secrets), ``tokens``, ``loss`` of the last step, ``figures`` of the newest
-    evaluation, ``best`` (step and value) so far.
+    ``step`` is the number of committed steps, ``samples`` the samples they took. ``monitored`` is the value by which
+    ``best`` is judged, None if there was none: the value of the figure ``monitor`` (older files name none); lower is
+    better, with ``mode`` ``max`` higher. ``meaning`` is the resume key of the run (model, data, global batch, seed): the
+    caller refuses to resume under another one. ``created_utc`` is for people; ``order`` is the version of the order in
+    which samples are taken. ``recipe`` says how the steps of the launch that wrote the file were computed, ``changes``
+    how that differed before; ``data`` holds the facts that its ranks have seen of their data. ``start_sha256`` is the
+    digest of the start weights that the file leaves out; empty if it has all. ``about`` is for people and tools, and only
+    its ``stage`` decides something, the stage in which a run resumes: ``settings`` (without secrets), ``tokens``,
+    ``loss`` of the last step, ``figures`` of the newest evaluation, ``best`` (step and value) so far.
     """
 
     step: int

@@ -36,10 +36,10 @@ _LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1", "[::1]")  # noqa: S104 - n
 class RunFacts:
     """Facts about a run that its start decides, not a setting.
 
-    ``starter`` of the ranks: the commands train or run, or another launcher or program. ``rank`` and ``local_rank``:
-    of this process, None where the command starts them. ``node_rank``: None where machines are numbered as they
-    join. ``host`` and ``port``: where machines meet; ``own_host``: the name of this one. ``mode``: that of a
-    task, empty where nothing was chosen. ``files``: of settings, as they were given.
+    ``starter``: the commands train or run, or another launcher or program. ``rank`` and ``local_rank``:
+    of this process, None if the command starts the ranks. ``node_rank``: None if machines are numbered as they
+    join. ``host`` and ``port``: the meeting place of the machines; ``own_host``: the name of this one. ``mode``: that
+    of a task, empty if none was chosen. ``files``: the settings files, as they were given.
     """
 
     starter: Literal["train", "run", "launcher"]

@@ -1,7 +1,7 @@
 """Chooses the name of a run, and the folders that follow from the name. Reads and writes no file.
 
-A run is called as ``--name`` says, else as its task. Its files are in ``logs/NAME`` and
-``checkpoints/NAME``, unless somebody names a folder: that one is then used exactly.
+The name is that of ``--name``, else the task's. The run's files are in ``logs/NAME`` and
+``checkpoints/NAME``, unless a folder is given: that one is then used exactly.
 """
 
 from __future__ import annotations

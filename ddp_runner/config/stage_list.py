@@ -113,7 +113,7 @@ def in_stage(
 def own_settings(entries: object) -> list[tuple[str, dict[str, object]]]:
     """Return for each stage of a file's list its name and its own values by dotted key.
 
-    For people who read it: nothing is refused, and what cannot be understood stands as it is written.
+    The result is for people: nothing is refused, and what cannot be parsed is returned as it is written.
     """
     found = []
     for number, entry in enumerate(entries if isinstance(entries, (list, tuple)) else ()):

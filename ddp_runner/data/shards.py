@@ -29,18 +29,18 @@ _LANE_SALT = 2**20  # keeps the orders of lanes apart
 class ShardedStream(Protocol):
     """A dataset that is cut into shards, so that each rank, and each of its workers, reads its own.
 
-    ``read`` yields items, each with the position behind it, from which ``read`` goes on: None, a number, a text,
-    or lists and dicts (with texts as keys) of such. A tuple may come back as a list. An item that is an
-    exception stands for one that cannot be read, and ``data.on_bad_sample`` says what is done about it; after
-    an exception that ``read`` raises, it is begun again at the same position, twice, and then the run ends.
-    Python's, numpy's and torch's CPU generator are seeded where ``read`` is called, alike each time in an epoch, and for
-    each item; where the dataset has ``deterministic = True``, only where ``read`` is called. A ``read`` that yields runs with its first
-    item, under that item's seed: what it draws for a whole shard, such as an order of rows, has to be in the position, or drawn
-    before it returns a generator. What ``read`` opens it opens in a loader worker.
+    ``read`` yields items, each with the position behind it, from which a later ``read`` resumes: None, a number, a
+    text, or lists and dicts (with texts as keys) of such. A tuple may come back as a list. An item that is an
+    exception stands for one that cannot be read, and ``data.on_bad_sample`` decides about it; after
+    an exception that ``read`` raises, reading begins again at the same position, twice, and then the run ends.
+    Python's, numpy's and torch's CPU generator are seeded when ``read`` is called, equally in each epoch, and for
+    each item; if the dataset has ``deterministic = True``, only when ``read`` is called. A ``read`` that is a generator
+    function starts with its first item, under that item's seed: a draw for a whole shard, such as an order of rows,
+    must be in the position, or be made before it returns a generator. ``read`` opens its files in a loader worker.
 
-    More attributes are used where they are: ``lengths``, how many items each shard has (then an epoch has a
-    length, and ``data.stream_end=drop`` can be had); ``names``, what people call each shard; and ``sizes``, how
-    much there is in each, by any measure, to warn of shards that are uneven.
+    Optional attributes: ``lengths``, the number of items of each shard (an epoch then has a
+    length, and ``data.stream_end=drop`` is possible); ``names``, the names of the shards for people; and ``sizes``, the
+    size of each shard, by any measure, to warn of uneven shards.
     """
 
     @property
@@ -66,9 +66,9 @@ def is_sharded(dataset: object) -> bool:
 class LaneMark(NamedTuple):
     """The position of a lane: its epoch, the place in that epoch's order, and the items drawn of the shard there.
 
-    ``position`` is the reader's own, None at the beginning; ``drawn`` counts the shard's items. ``owed``: so many
-    items are to be drawn and dropped before the next one that counts; then so many more in each of ``later``,
-    pairs of an epoch and a number.
+    ``position`` is the reader's own, None at the beginning; ``drawn`` counts the shard's items. ``owed``: the number of
+    items to draw and drop before the next one that counts; ``later``: the same for later epochs, as pairs of an
+    epoch and a number.
     """
 
     epoch: int = 0
@@ -149,8 +149,8 @@ class Lane:
 class Deal:
     """The assignment of shards to lanes, for a number of ranks. ``first``: see :class:`Lane`, by lane number.
 
-    Where epochs end for all lanes at one step they have ``epoch_steps``, and ``begun_epoch`` begins at
-    ``begun_step``; 0 steps: they do not end so, or a version without these fields has dealt.
+    If epochs end for all lanes at one step, they have ``epoch_steps`` steps, and ``begun_epoch`` begins at
+    ``begun_step``; 0 steps: they do not end together, or a version without these fields made the assignment.
     """
 
     seed: int

@@ -72,8 +72,8 @@ class StreamOrder(SampleOrder):
 class _Mark:
     """The position of the stream before ``step``; ``state``: the dataset's own, None if it has none.
 
-    ``first`` and ``newest``: hashes of the epoch's first item and of the one drawn last; empty where
-    there is none, or where it is of a type of its own.
+    ``first`` and ``newest``: hashes of the epoch's first item and of the one drawn last; empty if
+    there is none, or if its type cannot be hashed.
     """
 
     step: int

@@ -29,14 +29,14 @@ _MODE_COSTS = {
 class StartFacts:
     """The facts that a rank knows before training. None: this kind of run has no such fact, or it is unknown.
 
-    ``threads`` of a rank on the CPU. ``trained`` of its ``parameters`` are updated. ``samples``,
+    ``threads``: of a rank on the CPU. ``trained``: the updated ones among its ``parameters``. ``samples``,
     ``global_batch`` (of a step, computed ``micro_batch_size`` at a time) and ``loader_workers`` are
-    of data that the run loads itself. ``shares``: each rank's samples of a step, where they are unequal.
-    ``checkpoint_bytes``: about one file, for all of which there are
-    ``room_bytes``; so many parameters are ``left_out`` of it. ``is_task``: precision, optimizer and
-    ``schedule`` (in words) are the settings'; else a program's own. ``optimizer``: a program's own, in words, which
-    has a schedule of its own. ``begun_with``: what of ``--init-from``
-    was loaded, in lines. ``code``: a digest of what all ``machines`` run. ``mode``: how several devices are used and why; each rank has so many ``devices``.
+    of data that the run loads itself. ``shares``: each rank's samples of a step, if they are unequal.
+    ``checkpoint_bytes``: about one file; ``room_bytes``: the room for all of them; ``left_out``: the number of
+    parameters that a file leaves out. ``is_task``: precision, optimizer and ``schedule`` (in words) are those of the
+    settings; else a program's own. ``optimizer``: a program's own, in words, which has its own schedule.
+    ``begun_with``: what was loaded of ``--init-from``, in lines. ``code``: a digest of what all ``machines`` run.
+    ``mode``: how several devices are used and why; ``devices``: their number for each rank.
     """
 
     ranks: int

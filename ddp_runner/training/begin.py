@@ -31,9 +31,9 @@ _NAMED_MAX = 4
 class Fitted:
     """The entries of a file that go into a model, in the model's types.
 
-    ``taken`` is to be loaded: by the model's names. ``tied`` counts names that a file has not, of weights
-    which it has under another name. ``mismatched`` are in words, with both shapes. ``converted``
-    counts those that had another type of number.
+    ``taken``: the entries to load, by the model's names. ``tied``: the number of names that the file lacks but
+    whose weights it has under another name. ``mismatched``: descriptions with both shapes. ``converted``: the
+    number of entries with another type of number.
     """
 
     taken: Mapping[str, Any]

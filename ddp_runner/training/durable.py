@@ -45,8 +45,8 @@ class KeepVotes:
 class Owed:
     """The saves that are due but not kept yet, as one rank knows them.
 
-    ``is_due``: the newest that was due is nowhere. A person has asked for one at ``wanted_step``; what was
-    asked for up to ``covered_step`` is answered.
+    ``is_due``: the newest save that was due is nowhere. ``wanted_step``: the step at which a person asked for one;
+    ``covered_step``: requests up to this step are answered.
     """
 
     is_due: bool

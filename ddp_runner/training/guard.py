@@ -314,8 +314,8 @@ class NumericsGuard:
     def _was_only_written(self, hashes: Mapping[str, str], step: int) -> bool:
         """Return True if the ranks no longer differ: the step's forward wrote what was being hashed meanwhile.
 
-        That happens through ``.data`` or numpy, say, for the first time: torch does not count that. It is followed
-        from here on; the save, which may be half of each, is made at a later boundary.
+        Forward may write through ``.data`` or numpy, for example, which torch does not count. The tensor is followed
+        from now on; the save, which may have parts of both, is made at a later boundary.
         """
         now = state_hashes(self._state.replicated())
         if len(set(self._exchange(f"again/{step}", combined(list(now.values()))))) > 1:

@@ -105,7 +105,7 @@ class LossMonitor:
     def is_calm(self) -> bool:
         """True if enough steps have been applied since the last one that was not.
 
-        A state from before that may be the cause of the errors: a roll-back must not use it.
+        An earlier state may be the cause of the errors, so a roll-back must not use it.
         """
         return self._last_error is None or self._last_step - self._last_error >= CALM_STEPS
 

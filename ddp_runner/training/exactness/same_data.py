@@ -55,7 +55,7 @@ Record = Mapping[str, JsonValue]
 class DataLook:
     """The facts that a rank has seen of its data; ``record``: the comparable ones, as plain values by name.
 
-    ``unlike_itself``: a sample that was another one when it was loaded again. ``unseen``: why
+    ``unlike_itself``: a sample that differed when it was loaded again. ``unseen``: why
     samples are not compared, by name.
     """
 

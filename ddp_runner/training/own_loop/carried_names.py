@@ -25,8 +25,8 @@ _INLINED_MAX = 200  # calls that are followed into their function
 class Resolved:
     """The facts about a name's current value that the reading of the source needs.
 
-    ``is_fixed``: a module, a class, what is kept: it is no variable. ``function``: of the program's own, with
-    the name of its file's definition; ``is_foreign``: a function of another file of the program.
+    ``is_fixed``: it is no variable, such as a module, a class or a kept object. ``function``: the program's own, with
+    the name of its definition's file; ``is_foreign``: a function of another file of the program.
     """
 
     is_fixed: bool = False
