@@ -90,7 +90,7 @@ def weights_sha256(state_dict: Mapping[str, object]) -> str:
 
 
 def stored_bytes(state: Mapping[str, object], *, entry_bytes: int = _BYTES_PER_ENTRY) -> int:
-    """About how many bytes ``state`` takes in a file: an upper estimate, storages counted once.
+    """Return an upper estimate of the bytes of ``state`` in a file; storages count once.
 
     Raises TypeError, naming the entry, for a value that plain ``torch.load(weights_only=True)``
     would refuse or change, so that nothing is announced that cannot be read again.

@@ -111,7 +111,7 @@ class Manifest(CheckpointFacts):
         return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     def facts(self) -> dict[str, object]:
-        """Everything but name, size and digest of the file, as plain JSON values."""
+        """Return the facts without name, size and digest of the file, as plain JSON values."""
         values: dict[str, object] = json.loads(self.to_json())
         return {name: value for name, value in values.items() if name not in _ABOUT_THE_FILE}
 

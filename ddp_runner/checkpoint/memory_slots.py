@@ -59,7 +59,7 @@ class _Header:
 
 
 class _Slot:
-    """One memory file: a header, the bytes of the tensors, and how the state is built of them."""
+    """A file in memory: a header, the bytes of the tensors, and a description of the state around them."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -275,7 +275,7 @@ class MemorySlots:
         raise OSError(errno.ENODATA, "the copy in memory was given up before it was written")
 
     def clear(self) -> None:
-        """Nothing of what they hold may be gone back to."""
+        """Mark both slots as empty: no run may resume from them."""
         for slot in self._slots:
             slot.clear()
 
@@ -379,7 +379,7 @@ def _piece(memory: mmap.mmap, place: int, size: int) -> torch.UntypedStorage:
 
 
 def _checksum_of(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> str:
-    """Over all but the header, which has it."""
+    """Return the checksums of all but the header, which holds them."""
     return " ".join(_sums(memoryview(payload)[_HEADER_BYTES:], text, checksum))
 
 

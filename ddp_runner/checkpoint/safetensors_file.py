@@ -54,7 +54,7 @@ def is_safetensors(begin: bytes) -> bool:
 
 
 def read_safetensors(descriptor: int) -> dict[str, Tensor]:
-    """All tensors of an opened file, on the CPU; closes it. Raises NotSafetensorsError and OSError."""
+    """Read all tensors of an opened file to the CPU, and close it. Raises NotSafetensorsError and OSError."""
     with os.fdopen(descriptor, "rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         header, begin = _header(file, size_bytes)

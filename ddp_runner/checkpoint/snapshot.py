@@ -172,18 +172,18 @@ class _Pairs:
         self._sources: list[Tensor] = []
 
     def add(self, target: Tensor, source: Tensor) -> None:
-        """Another one, for :meth:`copy`."""
+        """Add a pair for :meth:`copy`."""
         self._targets.append(target)
         self._sources.append(source)
 
     def copy(self) -> None:
-        """All of them, in one call without the interpreter's lock."""
+        """Copy all pairs in one call, without the interpreter's lock."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
 
 class _Walk:
-    """One pass over a state: rebuilds its containers around tensors in host memory."""
+    """Walks once over a state: rebuilds its containers around tensors in host memory."""
 
     def __init__(
         self,

@@ -292,7 +292,7 @@ class CheckpointStore:
         return sorted(self._proved)
 
     def trust(self, proved: Iterable[int]) -> None:
-        """Another store of these files has read them once more."""
+        """Trust the files of these steps, which another store has read once more."""
         self._proved.update(proved)
 
     def is_for_good(self, step: int) -> bool:

@@ -13,7 +13,7 @@ REPORTED_KEPT_MIN = 64  # before those are forgotten that are no longer on disk
 
 
 class Published:
-    """Each is known by its step and digest: the same step may be saved again after a roll-back."""
+    """Finds new checkpoints by step and digest: the same step may be saved again after a roll-back."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

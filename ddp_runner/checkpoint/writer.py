@@ -18,7 +18,7 @@ TEXT_MAX = 20_000  # characters of it
 
 
 class NobodyWritesError(Exception):
-    """There is no process that writes copies, which the text says: who has made it writes it."""
+    """Raised if no process writes copies; the rank that made a copy then writes it."""
 
 
 class CopyWriter:

@@ -56,7 +56,7 @@ def part_ends(count: int, *, pieces: int) -> list[int]:
 
 
 def whole(outputs: Sequence[LossOutput], counts: Sequence[int], *, device: torch.device) -> Any:
-    """One result of the parts' ones, each of which is of so many samples."""
+    """Return one result for the results of all parts, weighted by their numbers of samples."""
     total = sum(counts)
     parts: dict[str, Tensor] = {}
     for output, count in zip(outputs, counts, strict=True):

@@ -41,13 +41,13 @@ class NoDeviceProgress:
     """Does nothing: host and device are one, so that the phase on the board says it, or nobody checks."""
 
     def begin(self, generation: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def come_to_sum(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class WrittenByDevice:
@@ -70,7 +70,7 @@ class WrittenByDevice:
         self._write()
 
     def come_to_sum(self) -> None:
-        """One more."""
+        """Count one more sum."""
         self._count.add_(1)
         self._write()
 

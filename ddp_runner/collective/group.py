@@ -99,7 +99,7 @@ class Group:
         return self.membership.world_size
 
     def exchange(self, name: str, value: str) -> list[str]:
-        """Every rank's ``value``, by rank. Blocks until all have called it with this ``name``.
+        """Return every rank's ``value``, by rank. Blocks until all have called it with this ``name``.
 
         Raises torch.distributed.DistError within the group's timeout if a rank never does.
         """

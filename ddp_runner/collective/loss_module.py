@@ -79,7 +79,7 @@ class LossModule(nn.Module):
         self.has_graph = False  # of a loss of this step, to any parameter
 
     def begin_step(self) -> None:
-        """No micro-batch of this step has been in trouble yet."""
+        """Begin a step: no micro-batch of it has been in trouble yet."""
         self._broken = False
         self.has_graph = False
 
@@ -190,7 +190,7 @@ class Alone:
         self._module.unit = unit
 
     def without_sync(self) -> AbstractContextManager[None]:
-        """There is nothing to leave out."""
+        """Return an empty context: there is no reduction to leave out."""
         return contextlib.nullcontext()
 
     def backward_alone(self, loss: Tensor) -> None:
@@ -203,7 +203,7 @@ class Alone:
         self._module.zero_grad(set_to_none=True)
 
     def own_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter that has a gradient, with it; not the signals'."""
+        """Return each parameter that has a gradient, with it; not the signals'."""
         for parameter in self._module.model.parameters():
             if parameter.grad is not None:
                 yield parameter, parameter.grad

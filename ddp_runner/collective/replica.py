@@ -389,7 +389,7 @@ class Replica:
         return self.group.rank
 
     def exchange(self, name: str, value: str) -> list[str]:
-        """Every rank's ``value``, by rank; every rank must call it with this ``name``, and not in a step."""
+        """Return every rank's ``value``; every rank must call it with this ``name``, and not in a step."""
         with waiting_for_peers(self._slot):
             return self.group.exchange(name, value)
 
@@ -463,7 +463,7 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
 
 
 def _gradients_in(bucket: GradBucket) -> list[Tensor]:
-    """One for each parameter. Of complex ones DDP shows a bucket as pairs, and cuts it as if they were none."""
+    """Return one gradient for each parameter. DDP shows a bucket of complex ones as pairs of real numbers."""
     parameters, gradients = bucket.parameters(), bucket.gradients()
     if not parameters[0].is_complex() or gradients[0].is_complex():
         return gradients
@@ -529,7 +529,7 @@ def _not_synced() -> Iterator[None]:
 def _accepted_arguments(
     settings: DdpSettings, device: torch.device, *, cap_mb: float
 ) -> dict[str, Any]:
-    """Only arguments that the installed torch knows and does not deprecate."""
+    """Return only the arguments that the installed torch knows and does not deprecate."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     # Buffers are shared by share_buffers, parameters by the state transfer.
     sync_name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

@@ -51,7 +51,7 @@ class Peers:
         return tensor
 
     def placed(self, own: Tensor) -> Tensor:
-        """Every rank's ``own``, one row each."""
+        """Return every rank's ``own``, one row each."""
         rows = own.new_zeros(self.count, own.numel())
         rows[self.group.rank] = own
         return self.sum(rows)
@@ -178,5 +178,5 @@ class _Together(Function):
 
 
 def _shaped(values: Tensor, like: Tensor) -> Tensor:
-    """One number for each channel, to be broadcast over ``like``."""
+    """Reshape one number for each channel, to be broadcast over ``like``."""
     return values.view(1, -1, *[1] * (like.dim() - 2))

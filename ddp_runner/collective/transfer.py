@@ -48,7 +48,7 @@ class Description:
 
 
 def described_as(tensors: Sequence[Tensor]) -> list[Description]:
-    """One object for those that are alike: of ten thousands few are not."""
+    """Return the description of each tensor; equal ones share one object, as few of many thousands differ."""
     known: dict[tuple[object, ...], Description] = {}
     found = []
     for tensor in tensors:
@@ -172,7 +172,7 @@ def send_state(
 def _shown(
     group: Group, tensors: list[Tensor]
 ) -> contextlib.AbstractContextManager[peer_memory.Shown | None]:
-    """Within the block those of this machine may read ``tensors``, which are as they lie in memory then."""
+    """Let other processes of this machine read ``tensors`` in the block, as they are in memory then."""
     if group.ends_in_silence or any(tensor.device.type != "cpu" for tensor in tensors):
         return contextlib.nullcontext()
     tensors[:] = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]

@@ -21,7 +21,7 @@ _LOOK_EVERY = timedelta(seconds=LOOK_EVERY_S)
 
 
 class Waits:
-    """One generation's, on the CPU. ``abort`` may come from any thread."""
+    """The waits of one generation, on the CPU. ``abort`` may be called from any thread."""
 
     def __init__(self) -> None:
         self._is_aborted = threading.Event()

@@ -22,7 +22,7 @@ def gives_several_only(dataset: object) -> bool:
 
 
 def sample_at(dataset: Any, index: int) -> Any:
-    """One sample. Raises what the dataset does."""
+    """Return one sample. Raises what the dataset raises."""
     if gives_several_only(dataset):
         (sample,) = dataset.__getitems__([index])
         return sample

@@ -118,7 +118,7 @@ class _Listed:
 
 
 class _WithReplacement:
-    """Each place of an epoch is a draw of its own: 64 random bits, looked up in the sums of the weights."""
+    """Draws each place of an epoch independently: 64 random bits, looked up in the sums of the weights."""
 
     def __init__(self, weights: npt.NDArray[np.float64], *, seed: int, epoch: int) -> None:
         # Whole numbers in proportion to the weights; a weight above 0 stays above it.
@@ -134,7 +134,7 @@ class _WithReplacement:
 
 
 class _WithoutReplacement:
-    """Every sample once, in the order of exponential times of which a heavy one has a short one.
+    """Draws every sample once, by exponential times, which are short for heavy samples.
 
     Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir", Information Processing
     Letters 97(5), 2006.

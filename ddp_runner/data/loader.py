@@ -47,11 +47,11 @@ _GRACE_S = 1.0  # for a worker inside the user's code, which may be writing a fi
 
 
 def _ignore(_what: object) -> None:
-    """Nobody listens."""
+    """Do nothing: the default callback."""
 
 
 def _ignore_wait() -> None:
-    """Nobody listens."""
+    """Do nothing: the default callback."""
 
 
 class Loader:
@@ -338,7 +338,7 @@ class Loader:
         self.workers = wanted
 
     def _read_or_repair(self, step: int) -> list[tuple[Key, Any]] | None:
-        """All of a step, or None once what has kept it from being read is repaired."""
+        """Return the data of a step, or None once the cause of a failed read is repaired."""
         try:
             read = self._read(step)
         except PoolError as error:
@@ -384,7 +384,7 @@ class Loader:
         return Trouble(fault=fault, why=failed.error, key=key, suspect=suspect, raised=True)
 
     def _read(self, step: int) -> list[tuple[Key, Any]]:
-        """All of a step, up to the first that fails where it is read in this process."""
+        """Return the data of a step; reading in this process ends with the first key that fails."""
         source = self._source
         count = source.due(step)
         if self.workers == 0 or count == 0:

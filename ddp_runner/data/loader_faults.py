@@ -65,7 +65,7 @@ class NoKills:
 
 
 class LoaderKills:
-    """One loader's claims: each kill is claimed here, and reported to who counts them for the ranks."""
+    """Claims the kills of one loader's workers, and reports them to the counter of the ranks."""
 
     def __init__(self, kills: KillCounter) -> None:
         self._kills = kills
@@ -177,7 +177,7 @@ def refuse_dataset(failed: SampleFailed) -> None:
 
 
 def worker_report(pool: WorkerPool, worker: int, *, for_memory: bool) -> str:
-    """One line about a worker: number, pid, state, memory, how it ended, what it was loading.
+    """Return a line about a worker: number, pid, state, memory, how it ended, what it was loading.
 
     ``for_memory``: the kernel killed it for that.
     """

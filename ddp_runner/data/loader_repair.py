@@ -60,7 +60,7 @@ class Trouble:
 
 
 class DataRepair:
-    """One loader's; lives as long as it, because what it learns outlasts workers and generations.
+    """Repairs one loader, and lives as long as it: what it learns outlasts workers and generations.
 
     Of data that raises it repairs nothing: what can be done there is the source's to say, in a subclass.
     """
@@ -288,7 +288,7 @@ class SampleRepair(DataRepair):
         self._note(named, action, began_s, inexact_reason=SAMPLES_REPLACED)
 
     def _try_again(self, trouble: Trouble, *, began_s: float) -> None:
-        """It raised, and then it loaded: perhaps its storage was out of reach for a moment."""
+        """Note that the batch loaded at the second try: its storage may have been out of reach for a moment."""
         if self._history.in_a_row > _BATCH_TRIES_MAX:
             raise FaultError(trouble.fault)
         self._note(trouble.fault, "loaded when it was tried again", began_s)

@@ -95,7 +95,7 @@ class MapSource(Source[BatchKey]):
             self._reads.note_load()
 
     def go_to(self, step: int) -> None:
-        """Any step is as near as any other."""
+        """Move to ``step``; every step can be reached at no cost."""
         self._given = {}
         self.step = step
 
@@ -116,7 +116,7 @@ class MapSource(Source[BatchKey]):
         step: int,
         load: Callable[[tuple[BatchKey, ...]], list[tuple[BatchKey, Any]] | None],
     ) -> list[MicroBatch] | None:
-        """One of the last two steps, by the keys that it had."""
+        """Load one of the last two steps again, by its keys."""
         keys = self._given.get(step)
         found = load(keys) if keys else None
         return None if found is None else _micro_batches(found)

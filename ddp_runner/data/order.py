@@ -169,7 +169,7 @@ class WholeOrder(SampleOrder):
     shuffle: bool = False
 
     def __post_init__(self) -> None:
-        """No batch has to be whole."""
+        """Do nothing: the last batch may be incomplete."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -188,7 +188,7 @@ class SamplerOrder(SampleOrder):
     _taken: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """No batch has to be whole, as in torch."""
+        """Do nothing: the last batch may be incomplete, as in torch."""
 
     @property
     def steps_per_epoch(self) -> int:

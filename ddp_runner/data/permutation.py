@@ -91,7 +91,7 @@ class KeyedPermutation:
         return values.astype(np.int64)
 
     def _once(self, values: _Words) -> _Words:
-        """Through the network once: one-to-one on ``range(a * b)``."""
+        """Apply the network once: a one-to-one mapping of ``range(a * b)``."""
         left = values // self._right
         right = values - left * self._right
         for number, key in enumerate(self._keys):

@@ -30,7 +30,7 @@ def file_name_of_validation(name: str) -> str:
 
 
 class QuarantineFullError(Exception):
-    """No further sample may be replaced; the text says why."""
+    """Raised if no further sample may be replaced; the text says why."""
 
 
 class Quarantine:

@@ -24,7 +24,7 @@ class Exchanging(Protocol):
 
 
 class ShardAgreement:
-    """One rank's part in it; every rank calls the same methods at the same steps."""
+    """The part of one rank in the agreement; every rank calls the same methods at the same steps."""
 
     def __init__(self, positions: ShardPositions) -> None:
         self._positions = positions

@@ -111,7 +111,7 @@ class ShardSource(Source[ShareKey]):
         return next((count for count in range(min(workers, lanes), 0, -1) if lanes % count == 0), 0)
 
     def due(self, step: int) -> int:
-        """One share, which may be empty."""
+        """Return 1: a step has one share, which may be empty."""
         del step
         return 1
 
@@ -139,7 +139,7 @@ class ShardSource(Source[ShareKey]):
         return 1 + owed / max(1, self.cut.samples)
 
     def go_to(self, step: int) -> None:
-        """It is the last one, or one that follows from what all said."""
+        """Move to ``step``, the last one or one that follows from the last exchange of positions."""
         self._marks, self.step = self._marks_at(step), step
         self._here = None
         if self._given is not None and self._given.step != step:
@@ -248,7 +248,7 @@ class ShardSource(Source[ShareKey]):
         return True
 
     def gathers(self, step: int) -> bool:
-        """Every few seconds."""
+        """Return True if positions must be exchanged before ``step``, which is every few seconds."""
         return self._agreement.is_due(step)
 
     def gather(self, group: Exchanging, *, step: int) -> None:

@@ -86,7 +86,7 @@ class LaneMark(NamedTuple):
 
     @property
     def owed_in_all(self) -> int:
-        """So many items are to be drawn before the next one that counts."""
+        """The number of items to draw before the next one that counts."""
         return self.owed + sum(items for _, items in self.later)
 
     def owing(self, items: int, *, epoch: int) -> LaneMark:
@@ -222,7 +222,7 @@ class Stand:
         return marks
 
     def begun_again(self, *, step: int, world_size: int, steps_of: Callable[[Deal], int]) -> Stand:
-        """All shards, dealt to another number of ranks, which begin a new epoch at ``step``.
+        """Return all shards, dealt to another number of ranks, which begin a new epoch at ``step``.
 
         Where epochs end for all at one step, after ``steps_of`` the new deal.
         """
@@ -372,7 +372,7 @@ def _listed(mark: LaneMark) -> list[Any]:
 
 @lru_cache(maxsize=4)
 def _mixed(seed: int, size: int) -> tuple[int, ...]:
-    """All shards, in an order of the seed's."""
+    """Return all shards in an order that depends on the seed."""
     order = KeyedPermutation(seed=seed, epoch=0, size=size).at(np.arange(size))
     return tuple(order.tolist())
 

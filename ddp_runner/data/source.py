@@ -227,18 +227,18 @@ def copied(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 
 class Ahead:
-    """One step's batches that were loaded, and not given to anybody yet."""
+    """Holds one step's batches that were loaded early, until they are taken."""
 
     def __init__(self) -> None:
         self._step = -1
         self._batches: list[MicroBatch] = []
 
     def keep(self, step: int, batches: list[MicroBatch]) -> None:
-        """They are ``step``'s."""
+        """Keep the batches of ``step``."""
         self._step, self._batches = step, batches
 
     def drop(self) -> None:
-        """Nobody will ask for them."""
+        """Drop the batches: they are not needed any more."""
         self._step, self._batches = -1, []
 
     def take(self, step: int) -> list[MicroBatch] | None:

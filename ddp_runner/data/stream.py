@@ -173,7 +173,7 @@ class StreamSource(Source[ShareKey]):
         return 0
 
     def due(self, step: int) -> int:
-        """One share, also for a rank that keeps nothing of it: the stream is to be behind it afterwards."""
+        """Return 1: a step has one share; a rank that keeps none of it must also move past it."""
         del step
         return 1
 
@@ -185,7 +185,7 @@ class StreamSource(Source[ShareKey]):
             yield ShareKey(step, 0, indices, tuple(map(len, pieces)))
 
     def reader(self) -> NoReturn:
-        """Not for workers."""
+        """Raise AssertionError: a stream without shards has no workers."""
         raise AssertionError("a stream is read whole, in the rank itself")
 
     def read(self, key: ShareKey, *, on_sample: Callable[[int], None]) -> Any | SampleFailed:
@@ -247,7 +247,7 @@ class StreamSource(Source[ShareKey]):
     def repair_with(
         self, *, timeout_s: float, on_wait: Callable[[], None], kills: LoaderKills
     ) -> DataRepair:
-        """Nothing can be done: nobody knows what an iterator that has raised gives next."""
+        """Return a repair that does nothing: an iterator that has raised may continue anywhere."""
         del timeout_s, on_wait
         return DataRepair(kills)
 

@@ -188,7 +188,7 @@ class RunAccounting:
                 return
 
     def forming(self, now_s: float) -> None:
-        """Every rank that is needed is there: what follows is the forming of the generation."""
+        """Note that every rank that is needed is there: the forming of the generation follows."""
         self._parts = dict.fromkeys(("group", "transfer", "rebuild"), 0.0)
         for fault in self._open:
             fault.seconds["fork"] = now_s - fault.incident.at_s

@@ -63,7 +63,7 @@ def visible_amd(present: Sequence[Gpu], environment: Mapping[str, str]) -> Visib
 
 
 class NoAmdToolError(Exception):
-    """Neither tool of AMD's shows a GPU; the text says why."""
+    """Raised if neither of AMD's tools shows a GPU; the text says why."""
 
 
 class AmdReader:
@@ -93,7 +93,7 @@ class AmdReader:
         self._places = [seen[one.index].index for one in chosen if one.index >= 0]
 
     def read(self) -> tuple[GpuReading, ...]:
-        """One look at each; one that the tool does not show any more has a problem."""
+        """Read each GPU; one that the tool does not show any more has a problem."""
         if self.source == "amd-smi":
             rows = parse_amd_use(self._listed, self._asked(_AMD_USE))
         else:
@@ -107,7 +107,7 @@ class AmdReader:
         return tuple(found)
 
     def close(self) -> None:
-        """Nothing is held between two looks."""
+        """Do nothing: nothing is held between two readings."""
 
     def _asked(self, command: Sequence[str]) -> Any:
         return _ask(command, self._environment, timeout_s=_USE_TIMEOUT_S)

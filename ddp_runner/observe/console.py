@@ -116,7 +116,7 @@ class LogTail:
         return self._show([file.read_lines() for file in self._files])
 
     def drain(self) -> list[ConsoleLine]:
-        """Everything up to the end of the files, unfinished last lines and counts included."""
+        """Return everything up to the end of the files, with unfinished last lines and counts."""
         shown: list[ConsoleLine] = []
         for _ in range(_DRAIN_ROUNDS_MAX):
             shown += self.poll()

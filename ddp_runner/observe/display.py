@@ -110,7 +110,7 @@ class PlainDisplay:
         self._finished = False
 
     def start(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def update(self, view: RunView) -> None:
         """Write a progress line if a step was logged and the last line is old enough."""

@@ -27,7 +27,7 @@ _TAIL_BYTES = 64 * 1024
 
 
 def encode_record(record: Mapping[str, object]) -> bytes:
-    """One line of strict JSON, newline included; figures that are not finite become ``null``."""
+    """Return one line of strict JSON with its newline; figures that are not finite become ``null``."""
     return json.dumps(_plain(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 

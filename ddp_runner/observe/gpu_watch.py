@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReading:
-    """One look: the GPUs, this process, and the machine.
+    """A reading of the GPUs, this process, and the machine.
 
     ``cpu_share``: cores that this process and its children that live have used since the look before,
     1.0 for one core; None at the first look. ``rss_bytes``: resident memory of this process alone.
@@ -74,7 +74,7 @@ class GpuWatch:
         return "torch" if _torch_in_use() is not None else ""
 
     def read(self) -> MachineReading:
-        """One look. Takes some milliseconds a GPU, by AMD's tools up to a second; blocks where the driver does.
+        """Take a reading. Takes some milliseconds a GPU, by AMD's tools up to a second; may block in the driver.
 
         Never raises for a GPU.
         """
@@ -128,7 +128,7 @@ class GpuWatch:
 
 
 class NoDriverError(Exception):
-    """No driver of a GPU can be asked: why, in words for people."""
+    """Raised if no driver of a GPU can be asked: why, in words for people."""
 
 
 def driver_reader() -> NvmlReader | AmdReader:
@@ -168,7 +168,7 @@ class NvmlReader:
         self._uuids = [self._uuid(number) for number in range(count)]
 
     def read(self) -> tuple[GpuReading, ...]:
-        """One look at each."""
+        """Read each GPU."""
         chosen = visible(self._uuids, self._mask)
         return tuple(self._read_one(index, which) for index, which in enumerate(chosen))
 

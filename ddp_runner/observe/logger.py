@@ -91,7 +91,7 @@ def split_records(text: str, *, seal: str = "") -> list[str]:
 def format_record(
     level: str, message: str, *, rank: int | None, step: int | None, at: datetime, seal: str = ""
 ) -> str:
-    """One record of the log, newline included; ``seal`` ends its time."""
+    """Return one record of the log with its newline; ``seal`` ends its time."""
     who = "supervisor" if rank is None else f"rank {rank}"
     where = who if step is None else f"{who} step {step}"
     text = message.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")

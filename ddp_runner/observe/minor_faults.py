@@ -27,7 +27,7 @@ class Injections:
         self._unnoticed: deque[InjectedRecord] = deque(maxlen=INJECTED_KEPT)
 
     def happened(self, event: events.Injected, now_s: float) -> None:
-        """One happens now."""
+        """Record an injection that happens now."""
         record = InjectedRecord(
             kind=event.kind,
             rank=event.rank,

@@ -71,7 +71,7 @@ _DROP_ORDER_ON_GPUS = (
 
 
 def line(*parts: str | Cell) -> Text:
-    """One line of the frame, and never two: what a terminal would obey is written out."""
+    """Return one line of the frame; control characters are written out, so that it stays one line."""
     found = Text()
     for part in parts:
         text, style = (part, PLAIN) if isinstance(part, str) else part
@@ -80,7 +80,7 @@ def line(*parts: str | Cell) -> Text:
 
 
 def rank_table(view: RunView, *, width: int, lines_max: int) -> list[Text]:
-    """Its title and rows, at most ``lines_max`` (3 at least) lines of ``width`` columns."""
+    """Return title and rows of the table, at most ``lines_max`` (3 at least) lines of ``width`` columns."""
     room = max(2, lines_max - 1)
     gpus = {rank: gpu for gpu in view.gpus for rank in gpu.ranks}
     if len(view.ranks) <= room:

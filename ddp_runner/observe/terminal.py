@@ -168,7 +168,7 @@ class HeldLines:
             self._lines.append((line, level))
 
     def take(self) -> list[tuple[str, str]]:
-        """All held lines as (text, level), and none are held any more."""
+        """Return all held lines as (text, level), and hold none any more."""
         lines = list(self._lines)
         if self._dropped:
             lines.insert(0, (f"{self._dropped:,} lines not shown: see the log files", "WARNING"))

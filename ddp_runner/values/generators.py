@@ -33,7 +33,7 @@ def mix64(value: int) -> int:
 
 
 def _next_mixed(value: int) -> int:
-    """One output of SplitMix64 for the state ``value`` (taken modulo 2**64)."""
+    """Return one output of SplitMix64 for the state ``value`` (taken modulo 2**64)."""
     return mix64((value + _GOLDEN) & MASK64)
 
 

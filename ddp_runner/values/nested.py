@@ -122,7 +122,7 @@ def rebuilt(
 
 
 def leaves_in(value: Any, containers: Containers) -> Iterator[Any]:
-    """Every leaf, in the order in which :func:`rebuilt` comes to them."""
+    """Yield every leaf, in the order in which :func:`rebuilt` reaches them."""
     kind = type(value)
     parts: Iterable[Any] = value
     if kind is dict:
@@ -141,7 +141,7 @@ def leaves_in(value: Any, containers: Containers) -> Iterator[Any]:
 
 
 def tensors_in(value: Any, containers: Containers) -> Iterator[Tensor]:
-    """Every tensor, in the same order; one that is there twice, twice."""
+    """Yield every tensor, in the same order; one that occurs twice is yielded twice."""
     return (leaf for leaf in leaves_in(value, containers) if isinstance(leaf, Tensor))
 
 

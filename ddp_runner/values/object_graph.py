@@ -179,7 +179,7 @@ class _Plain(NamedTuple):
 
 
 class _TooManyError(Exception):
-    """More than are looked at in one attribute."""
+    """Raised for more objects than are looked at in one attribute."""
 
 
 class _Scan:
@@ -388,7 +388,7 @@ def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
 
 
 def _of_function(function: types.FunctionType) -> dict[str, Any]:
-    """Its attributes, what it remembers of the function around it, and defaults that may change.
+    """Return a function's attributes, the variables of its enclosing function, and defaults that may change.
 
     Nothing of a wrapper of a library's, as of ``torch.no_grad`` or ``singledispatch``: its caches are no state.
     """

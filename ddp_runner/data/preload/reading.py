@@ -59,7 +59,7 @@ class NoRoomError(MemoryError):
 
 
 class Reading:
-    """One process's reading of ``dataset`` into ``memory``, whose lock it has.
+    """Reads ``dataset`` into ``memory`` for one process, which holds the memory's lock.
 
     ``room`` says how many bytes are available; ``on_sample`` is given each index before it is read, and
     ``on_progress`` how many are there.
@@ -160,7 +160,7 @@ class Reading:
         return [self._alone(index) for index in indices]
 
     def _alone(self, index: int) -> Any:
-        """One sample, or what stands for it. Raises MemoryError where it could not be read for want of memory."""
+        """Return one sample, or its placeholder. Raises MemoryError if it could not be read for want of memory."""
         source, key = self._source.one_by_one(), BatchKey(epoch=0, indices=(index,))
         tries = TRIES if self._filling.unread < _TRIED_AGAIN else 1
         for left in reversed(range(tries)):

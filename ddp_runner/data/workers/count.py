@@ -16,7 +16,7 @@ _ONLY = "so many only help where data waits for disks or networks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersTotal:
-    """So many over all ranks of a machine, as one rank of them asks: the first ranks have the remainder."""
+    """A number of workers for all ranks of a machine, as one rank asks for it: the first ranks get the remainder."""
 
     total: int
     local_rank: int

@@ -58,7 +58,7 @@ class LaneEmptyError(Exception):
 
 
 class _LaneReader:
-    """One lane, being read."""
+    """Reads one lane."""
 
     def __init__(self, dataset: Any, lane: Lane, mark: LaneMark, *, left_out_max: int) -> None:
         self._at = mark  # but for the next two, which each item changes

@@ -28,7 +28,7 @@ class WorkerDiedError(PoolError):
 
 
 class FilesUsedUpError(PoolError):
-    """No batch could be handed over: each of its tensors needs an open file, and none is left."""
+    """Raised if no batch could be handed over: each of its tensors needs an open file, and none is left."""
 
 
 class BatchLateError(PoolError):
@@ -55,11 +55,11 @@ class Endless:
         return SLICE_S
 
     def look(self) -> None:
-        """Never enough."""
+        """Do nothing: the wait has no limit."""
 
 
 class Wait:
-    """One wait of the rank's main thread for the workers ``pids``, ``timeout_s`` at most.
+    """Limits one wait of the rank's main thread for the workers ``pids`` to ``timeout_s``.
 
     ``on_wait`` is called at each look, for what shows that the rank is alive; what it raises ends
     the wait.

@@ -79,7 +79,7 @@ class FaultRows:
     _of_cause: dict[int, FaultRow] = field(default_factory=dict)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """One event more."""
+        """Add an event."""
         at_s = epoch_s(event.get("utc")) or 0.0
         self.step = max(self.step, whole(event.get("step")))
         row = self._of_cause.get(whole(event.get("cause")))

@@ -22,7 +22,7 @@ _ABOUT_THE_LINE = ("step", "rank", "utc")
 
 @dataclass(slots=True)
 class Series:
-    """One figure of one rank: steps rise. ``times`` are seconds since 1970, NaN stands for "not finite"."""
+    """A figure of one rank: steps rise. ``times`` are seconds since 1970, NaN stands for "not finite"."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     times: array[float] = field(default_factory=lambda: array("d"))
@@ -100,7 +100,7 @@ class Curves:
         return {rank: one.values[-1] for rank, one in sorted(self.ranks(name).items())}
 
     def between(self, first: float, last: float) -> Curves:
-        """Only those steps."""
+        """Return the curves of these steps only."""
         cut = Curves()
         cut.is_thinned = self.is_thinned
         for name, ranks in self._series.items():

@@ -1,4 +1,4 @@
-"""One run, from what it writes into its log folder: its state, curves, faults and timeline. Never raises for a file."""
+"""Reads a run from its log folder: its state, curves, faults and timeline. Never raises for a file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RunStanding:
 
     @property
     def shown(self) -> dict[str, str]:
-        """Its figures as people are shown them, by name."""
+        """Return the figures as people are shown them, by name."""
         total = f" / {count(self.max_steps)}" if self.max_steps else ""
         return {
             "step": f"{count(self.step)}{total}",
@@ -131,7 +131,7 @@ class RunHistory:
             self._read_s = time.monotonic()
 
     def read_status(self) -> None:
-        """Only how it stands: for a list of many."""
+        """Read only the run's status: for a list of many runs."""
         self.status = _record(self.folder / "status.json")
         self.summary = _record(self.folder / "summary.json")
         self.state = self._state()

@@ -35,7 +35,7 @@ class Timeline:
     _open: dict[int, Span] = field(default_factory=dict)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """One event more."""
+        """Add an event."""
         at_s = epoch_s(event.get("utc"))
         if at_s is None:
             return

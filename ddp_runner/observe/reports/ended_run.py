@@ -43,10 +43,10 @@ class EndedRun:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Over all of the time since the start-up, repairs and saves included."""
+        """The steps per second over all time since the start-up, repairs and saves included."""
         return self.steps / self.trained_s if self.trained_s > 0 else None
 
     @property
     def faults_total(self) -> int:
-        """Also those that the summary does not list."""
+        """The number of faults, with those that the summary does not list."""
         return len(self.summary.faults) + self.summary.faults_left_out

@@ -46,7 +46,7 @@ class CsvTracker:
         return str(self._path)
 
     def take(self, record: Record) -> None:
-        """One line of the run's files."""
+        """Take one line of the run's files."""
         fields = record.fields
         if record.kind == EVENTS:
             if fields.get("event") == "run_begins":

@@ -80,7 +80,7 @@ class LineFollower:
 
 
 class Follower:
-    """Both files as one stream. Owned by a tracker's process."""
+    """Reads both files as one stream. Owned by a tracker's process."""
 
     def __init__(self, log_dir: Path) -> None:
         self._metrics = LineFollower(log_dir / "metrics.jsonl", METRICS)
@@ -89,7 +89,7 @@ class Follower:
         self._held: deque[Record] = deque()
 
     def read(self) -> Iterator[Record]:
-        """Everything that is new, in order."""
+        """Return everything that is new, in order."""
         while True:
             # INVARIANT events-first: an event is handed out after every line of metrics that was written
             # before it. Broken if: metrics are read to their end first.

@@ -36,7 +36,7 @@ class Position:
         return file != record.file or record.end > end
 
     def save(self, *, link: str) -> None:
-        """All that was read is at the tracker. Raises OSError."""
+        """Save the position once the tracker has everything that was read. Raises OSError."""
         replace_file(
             self._path, encode_record({"link": link, "reached": self._read, "kept": self.kept})
         )

@@ -36,7 +36,7 @@ class TensorboardTracker:
         return str(self._folder)
 
     def take(self, record: Record) -> None:
-        """One line of the run's files."""
+        """Take one line of the run's files."""
         is_new = self._position.is_new(record)
         if record.kind == EVENTS:
             self._hear(record, is_new=is_new)

@@ -29,7 +29,7 @@ class Tracker(Protocol):
         """The address for a person; empty while it is not known."""
 
     def take(self, record: Record) -> None:
-        """One line of the run's files, from their beginning on."""
+        """Take one line of the run's files, from their beginning on."""
 
     def flush(self) -> None:
         """Write everything that was taken to its destination."""

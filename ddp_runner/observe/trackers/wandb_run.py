@@ -45,7 +45,7 @@ class WandbTracker:
         return str(self._kept.get("link", ""))
 
     def take(self, record: Record) -> None:
-        """One line of the run's files."""
+        """Take one line of the run's files."""
         is_new = self._position.is_new(record)
         if record.kind == EVENTS:
             self._hear(record, is_new=is_new)

@@ -60,7 +60,7 @@ class AfterSave:
             self.saved(event.path)
 
     def saved(self, path: str) -> None:
-        """There is a checkpoint, for which the command is to be run."""
+        """Note a new checkpoint, for which the command must be run."""
         if not self._command:
             return
         if self._next and self._next != path:
@@ -135,7 +135,7 @@ class AfterSave:
             self._over(code)
 
     def _over(self, code: int) -> None:
-        """It has ended, with this exit code, or of a signal where that is below 0."""
+        """Note the end of the command, with its exit code, or minus its signal."""
         program = self._keeper.process
         assert program is not None
         last = program.last_line()

@@ -92,7 +92,7 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     def send_import(self, wanted: str) -> None:
@@ -115,7 +115,7 @@ class Zygote:
 
 
 def reap_children() -> Iterator[Ended]:
-    """Every child that has ended since the last call, orphans that we adopted included."""
+    """Yield every child that has ended since the last call, adopted orphans included."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -34,7 +34,7 @@ def exit_of(
     was_asked: bool,
     keeps_all: bool,
 ) -> RankExit:
-    """Everything that is known of the end of a rank's process; ``reading`` is its slot's.
+    """Return everything that is known of the end of a rank's process; ``reading`` is that of its slot.
 
     ``was_asked``: it was made to say where it hangs; ``keeps_all``: what it said is in no file.
     """

@@ -90,7 +90,7 @@ class PromotedZygote:
         self.channel.send(request, descriptors=descriptors)
 
     def mark_reaped(self, exit_code: int) -> None:
-        """Nobody else waits for it."""
+        """Do nothing: no other code waits for the process."""
         del exit_code
 
     def close(self) -> None:

@@ -19,11 +19,11 @@ class Kept(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None while it is not known."""
+        """The process id; None while it is unknown."""
 
     @property
     def since_s(self) -> float:
-        """Since when it runs, for all that is known."""
+        """The time since which it runs, as far as is known."""
 
     @property
     def is_ready(self) -> bool:
@@ -96,7 +96,7 @@ class Keeper(Generic[ProcessT, SpecT_contra]):
 
     @property
     def process(self) -> ProcessT | None:
-        """Its process, also while it is owed; None where there is none."""
+        """The process, also while it is still owed by the zygote; None if there is none."""
         return self._host.helper(self.role)
 
     def is_due(self, now_s: float) -> bool:
@@ -119,7 +119,7 @@ class Keeper(Generic[ProcessT, SpecT_contra]):
         return self._host.start_helper(self.role, spec, *inherited)
 
     def heard(self, now_s: float) -> None:
-        """It has done what it is for."""
+        """Note that the process has done its work."""
         self.heard_s = now_s
         self.tries.was_of_use()
 
@@ -141,11 +141,11 @@ class Keeper(Generic[ProcessT, SpecT_contra]):
             self._host.kill(process)
 
     def ended(self, now_s: float) -> None:
-        """It has ended, or could not be started, and was not asked to: another one is due after a while."""
+        """Note an unexpected end or a failed start: another process is due after a while."""
         self.tries.ended(self.role, now_s, lived_s=now_s - self.began_s)
 
     def refused(self, now_s: float) -> None:
-        """There was no room for its process."""
+        """Note that there was no room for a process."""
         self.tries.refused(self.role, now_s)
 
     def _why_stuck(self, process: ProcessT, now_s: float) -> Stuck | None:

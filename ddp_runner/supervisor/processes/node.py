@@ -101,7 +101,7 @@ class Node:
 
     @property
     def host(self) -> str:
-        """Its name; empty where there is only one machine."""
+        """The host's name; empty if there is only one machine."""
         return "" if self._plan.nodes is None else socket.gethostname()
 
     @property
@@ -180,7 +180,7 @@ class Node:
         return helper
 
     def helper_is_ready(self, role: Role, message: Message) -> None:
-        """Its process has said so."""
+        """Note that the helper's process is ready."""
         if (helper := self.helper(role)) is not None:
             helper.ready = message
 
@@ -282,7 +282,7 @@ class Node:
             yield packet, rank
 
     def reap(self) -> Iterator[Ended]:
-        """Every child that has ended since the last call, orphans that we adopted included."""
+        """Yield every child that has ended since the last call, adopted orphans included."""
         return self.system.reap()
 
     def departed(self, ended: Ended) -> Departure | None:

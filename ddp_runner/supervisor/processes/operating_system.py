@@ -35,13 +35,13 @@ class ZygoteProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
 
     def fork(self, request: Fork, descriptors: Sequence[int]) -> None:
         """Ask for a fork; ``Forked`` with the same token answers. Raises ChannelClosedError."""
 
     def mark_reaped(self, exit_code: int) -> None:
-        """Its process is gone."""
+        """Note that the process was reaped."""
 
     def close(self) -> None:
         """Close channel and output."""
@@ -52,7 +52,7 @@ class GuardianProcess(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None while there is none."""
+        """The process id; None if there is no process."""
 
     def marked(self, environment: Mapping[str, str]) -> dict[str, str]:
         """``environment`` for the processes of this run."""
@@ -83,7 +83,7 @@ class OperatingSystem(Protocol):
         """Counts from now on what the kernel kills for memory."""
 
     def reap(self) -> Iterator[Ended]:
-        """Every child that has ended since the last call, orphans that we adopted included."""
+        """Yield every child that has ended since the last call, adopted orphans included."""
 
     def signal(self, pid: int, number: int) -> None:
         """Signal a child that has not been reaped."""
@@ -128,7 +128,7 @@ class Linux:
         return zygote
 
     def make_guardian(self) -> GuardianProcess:
-        """One whose process is not started yet."""
+        """Return a guardian whose process is not started yet."""
         return Guardian("" if self._ahead is None else self._ahead.mark)
 
     def kernel_kills(self) -> KernelKills:
@@ -170,5 +170,5 @@ class Linux:
         return 0
 
     def free_bytes(self) -> int:
-        """Below every limit that is known."""
+        """Return the free memory below every known limit."""
         return free_bytes(container_limit())

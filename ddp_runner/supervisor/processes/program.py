@@ -80,7 +80,7 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is its session's too."""
+        """The process id, which is also its session's."""
         return self._process.pid
 
     def send(self, text: bytes) -> None:
@@ -90,7 +90,7 @@ class Program:
             self._process.stdin.write(text)
 
     def hang_up(self) -> None:
-        """Nothing more is sent."""
+        """Close its input."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -161,12 +161,12 @@ class Programs:
             kill(helper.pid)
 
     def helper_stopped_s(self, helper: Program | None, now_s: float) -> float:
-        """Nobody misses one that is stopped."""
+        """Return 0: a stopped program is left alone."""
         del helper, now_s
         return 0.0
 
     def forget(self, role: Role) -> None:
-        """It has ended, or is waited for no longer."""
+        """Forget a program that has ended, or that is no longer waited for."""
         program = self._running.pop(role.name, None)
         if program is not None:
             program.close()

@@ -118,13 +118,13 @@ class SharedMemory:
         return tuple(self._descriptors)
 
     def close(self) -> None:
-        """No rank comes any more."""
+        """Close the memory: no further rank starts."""
         for descriptor in self._descriptors:
             os.close(descriptor)
 
 
 class SharedByRanks:
-    """All that the ranks of a machine share but the board: samples, copies of the state, what ails their disk.
+    """The memory that a machine's ranks share besides the board: samples, copies of the state, disk trouble.
 
     ``has_saver``: whether a process is to make files of the copies. On several machines who may write is a
     matter of leases, which only a rank has.
@@ -160,7 +160,7 @@ class SharedByRanks:
         )
 
     def close(self) -> None:
-        """No rank comes any more."""
+        """Close the memory: no further rank starts."""
         for held in (self._samples, self._copies, self._trouble):
             held.close()
 
@@ -181,6 +181,6 @@ class ProgramMemory:
         )
 
     def close(self) -> None:
-        """No rank comes any more."""
+        """Close the memory: no further rank starts."""
         if self._descriptor is not None:
             os.close(self._descriptor)

@@ -61,10 +61,10 @@ class _Unsynced:
         self._disk = disk
 
     def sync_file(self, handle: int) -> None:
-        """There is no need."""
+        """Do nothing: a drill's files need not survive a crash of the machine."""
 
     def sync_directory(self, directory: Path) -> None:
-        """There is no need."""
+        """Do nothing: a drill's files need not survive a crash of the machine."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._disk, name)

@@ -1,4 +1,4 @@
-"""One value remembered, of a kind that holds no others: compared with what it is later, put back, made plain.
+"""Remembers a value of a kind that holds no others: to compare it later, restore it, or make it plain.
 
 Knows numbers, texts, tensors, arrays, memory that is written in place, and random generators. What is put
 back is put into the object that is there, where it can be: others may refer to it.
@@ -40,7 +40,7 @@ class NotPlainError(TypeError):
 
 
 class GivingBack:
-    """One pass over several names: what was one object is one again, and what were two are two.
+    """Restores several names in one pass: an object with two names stays one, and two objects stay two.
 
     ``kept``: ids of the objects that were kept. What is put back under another name is not put into them.
     """

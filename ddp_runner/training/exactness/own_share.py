@@ -73,7 +73,7 @@ class ShareNotes:
             self.gradients[name] = found
 
     def share(self) -> OwnShare:
-        """All of it."""
+        """Return the hashes of the share."""
         return OwnShare(
             samples=tuple(self.samples), losses=tuple(self.losses), gradients=dict(self.gradients)
         )

@@ -325,11 +325,11 @@ def _all_parts(values: Iterable[Kept]) -> Iterator[Kept]:
 
 
 class _TooMuchError(Exception):
-    """More than is kept, or looked at."""
+    """Raised for a value with more parts than are kept, or looked at."""
 
 
 class _Keeping:
-    """One pass over a value."""
+    """Keeps a value in one pass over it."""
 
     def __init__(self, with_contents: bool, on_host: bool, skipped: Callable[[Any], bool]) -> None:
         self._with_contents = with_contents
