@@ -1,7 +1,7 @@
 """Counts the sums over ranks that a rank's device has reached; the device itself writes it on the board.
 
 The host only enqueues work, and all ranks then wait in the same place for the sums. A device whose
-kernel never ends is told from those that wait for it by the count that each has written. Judges nobody.
+kernel never ends differs from those that wait for it by the count that each has written. Judges nobody.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ from ddp_runner.training.workload import Workload
 
 
 def waiting(runtime: Runtime, *, is_leaving: Callable[[], bool]) -> Callable[[], None]:
-    """Return the callback of a loader that waits. ``is_leaving``: tells if the rank must leave its generation."""
+    """Return the callback of a loader that waits. ``is_leaving``: returns whether the rank must leave."""
 
     def on_wait() -> None:
         # The loader keeps deadlines of its own; beaten from the main thread, so not while it is stuck.

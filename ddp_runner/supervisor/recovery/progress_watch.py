@@ -172,7 +172,7 @@ class ProgressWatch:
         )
 
     def is_overdue(self, handle: RankHandle) -> bool:
-        """Return True if a rank that was told to leave its generation has exceeded its phase's time."""
+        """Return True if a rank that must leave its generation has exceeded its phase's time."""
         look = self._look_at(handle)
         if look.phase in (Phase.REDUCE, Phase.FORMING) or look.stopped:
             return True

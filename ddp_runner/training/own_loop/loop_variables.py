@@ -31,7 +31,7 @@ _Look = Callable[[Any], bool]  # whether a value is the one that was looked at, 
 
 
 class LoopVariables:
-    """The variables of one process's loop. ``is_kept``: tells objects that are no variables, such as kept ones."""
+    """The variables of one process's loop. ``is_kept``: finds objects that are no variables."""
 
     def __init__(self, *, is_kept: Callable[[Any], bool]) -> None:
         self._is_kept = is_kept
