@@ -123,7 +123,7 @@ _OWN_FIRST = (
 
 
 def _group(heading: OptionGroup) -> Group:
-    """Return the group, in the order of the settings."""
+    """In the order of the settings."""
     own, others = ([one for one in some if one.group is heading] for some in (_OWN, _OF_SETTINGS))
     options = (*own, *others) if heading in _OWN_FIRST else (*others, *own)
     return Group(title=heading.value, options=options)

@@ -123,7 +123,7 @@ def _given(written: str, name: str, text: str) -> str:
 
 
 def _name(option: Option) -> str:
-    """Return the name of the option's setting for messages: the option, if that names the same setting."""
+    """How messages name the option's setting: as the option, where that names the same setting."""
     try:
         same = find_key(option.long, option.long[2:], list(known_fields())) == option.key
     except BadInputError:

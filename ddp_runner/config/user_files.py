@@ -1,4 +1,4 @@
-"""Finds the settings files of a person and of a project: one at home, and named ones in ``presets/``."""
+"""Where settings of a person and of a project stand: a file at home, and named ones in ``presets/``."""
 
 from __future__ import annotations
 

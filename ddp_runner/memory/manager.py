@@ -217,7 +217,7 @@ class MemoryManager:
         self._enforce_limit(step, reading)
 
     def _measure(self) -> Reading:
-        """Take one reading, and update the peaks with it."""
+        """One reading, kept in the peaks."""
         reading = self._newest = self._read((*self._loader_pids(), *self._pids_beside()))
         total_bytes = reading.device_total_bytes or 1
         for name, size in (

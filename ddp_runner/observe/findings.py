@@ -1,4 +1,4 @@
-"""Collects the facts about a run's result: whether it is exact, the proofs, and slow ranks. Decides nothing."""
+"""What is known of a run's result: whether it is exact, what proves that, and who is slow. Decides nothing."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class RunFindings:
         return self.stages[-1].name if self.stages else ""
 
     def own_steps(self, steps: int) -> int:
-        """Return the steps of the stage that is trained, out of ``steps`` of the run; all, without stages."""
+        """Of so many steps of the run those of the stage that is trained; all, without stages."""
         return steps - (self.stages[-1].first_step if self.stages else 0)
 
     def take(self, event: events.Event) -> None:
-        """Take the facts about the result from an event."""
+        """What an event says of the result."""
         match event:
             case events.StageBegins(stage=stage, first_step=first_step):
                 self.stages.append(StageRecord(name=stage, first_step=first_step))

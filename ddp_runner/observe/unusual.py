@@ -1,4 +1,4 @@
-"""Finds the ranks that differ from most others, and says why. Pure."""
+"""Which ranks of many are worth a look, and why: what differs from what most of them do. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WRONG_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class GpuTrouble:
-    """A problem of a GPU: for a cell of the table, and for a line."""
+    """What is wrong with a GPU: in a cell of the table, and in a line."""
 
     short: str
     said: str
@@ -50,7 +50,7 @@ def unusual(view: RunView) -> list[tuple[RankView, str]]:
 
 
 def gpu_trouble(view: RunView) -> dict[int, GpuTrouble]:
-    """Return by rank a problem of its GPU, or a reason for which it is slowed down unasked."""
+    """By rank: what is wrong with its GPU, or slows it down though nobody has asked for that."""
     found: dict[int, GpuTrouble] = {}
     for gpu in view.gpus:
         reading = gpu.reading
@@ -72,7 +72,7 @@ _NO_TROUBLE = GpuTrouble("", "")
 
 
 class _Usual:
-    """The usual state of a run's ranks now."""
+    """What most ranks of a run do now."""
 
     def __init__(self, view: RunView) -> None:
         ranks = view.ranks
@@ -84,7 +84,7 @@ class _Usual:
         self._gpu = gpu_trouble(view)
 
     def judge(self, rank: RankView) -> tuple[int, str]:
-        """Return the severity (0 is the worst), and the reason; an empty one if the rank is as usual."""
+        """How bad (0 is the worst), and why; empty: as usual."""
         late_s = max(LATE_S, LATE_FACTOR * self._age_s)
         more_bytes = rank.rss_bytes - self._rss_bytes
         is_large = rank.rss_bytes > MEMORY_FACTOR * self._rss_bytes

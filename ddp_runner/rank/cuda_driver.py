@@ -40,7 +40,7 @@ class CudaDriver:
         return device
 
     def device_count(self) -> int:
-        """Return the number of GPUs that this process sees."""
+        """How many GPUs this process sees."""
         count = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         return count.value

@@ -106,7 +106,7 @@ def _coordinate(
     selector: selectors.BaseSelector,
     directories: RunDirectories,
 ) -> int:
-    """Supervise like :func:`supervise`, with ranks on other machines too."""
+    """As :func:`supervise`, with ranks on other machines too."""
     assert plan.nodes is not None
     per_node = plan.ranks_per_node
     first = place.number * per_node
@@ -247,7 +247,7 @@ class _Loop:
         return self._finish()
 
     def _start_guardian(self) -> None:
-        """Start the guardian while torch is imported. It is optional: only a SIGKILL of this process needs one."""
+        """While torch is imported. A run can do without it: only a SIGKILL of this process needs one."""
         try:
             self._node.start_guardian()
         except OSError as error:
@@ -424,7 +424,7 @@ class _Loop:
         return int(ending.exit_code)
 
     def _is_interrupted(self) -> bool:
-        """Return True if a signal has arrived that stops a run."""
+        """Whether a signal has come that stops a run."""
         taken = [signal.Signals(number) for number in self._signals.take() if number]
         return any(one in STOP_SIGNALS or one == signal.SIGQUIT for one in taken)
 

@@ -1,4 +1,4 @@
-"""Defines how a world starts, signals and reads the processes of its ranks, on this or another machine."""
+"""What a world asks of a node, wherever that is: to start, signal and read the processes of its ranks."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class WhatIsKnown(Protocol):
 
     @property
     def written_bytes(self) -> int:
-        """The bytes that the process has written."""
+        """How much the process has written."""
 
     def mark_asked(self) -> None:
-        """Note that it was asked for its stacks; asked twice for one fault, it counts once."""
+        """From here on it shows where it hangs; asked twice for one fault, it counts once."""
 
     def forget_asked(self) -> None:
-        """Forget that it was asked for its stacks, so that it may be asked again."""
+        """What it is asked next is another question."""
 
     def has_answered(self, now_s: float) -> bool:
-        """Return True if it has written its stacks; asked at each tick."""
+        """Whether it has written where it hangs; asked at each tick."""
 
     def stack_when_asked(self) -> str:
-        """Return the main thread's stack when it was asked; empty if it has not answered."""
+        """Where its main thread was when it was asked; empty where it has not said so."""
 
 
 class Notes(Protocol):
-    """Records what happens to keepers: a :class:`~.reporting.recorder.Recorder`, if there is a run to record."""
+    """Where keepers note what happens: a :class:`~.reporting.recorder.Recorder`, where there is a run to record."""
 
     @property
     def facts(self) -> RunFacts:
-        """The known facts about the run."""
+        """What is known of the run."""
 
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
         """Something has happened, because of event ``cause``; returns its id."""
@@ -51,14 +51,14 @@ class Notes(Protocol):
 
 
 class Respawns(Protocol):
-    """Decides about a rank without a process: a :class:`~.recovery.repair.Repair`, or an object that asks it."""
+    """Who decides what becomes of a rank without a process: a :class:`~.recovery.repair.Repair`, or who asks it."""
 
     def schedule_respawn(self, handle: RankHandle) -> None:
         """The rank needs another process, if it is wanted."""
 
 
 class SeesImport(Protocol):
-    """Waits for the zygote: a :class:`~.reporting.start_progress.Start`, if there is a start to show."""
+    """Who waits for the zygote: a :class:`~.reporting.start_progress.Start`, where there is a start to show."""
 
     def imported(self, seconds: float) -> None:
         """It is ready."""
@@ -76,19 +76,19 @@ class RankHost(Protocol):
 
     @property
     def processes(self) -> Mapping[int, WhatIsKnown]:
-        """The process of each of its ranks."""
+        """Of each rank that it has."""
 
     @property
     def shares_logs(self) -> bool:
-        """True if its folder of logs is that of this machine."""
+        """Whether its folder of logs is that of this machine."""
 
     @property
     def can_fork(self) -> bool:
-        """True if a process can be forked at once."""
+        """Whether a process can be forked at once."""
 
     @property
     def has_spare(self) -> bool:
-        """True if a process waits that may become a rank."""
+        """Whether a process waits that may become a rank."""
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none."""
@@ -112,19 +112,19 @@ class RankHost(Protocol):
         """Have what this rank publishes refused from here on, or taken again."""
 
     def is_stopped(self, rank: int) -> bool:
-        """Return True if the system holds the process of this rank stopped."""
+        """Whether the system holds the process of this rank stopped."""
 
     def stopped_s(self, rank: int, now_s: float) -> float:
-        """Return how long it has been seen stopped without a break; 0.0 if it is not stopped now."""
+        """How long it has been seen stopped without a break; 0.0 where it is not now."""
 
     def is_killed(self, rank: int) -> bool:
-        """Return True if the unreaped process of this rank was sent SIGKILL."""
+        """Whether somebody has sent SIGKILL to the process of this rank, which has not been reaped."""
 
     def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
-        """Return True if the kernel most likely sent the SIGKILL that ended a process; asked once for each."""
+        """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each."""
 
     def unheard_s(self, now_s: float) -> float:
-        """Return the age of its facts about ranks, in seconds."""
+        """How old what it says of its ranks is, in seconds."""
 
     def resident_bytes(self, rank: int) -> int:
         """Memory of the process of this rank; 0 where it is not known."""

@@ -37,7 +37,7 @@ class StageChange:
     def why_the_run_ends(
         self, plan: LaunchPlan, finished: Finished, *, stop: StopReason | None
     ) -> StopReason | None:
-        """Return why the run ends once all ranks have finished; None if a stage follows. ``stop``: as requested."""
+        """Once all ranks have finished; None where the next stage follows. ``stop``: what they were asked for."""
         if finished.reason is not StopReason.COMPLETED or plan.is_last_stage:
             return finished.reason
         return stop

@@ -286,7 +286,7 @@ class Supervisor:
 
     @property
     def _ends_unproved(self) -> bool:
-        """True if ranks finish a run in which a rank was replaced and no drill has passed: one still may."""
+        """Whether ranks finish a run in which a rank was replaced and no drill has passed: one still may."""
         if self._stop is not None or not (self._has_any_finished and self.facts.lacks_proof):
             return False
         if self._finished_at_s is not None:
@@ -433,7 +433,7 @@ class Supervisor:
             self.world.stop(Stop(reason=self._stop))
 
     def _waits_for(self) -> str:
-        """Return what the run needs before it can begin, in words; empty: nothing."""
+        """What the run cannot begin without, in words; empty: nothing."""
         return ""
 
     def _begin(self) -> bool:
@@ -501,7 +501,7 @@ class Supervisor:
         self._finished_at_s, self.plan = None, self._stages.ended(self.plan, finished)
 
     def _waits_for_proof(self, now_s: float) -> bool:
-        """Return True while a drill is waited for; if none passes that should, the run is not exact."""
+        """Whether a drill is waited for; where not, and none has passed that was to, the run is not exact."""
         # INVARIANT proved-or-said: a run in which a rank was replaced is not said to be exact while a drill of it is open.
         # Broken if: it ends as exact, or without a wait, while one runs or has all that it needs.
         # Guarded by: test_the_end_waits_for_a_drill_where_a_rank_was_replaced.
@@ -528,7 +528,7 @@ class Supervisor:
             self.run_end.begin(Ending.of(RunStatus.FAILED, line, is_late_stop=True))
 
     def closing_words(self) -> str:
-        """Return the words after the run's ending; empty if there are none."""
+        """What there is to say after how the run has ended; empty where that is all."""
         return self.run_end.closing_words()
 
     def summary(self, ending: Ending) -> RunSummary | ScriptSummary | None:

@@ -54,7 +54,7 @@ class StepRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Votes:
-    """The actions that this rank wants after the step; one rank is enough."""
+    """What this rank wants to happen after the step; one rank is enough."""
 
     stop: StopReason | None = None
     save: bool = False

@@ -1,8 +1,8 @@
-"""Reads, writes and follows the attributes of an object of any kind.
+"""What an object holds, whatever kind of object it is: read, written, and followed to what is inside.
 
-These are attributes in ``__dict__`` and in ``__slots__``, those of a user's class, and what a function keeps: the
-variables of the enclosing one, its attributes, its defaults. Libraries' objects are looked into as well, except
-for those of torch, numpy and the like, whose attributes are private. Does not decide what is kept.
+Attributes in ``__dict__`` and in ``__slots__``, those of a class of the user's, and what a function keeps: the
+variables of the one around it, its attributes, its defaults. Libraries' objects are looked into as well, except
+for those of torch, numpy and the like, whose attributes are their own business. Decides nothing about what is kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws the common frame of the live page: colours, the line at the top, dark and light. Draws nothing of a run."""
+"""What every view of the live page has: colours, the line at the top, dark and light. Draws nothing of a run."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Plot:
 
     @property
     def is_deleted(self) -> bool:
-        """True if the browser has left the page."""
+        """Whether the browser has gone on."""
         return bool(self._plot.is_deleted)
 
     def show(self, drawn: Drawn) -> None:

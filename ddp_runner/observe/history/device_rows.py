@@ -1,4 +1,4 @@
-"""Makes rows of tables: what ranks and their GPUs do and use, and which ranks are slow. Pure."""
+"""What ranks and their GPUs do and use, and who is slow, as rows of tables of text. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rank_rows(
 
 
 def shown_columns(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return the columns without those that are empty in every row."""
+    """Without those that say the same nothing in every row."""
     return tuple(
         (key, label) for key, label in columns if any(row[key] not in ("-", "") for row in rows)
     )

@@ -1,4 +1,4 @@
-"""Turns the events of faults and repairs into rows of a table and marks on curves. Pure."""
+"""What went wrong in a run and what was done about it, from the events: rows of a table and marks on curves. Pure."""
 
 from __future__ import annotations
 

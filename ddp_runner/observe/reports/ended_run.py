@@ -1,4 +1,4 @@
-"""The facts about a run that has ended, gathered from its files as they were read. Reads no file."""
+"""What is asked of a run that has ended, gathered from its files as they were read. Reads none itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EndedRun:
 
     @classmethod
     def of(cls, history: RunHistory, summary: RunSummary) -> EndedRun:
-        """Return the facts of a folder that has been read."""
+        """From a folder that has been read."""
         return cls(
             name=summary.name or history.name,
             summary=summary,
@@ -38,15 +38,15 @@ class EndedRun:
 
     @property
     def steps(self) -> int:
-        """The number of steps of this launch."""
+        """That this launch has done."""
         return max(0, self.summary.steps - self.resumed_step)
 
     @property
     def steps_per_s(self) -> float | None:
-        """The steps per second over all time since the start-up, repairs and saves included."""
+        """Over all of the time since the start-up, repairs and saves included."""
         return self.steps / self.trained_s if self.trained_s > 0 else None
 
     @property
     def faults_total(self) -> int:
-        """The number of faults, with those that the summary does not list."""
+        """Also those that the summary does not list."""
         return len(self.summary.faults) + self.summary.faults_left_out

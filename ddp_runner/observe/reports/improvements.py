@@ -1,4 +1,4 @@
-"""Suggests what to change first to make such a run faster: a rule for each way to lose time. Pure."""
+"""What to change first so that a run like this one takes less time: a rule for each way to lose it. Pure."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def sparkline(values: Sequence[float], *, columns: int, unicode: bool = True) -> str:
-    """Return one character for each stretch of ``values``, by its mean between the lowest and the highest mean.
+    """One character for each stretch of ``values``, by its mean between the lowest and the highest mean.
 
     A stretch without a finite value is a blank. Fewer values than ``columns`` give as many characters.
     """

@@ -1,4 +1,4 @@
-"""Stores a tracker's position in a small file of the log folder, from which a restarted process resumes."""
+"""How far a tracker has come, in a small file of the log folder: what a process that is started again goes by."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class Position:
         self.is_first = not record
 
     def is_new(self, record: Record) -> bool:
-        """Return True unless the tracker certainly had this line when the position was read."""
+        """Whether this line was not at the tracker for certain when the position was read."""
         self._read[record.kind] = (record.file, record.end)
         file, end = self._reached.get(record.kind, (record.file, 0))
         return file != record.file or record.end > end
 
     def save(self, *, link: str) -> None:
-        """Save the position once the tracker has everything that was read. Raises OSError."""
+        """All that was read is at the tracker. Raises OSError."""
         replace_file(
             self._path, encode_record({"link": link, "reached": self._read, "kept": self.kept})
         )
 
 
 def position_path(log_dir: Path, name: str) -> Path:
-    """Return the path of a tracker's position."""
+    """Where a tracker's position is kept."""
     return log_dir / f".tracker_{name}.json"
 
 
 def read_position(path: Path) -> Mapping[str, Any]:
-    """Return the stored position; empty if there is none, or it is of no use."""
+    """What stands there; empty where there is nothing of use."""
     try:
         record = from_json(read_small(path))
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ _HEAD = ("step", "rank", "utc")
 
 
 def values_of(record: Record) -> Values:
-    """Return the record's figures; None stands for one that is not finite."""
+    """Its figures; None stands for one that is not finite."""
     return {
         name: None if value is None else float(value)
         for name, value in record.fields.items()

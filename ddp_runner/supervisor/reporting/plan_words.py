@@ -24,7 +24,7 @@ def blamed_in_words(incident: Incident, *, ranks: int) -> str:
 def repair_line(
     plan: GiveUp | ReplaceRanks, incident: Incident, *, actions: Sequence[str], ranks: int
 ) -> str:
-    """Return a line with the blamed rank and the repair; empty if there is no repair."""
+    """Who is blamed, and what is done about it; empty where nothing is."""
     if isinstance(plan, GiveUp):
         return ""
     wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
@@ -37,7 +37,7 @@ def repair_line(
 
 
 def repair_in_words(plan: ReplaceRanks) -> list[str]:
-    """Return the parts of the repair in words."""
+    """What is done, part by part."""
     words = []
     if plan.ranks:
         source = "" if plan.loader is None else " from the newest checkpoint"
@@ -50,7 +50,7 @@ def repair_in_words(plan: ReplaceRanks) -> list[str]:
 
 
 def reads_checkpoint(plan: GiveUp | ReplaceRanks) -> bool:
-    """Return True if no rank with a state is left."""
+    """Whether no rank with a state is left."""
     return isinstance(plan, ReplaceRanks) and plan.loader is not None
 
 
@@ -60,7 +60,7 @@ def _is_back(culprit: Fault) -> str:
 
 
 def outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
-    """Return the finished repair in words; empty if there was none."""
+    """What was done, once it is; empty where nothing is."""
     if isinstance(plan, GiveUp):
         return ""
     if plan.dropped:

@@ -1,4 +1,4 @@
-"""Collects the supervisor's facts about the whole run, from events and from the supervisor itself."""
+"""What the supervisor knows of the run as a whole: a sink of the recorder; the rest is the supervisor's to set."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ending:
         detail: str = "",
         is_late_stop: bool = False,
     ) -> Ending:
-        """Return an ending with the exit code of ``status``, or with ``exit_code``."""
+        """With the exit code that belongs to ``status``, or ``exit_code``."""
         return cls(
             status=status,
             exit_code=EXIT_CODE_OF_STATUS[status] if exit_code is None else exit_code,
@@ -76,7 +76,7 @@ class RunFacts(RunFindings):
     spare: dict[str, object] = field(default_factory=dict)  # what the one that waits here holds
 
     def take(self, event: events.Event) -> None:
-        """Take the facts about the whole run from an event."""
+        """What an event says of the run as a whole."""
         RunFindings.take(self, event)
         match event:
             case events.CheckpointSaved():
@@ -88,7 +88,7 @@ class RunFacts(RunFindings):
 
     @property
     def lacks_proof(self) -> bool:
-        """True if a rank was replaced, and no drill has shown that a replacement computes the same."""
+        """Whether a rank was replaced, and no drill has shown that a replacement computes the same."""
         return self.has_replaced and not self.proved.get(DRILLED)
 
     def take_up(self, run_id: str, log_dir: str) -> None:

@@ -1,7 +1,7 @@
-"""Detects use or change of a value that is too large to be kept, or cannot be looked into.
+"""Whether something has been used or changed that is too large to be kept, or cannot be looked into.
 
-A large value is hashed in pieces: all are compared if there is time, else the next ones at each look. An
-iterator is known by its position, if that can be read without moving it. Calls no method of a user's class.
+Of much, hashes of its pieces: all are compared where there is time, else the next ones at each look. Of an
+iterator, its position where that can be read without moving it. Calls no method of a user's own class.
 """
 
 from __future__ import annotations
