@@ -271,7 +271,7 @@ class RunAccounting:
         own_step_s: Mapping[int, float | None],
         now_s: float,
     ) -> RunSummary:
-        """Return the summary of the run. ``reading`` is rank 0's slot, ``finished`` the ranks' reports."""
+        """How the run ended. ``reading`` is rank 0's slot, ``finished`` what the ranks reported."""
         report: Mapping[str, object] = finished[0].report if finished else {}
         first_step_s = self.first_step_s if self.first_step_s is not None else now_s
         steps = finished[0].step if finished else reading.committed_step
@@ -340,7 +340,7 @@ class RunAccounting:
         ranks: int,
         seconds: float,
     ) -> dict[str, Any]:
-        """Return the average rates of this launch, over its time since the first of its steps."""
+        """Of this launch: what its steps had on average, over its time since the first of them."""
         done = steps - (self._launch_step or 0)
         if done <= 0 or seconds <= 0.0:
             return {}
