@@ -73,7 +73,7 @@ def leave_script_folder() -> None:
 
 
 def _is_ours(words: list[str]) -> bool:
-    """Whether the first ``-m`` (perhaps with others, ``-um``) of a command line names this package."""
+    """Return True if the first ``-m`` (perhaps with others, ``-um``) of a command line names this package."""
     for word, following in zip(words, words[1:], strict=False):  # noqa: RUF007 - not yet
         if word.startswith("-") and not word.startswith("--") and word.endswith("m"):
             return following.partition(".")[0] == "ddp_runner"
@@ -125,7 +125,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def interrupts_raise() -> None:
-    """From here on a Ctrl-C is a KeyboardInterrupt again: there may be something to clean up."""
+    """Let a Ctrl-C raise KeyboardInterrupt again from now on: there may be something to clean up."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

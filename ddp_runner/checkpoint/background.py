@@ -55,7 +55,7 @@ class BackgroundSave:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it was proven or dropped."""
+        """True if the save was proven or dropped."""
         return self._decided.is_set()
 
     def prove(self) -> None:
@@ -68,9 +68,9 @@ class BackgroundSave:
         self._decided.set()
 
     def copies_of(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What will be written for these steady tensors. Waits for the copy; for any thread.
+        """Return what will be written for these steady tensors. Waits for the copy; for any thread.
 
-        The tensors themselves where the copy has failed: it is not written then.
+        Returns the tensors themselves if the copy has failed: it is not written then.
         """
         self._copied.wait()
         if not self._is_whole:
@@ -79,7 +79,7 @@ class BackgroundSave:
 
     @property
     def reads_state(self) -> bool:
-        """Whether the state may not be changed yet."""
+        """True if the state must not be changed yet."""
         if self._snapshot.borrows:
             return self._thread.is_alive()
         return not self._copied.is_set()
@@ -96,13 +96,13 @@ class BackgroundSave:
         self._copied.wait()
 
     def wait_ended(self, timeout_s: float | None) -> bool:
-        """Whether the save has ended, within the time; None: however long it takes."""
+        """Return True if the save has ended within ``timeout_s``; None waits without a limit."""
         assert self.is_decided or timeout_s is not None, "waits for a verdict that nobody gives"
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def result(self) -> Saved | None:
-        """What was saved, once it has ended; None where it was dropped, or is no file. Raises what the save raised."""
+        """Return the result of an ended save; None if it was dropped or is no file. Raises what the save raised."""
         assert not self._thread.is_alive(), "result() before the end"
         if self._failure is not None:
             raise self._failure
@@ -119,7 +119,7 @@ class BackgroundSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way, or has ended and was not taken yet."""
+        """True if a save is under way, or has ended and was not taken yet."""
         return self._save is not None
 
     def begin(
@@ -135,7 +135,7 @@ class BackgroundSaver:
     def begin_borrowing(
         self, state: Mapping[str, Any], *, steady: Iterable[Tensor], write: Write
     ) -> BackgroundSave:
-        """As :meth:`begin`, without a copy: the state is released when it is written."""
+        """Begin a save like :meth:`begin`, without a copy: the state is released when it is written."""
         began_s = time.perf_counter()
         return self._start(borrowed(state, steady=steady), write, began_s=began_s)
 
@@ -158,7 +158,7 @@ class BackgroundSaver:
 
     @property
     def reads_state(self) -> bool:
-        """Whether steady tensors are still being read."""
+        """True if steady tensors are still being read."""
         return self._save is not None and self._save.reads_state
 
     def release_state(self) -> None:

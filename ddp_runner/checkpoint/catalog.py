@@ -1,4 +1,4 @@
-"""Which checkpoints a directory holds, and whether each is intact. Never imports torch, never deletes one.
+"""Lists the checkpoints of a directory, and checks that each is intact. Never imports torch, never deletes one.
 
 A checkpoint is ``step_<number>.pt`` with its manifest ``step_<number>.json``. A file whose manifest
 is missing or damaged can still be whole (a save that was cut off between the two); it is then
@@ -95,7 +95,7 @@ class Catalog:
         return frozenset(found)
 
     def to_go_back_to(self) -> list[Entry]:
-        """As :meth:`entries`, without states that steps which are skipped may have come from."""
+        """Return the entries like :meth:`entries`, without states that may have caused the skipped steps."""
         return [entry for entry in self.entries() if not _is_amid_skipped(entry)]
 
     def verify(self, entry: Entry) -> str | None:
@@ -195,7 +195,7 @@ class Catalog:
         return min(ranked, key=lambda item: item[:2])[2] if ranked else None
 
     def best_step(self, stage: str | None = None) -> int | None:
-        """After which step a stage, or the newest one, was best, as its newest manifest knows; its file may be gone."""
+        """Return the best step of a stage, or of the newest one, by its newest manifest; its file may be gone."""
         for entry in self.entries():
             if entry.manifest is not None and stage in (None, stage_name(entry.manifest)):
                 return next((step for _, step in best_of(entry.manifest)), None)
@@ -223,7 +223,7 @@ class Catalog:
         return frozenset([*best, *(newest[stage] for stage in past)])
 
     def resolve(self, which: str) -> list[Entry]:
-        """What to try for ``--resume``, in order.
+        """Return the checkpoints to try for ``--resume``, in order.
 
         ``auto`` and ``last``: newest to oldest. ``best``: the best one, then newest to oldest.
         ``none``: nothing. Else a path of a checkpoint file, its manifest, a pointer file or a

@@ -24,7 +24,7 @@ _BYTES_PER_ENTRY = (
 def check_state_dict(
     model_state: Mapping[str, object], expected_state: Mapping[str, object]
 ) -> list[str]:
-    """How a stored state differs from the one that a model expects, in words; empty if it fits.
+    """Return in words how a stored state differs from the one that a model expects; empty if it fits.
 
     Compares names, shapes and types: torch would convert numbers of any type without a word. At most
     five names of each sort are listed, the rest counted.
@@ -90,7 +90,7 @@ def weights_sha256(state_dict: Mapping[str, object]) -> str:
 
 
 def stored_bytes(state: Mapping[str, object], *, entry_bytes: int = _BYTES_PER_ENTRY) -> int:
-    """About how many bytes ``state`` takes in a file: an upper estimate, storages counted once.
+    """Return an upper estimate of the bytes of ``state`` in a file; storages count once.
 
     Raises TypeError, naming the entry, for a value that plain ``torch.load(weights_only=True)``
     would refuse or change, so that nothing is announced that cannot be read again.

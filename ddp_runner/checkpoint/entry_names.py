@@ -49,14 +49,14 @@ def bare_name(model: nn.Module, name: str) -> str:
 
 
 def bare_names(model: nn.Module) -> Callable[[str], str]:
-    """What gives :func:`bare_name` of ``model``, for many names: one look shows that it mostly has no wrapper."""
+    """Return :func:`bare_name` of ``model`` as a function for many names; fast if the model has no wrapper."""
     if any(_wrapped_child(module) is not None for module in model.modules()):
         return partial(bare_name, model)
     return str
 
 
 def live_name(model: nn.Module, bare: str) -> str:
-    """What ``model`` calls the entry that :func:`bare_name` calls ``bare``."""
+    """Return the name in ``model`` of the entry that :func:`bare_name` calls ``bare``."""
     named: list[str] = []
     at: nn.Module | None = model
     for part in bare.split("."):
@@ -144,7 +144,7 @@ def _loads_plainly(module: nn.Module) -> bool:
 
 
 def _fit(state: Mapping[str, Any], live: Mapping[str, Tensor]) -> bool:
-    """Whether each live entry gets one tensor of its shape, and nothing is left."""
+    """Return True if each live entry gets one tensor of its shape, and nothing is left."""
     return state.keys() == live.keys() and all(
         isinstance(state[name], Tensor) and state[name].shape == entry.shape
         for name, entry in live.items()
@@ -162,11 +162,11 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def read_as(found: Mapping[str, _Value], expected: Iterable[str]) -> dict[str, _Value]:
-    """What a file holds, under those of its names that the bare model ``expected`` has.
+    """Return the file's entries under those of its names that the bare model ``expected`` has.
 
-    Files of others, and ours of before, have names with ``_orig_mod`` in them or ``module.`` before
-    all of them, or lack such a ``module.`` that the model has: the reading is taken that finds most
-    of the expected names, and the names as they stand where none is better.
+    Other programs' files, and older ones of this program, may have ``_orig_mod`` in their names, or ``module.``
+    before all of them, or lack a ``module.`` that the model has. The reading that finds most of the
+    expected names is taken, and the names as they are if none is better.
     """
     wanted = frozenset(expected)
     best = max(_readings(list(found), wanted), key=lambda names: len(wanted.intersection(names)))
@@ -189,10 +189,10 @@ def _readings(found: list[str], wanted: frozenset[str]) -> Iterator[list[str]]:
 def read_under(
     found: Mapping[str, _Value], expected: Iterable[str]
 ) -> tuple[dict[str, _Value], str]:
-    """As :func:`read_as`; for a file of others also with one prefix off all of its names, or before them.
+    """Read names like :func:`read_as`; for other programs' files also remove or add one prefix of all names.
 
-    Lightning has ``model.`` before all names, and a part of the model lacks its own. Also returns what was
-    done, in words; "" where the names stand for themselves, or where several prefixes fit as well.
+    Lightning has ``model.`` before all names, and the file of a submodule lacks its prefix. Also returns what was
+    done, in words; "" if the names fit as they are, or if several prefixes fit equally well.
     """
     wanted = frozenset(expected)
     read = read_as(found, wanted)

@@ -27,7 +27,7 @@ _READ_BYTES = 8 << 20
 
 
 def algorithm_for(size_bytes: int) -> str:
-    """How a file of about that size is hashed."""
+    """Return the name of the algorithm that hashes a file of about that size."""
     return BLOCKS if size_bytes >= BLOCKS_FROM_BYTES else PLAIN
 
 

@@ -1,7 +1,7 @@
-"""What a checkpoint leaves out because its run has begun with it: by names and hashes. Reads no tensor.
+"""Names and hashes the start weights that a checkpoint leaves out. Reads no tensor.
 
-A state may say of the weights that no step changes what they were when the run began. Where it has all
-weights that means nothing; where some are missing, whoever reads it needs that begin again.
+A state may record the weights that no step changes, as they were when the run began. If it has all
+weights, this means nothing; if some are missing, a reader needs the same start weights again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a checkpoint is, as a value, and its JSON form. Never touches a disk.
+"""The description of a checkpoint as a value, and its JSON form. Never touches a disk.
 
-A manifest is published after the file that it names. The same facts, less size and digest, also
-travel inside the file (:meth:`Manifest.facts`), so that a file without its manifest still says
-what it is.
+A manifest is published after the file that it names. The same facts, without size and digest, are also
+stored inside the file (:meth:`Manifest.facts`), so that a file without its manifest is still known.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What a checkpoint says of itself: known when its state is captured, before any file is there.
+    """The facts about a checkpoint that are known when its state is captured, before any file is there.
 
-    ``step`` is the number of committed steps, ``samples`` the samples they took. ``monitored`` is the value that ``best`` is judged by, None where there was none:
-    of the figure ``monitor`` (older files name none); the lower the better, with ``mode`` ``max`` the
-    higher. ``meaning`` is the resume key of the run (model, data, global batch, seed): resuming under another one is refused by the caller. ``created_utc`` is for people; ``order`` is the
-    version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
-    that wrote it were computed, ``changes`` where that was otherwise before; ``data`` what its ranks
-    have seen of their data. ``start_sha256`` is that of the weights which the file leaves out, because
-    its run has begun with them; empty where it has all. ``about`` is for people and tools, and decides
-    nothing but the ``stage`` in which a run goes on: ``settings`` (without secrets), ``tokens``, ``loss`` of the last step, ``figures`` of the newest
-    evaluation, ``best`` (step and value) so far.
+    ``step`` is the number of committed steps, ``samples`` the samples they took. ``monitored`` is the value by which
+    ``best`` is judged, None if there was none: the value of the figure ``monitor`` (older files name none); lower is
+    better, with ``mode`` ``max`` higher. ``meaning`` is the resume key of the run (model, data, global batch, seed): the
+    caller refuses to resume under another one. ``created_utc`` is for people; ``order`` is the version of the order in
+    which samples are taken. ``recipe`` says how the steps of the launch that wrote the file were computed, ``changes``
+    how that differed before; ``data`` holds the facts that its ranks have seen of their data. ``start_sha256`` is the
+    digest of the start weights that the file leaves out; empty if it has all. ``about`` is for people and tools, and only
+    its ``stage`` decides something, the stage in which a run resumes: ``settings`` (without secrets), ``tokens``,
+    ``loss`` of the last step, ``figures`` of the newest evaluation, ``best`` (step and value) so far.
     """
 
     step: int
@@ -99,7 +98,7 @@ class Manifest(CheckpointFacts):
     def of(
         cls, facts: CheckpointFacts, *, size_bytes: int = 0, sha256: str = NO_DIGEST
     ) -> Manifest:
-        """Of a file with these facts, where each has its place; without a size, one that is not there yet."""
+        """Return the manifest of a file with these facts; without a size, of one that is not there yet."""
         values = {one.name: getattr(facts, one.name) for one in fields(CheckpointFacts)}
         name = checkpoint_name(facts.step)
         return cls(**values, file=name, size_bytes=size_bytes, sha256=sha256)
@@ -112,7 +111,7 @@ class Manifest(CheckpointFacts):
         return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     def facts(self) -> dict[str, object]:
-        """Everything but name, size and digest of the file, as plain JSON values."""
+        """Return the facts without name, size and digest of the file, as plain JSON values."""
         values: dict[str, object] = json.loads(self.to_json())
         return {name: value for name, value in values.items() if name not in _ABOUT_THE_FILE}
 
@@ -207,7 +206,7 @@ def _checked(values: Mapping[str, object]) -> Manifest:
 
 
 def is_judged_as(manifest: Manifest, other: Manifest) -> bool:
-    """Whether the monitored values of both can be compared."""
+    """Return True if the monitored values of both can be compared."""
     names = {manifest.monitor, other.monitor}
     return manifest.mode == other.mode and (len(names) == 1 or "" in names)
 

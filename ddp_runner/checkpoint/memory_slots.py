@@ -36,7 +36,7 @@ Checksum = Callable[[Tensor], str]  # over the bytes of a tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
-    """What a slot holds, once all of it is there; ``checksum`` is over the payload and what describes it."""
+    """The header of a complete slot; ``checksum`` is over the payload and its description."""
 
     step: int
     sealed: int  # counts up: the newest has the highest
@@ -59,7 +59,7 @@ class _Header:
 
 
 class _Slot:
-    """One memory file: a header, the bytes of the tensors, and how the state is built of them."""
+    """A file in memory: a header, the bytes of the tensors, and a description of the state around them."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -76,7 +76,7 @@ class _Slot:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes of the machine's memory."""
+        """The machine's memory in use, in bytes."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     @property
@@ -85,7 +85,7 @@ class _Slot:
         return os.fstat(self._descriptor).st_mtime
 
     def clear(self) -> None:
-        """From here on it holds nothing."""
+        """Mark the slot as empty."""
         if os.fstat(self._descriptor).st_size:
             os.pwrite(self._descriptor, _EMPTY, 0)
 
@@ -122,7 +122,7 @@ class _Slot:
         return self._pieces
 
     def _pin(self) -> None:
-        """Where the state is on a device: have it copy at the speed of its bus, beside what it computes."""
+        """Pin the memory for a GPU's state, so that it copies at the speed of its bus and computes meanwhile."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             size = self._end - self._begin
             driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class _Slot:
             self._is_pinned = int(status) == 0  # else it copies more slowly
 
     def _unpin(self) -> None:
-        """Before the memory is another."""
+        """Unpin the memory before it is replaced."""
         if self._is_pinned:
             driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             driver.cudaHostUnregister(self._begin)
@@ -167,10 +167,10 @@ class _Slot:
         os.pwrite(self._descriptor, header.to_bytes(), 0)
 
     def lent(self, checksum: Checksum) -> tuple[dict[str, Any], Callable[[], str]]:
-        """What it holds, not copied, and what says afterwards whether that was what it was sealed with.
+        """Return the content, not copied, and a function that checks afterwards that it has not changed.
 
-        The latter reads all of it: empty, or what is wrong. Raises OSError where nothing whole is there, also
-        where what describes the tensors is not what it was.
+        That function reads all of it and returns an empty text, or a reason. Raises OSError if the slot holds
+        nothing complete, or if the description of the tensors has changed.
         """
         header = self.header
         end = 0 if header is None else header.payload_bytes + header.described_bytes
@@ -191,7 +191,7 @@ class _Slot:
         return _built(text, memory, lends=True), wrong
 
     def read(self, checksum: Checksum) -> tuple[_Header, dict[str, Any]] | str:
-        """What it holds, copied out of it; or why it is of no use."""
+        """Return a copy of the content; or the reason why it is of no use."""
         header = self.header
         if header is None:
             return "it is empty, or was being written"
@@ -220,20 +220,20 @@ class MemorySlots:
 
     @property
     def newest_step(self) -> int | None:
-        """Of the newest copy that is whole, as far as its header says; None where there is none."""
+        """The step of the newest complete copy, as far as its header says; None if there is none."""
         found = self._by_age()
         return None if not found else found[-1][0].step
 
     @property
     def age_s(self) -> float:
-        """Of the newest copy that is whole; without one, of the slot that nobody has begun to fill."""
+        """The age of the newest complete copy; without one, that of the slot that was not yet filled."""
         by_age = self._by_age()
         written_s = by_age[-1][1].written_s if by_age else min(s.written_s for s in self._slots)
         return max(0.0, time.time() - written_s)
 
     @property
     def size_bytes(self) -> int:
-        """What both take of the machine's memory."""
+        """The machine's memory in use by both slots, in bytes."""
         return sum(slot.size_bytes for slot in self._slots)
 
     def make_room(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
@@ -263,7 +263,7 @@ class MemorySlots:
         return sealed
 
     def has(self, sealed: int) -> bool:
-        """Whether the copy of that number has not been given up."""
+        """Return True if the copy of that number has not been given up."""
         return any(header.sealed == sealed for header, _ in self._by_age())
 
     def lent(self, sealed: int) -> Lent:
@@ -275,12 +275,12 @@ class MemorySlots:
         raise OSError(errno.ENODATA, "the copy in memory was given up before it was written")
 
     def clear(self) -> None:
-        """Nothing of what they hold may be gone back to."""
+        """Mark both slots as empty: no run may resume from them."""
         for slot in self._slots:
             slot.clear()
 
     def release(self) -> None:
-        """As :meth:`clear`, and give all memory back to the machine."""
+        """Clear the slots like :meth:`clear`, and give all memory back to the machine."""
         for slot in self._slots:
             slot.release()
 
@@ -323,7 +323,7 @@ class Lent:
 
 
 def _described(content: Mapping[str, Any], *, begin: int, end: int) -> io.BytesIO:
-    """How a state is built of tensors; of those that lie from ``begin`` to ``end`` only where."""
+    """Return a pickled description of the state; tensors that lie from ``begin`` to ``end`` only by place."""
 
     def lies_there(tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
@@ -363,7 +363,7 @@ def _built(text: bytearray, memory: mmap.mmap, *, lends: bool = False) -> dict[s
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each piece begins, and where the last one ends."""
+    """Return the begin of each piece, and the end of the last one."""
     places, end = [], _HEADER_BYTES
     for size in sizes:
         places.append(end)
@@ -379,11 +379,11 @@ def _piece(memory: mmap.mmap, place: int, size: int) -> torch.UntypedStorage:
 
 
 def _checksum_of(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> str:
-    """Over all but the header, which has it."""
+    """Return the checksums of all but the header, which holds them."""
     return " ".join(_sums(memoryview(payload)[_HEADER_BYTES:], text, checksum))
 
 
 def _sums(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> list[str]:
-    """Of each that is not empty."""
+    """Return the checksum of each part that is not empty."""
     parts = (payload, text)
     return [checksum(torch.frombuffer(p, dtype=torch.uint8)) for p in parts if len(p)]

@@ -25,7 +25,7 @@ _PIECE_BYTES_MIN = PIECE_BYTES_MIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What was published: size and digest (see ``file_hash``) of the bytes that were handed to the disk."""
+    """The record of a published file: size and digest (see ``file_hash``) of the bytes handed to the disk."""
 
     path: Path
     size_bytes: int
@@ -59,7 +59,7 @@ class DurableWriter:
         return view.nbytes
 
     def flush(self) -> None:
-        """For torch, which calls it at the end: :meth:`finish` is what empties the writer."""
+        """Do nothing: torch calls it at the end, and :meth:`finish` empties the writer."""
 
     def finish(self) -> None:
         """Append what is still gathered; raises the first failure of any write."""

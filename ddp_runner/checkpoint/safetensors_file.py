@@ -48,13 +48,13 @@ class NotSafetensorsError(Exception):
 
 
 def is_safetensors(begin: bytes) -> bool:
-    """Whether a file that begins so may be one: a small length, and the begin of a JSON object."""
+    """Return True if ``begin`` may begin a safetensors file: a small length, then a JSON object."""
     length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
     return begin[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and 2 <= length <= _HEADER_BYTES_MAX
 
 
 def read_safetensors(descriptor: int) -> dict[str, Tensor]:
-    """All tensors of an opened file, on the CPU; closes it. Raises NotSafetensorsError and OSError."""
+    """Read all tensors of an opened file to the CPU, and close it. Raises NotSafetensorsError and OSError."""
     with os.fdopen(descriptor, "rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         header, begin = _header(file, size_bytes)

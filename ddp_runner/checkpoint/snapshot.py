@@ -40,7 +40,7 @@ class Rooms(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """What is held."""
+        """The memory held, in bytes."""
         ...
 
 
@@ -102,7 +102,7 @@ class HostMemory:
 
     @property
     def size_bytes(self) -> int:
-        """What is held."""
+        """The memory held, in bytes."""
         self._wait_made()
         if self._rooms is not None:
             return self._rooms.size_bytes
@@ -110,7 +110,7 @@ class HostMemory:
 
 
 def can_pin() -> bool:
-    """Whether there is a device for whose copies memory can be pinned."""
+    """Return True if there is a device for whose copies memory can be pinned."""
     return torch.cuda.is_available()
 
 
@@ -159,7 +159,7 @@ class Snapshot:
             stream.synchronize()
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """What the snapshot holds for a tensor of the state; the tensor itself where it has no copy."""
+        """Return the copy of a tensor of the state; the tensor itself if it has none."""
         storage = self._copies.get(storage_key(tensor))
         return tensor.detach() if storage is None else _like(tensor, storage)
 
@@ -172,18 +172,18 @@ class _Pairs:
         self._sources: list[Tensor] = []
 
     def add(self, target: Tensor, source: Tensor) -> None:
-        """Another one, for :meth:`copy`."""
+        """Add a pair for :meth:`copy`."""
         self._targets.append(target)
         self._sources.append(source)
 
     def copy(self) -> None:
-        """All of them, in one call without the interpreter's lock."""
+        """Copy all pairs in one call, without the interpreter's lock."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
 
 class _Walk:
-    """One pass over a state: rebuilds its containers around tensors in host memory."""
+    """Walks once over a state: rebuilds its containers around tensors in host memory."""
 
     def __init__(
         self,
@@ -247,12 +247,12 @@ class _Walk:
 
 
 def _is_of_storage(tensor: Tensor) -> bool:
-    """Whether it is copied with its memory, and not as the numbers that it stands for."""
+    """Return True if ``tensor`` is copied with its memory, not as the numbers that it represents."""
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _is_small(tensor: Tensor, storage: _Storage) -> bool:
-    """Whether it is small, and all that its memory on the host holds, without gaps."""
+    """Return True if ``tensor`` is small, and fills its memory on the host without gaps."""
     size_bytes = storage.nbytes()
     return (
         0 < size_bytes <= _SMALL_BYTES

@@ -1,4 +1,4 @@
-"""Which checkpoint has the weights that a stage begins with. Never imports torch."""
+"""Finds the checkpoint with the weights that a stage begins with. Never imports torch."""
 
 from __future__ import annotations
 

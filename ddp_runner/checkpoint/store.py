@@ -217,7 +217,7 @@ class CheckpointStore:
         return finished, write_s
 
     def _missing_room(self, error: OSError, *, needed_bytes: int) -> str:
-        """What to free, and where, in words; empty where room is not what is missing."""
+        """Return what to free, and where, in words; empty if the error is not about room."""
         if error.errno not in _NO_ROOM:
             return ""
         try:
@@ -230,7 +230,7 @@ class CheckpointStore:
         return f" ({room}: free {needed_bytes - free_bytes:,} more in {self.directory})"
 
     def _withdraw_manifest(self, step: int) -> None:
-        """Before a file is replaced by another of the same step, take its manifest away."""
+        """Remove the manifest of ``step`` before its file is replaced by another of the same step."""
         # INVARIANT one-truth: a manifest never stands beside a file that it does not describe.
         # Without one, old and new file alike are checked by their own archive and stay loadable.
         # Broken if: the same step is saved again while the old manifest is still there.
@@ -249,7 +249,7 @@ class CheckpointStore:
             )
 
     def _point_and_retain(self, published: Manifest) -> None:
-        """What follows from a published checkpoint, and is not needed to load one."""
+        """Update the pointers and delete old files after a publication; loading does not need either."""
         directory = self.directory
         publish_text(self._disk, directory / "last", f"{published.file}\n")
         best = self.catalog.best()
@@ -292,15 +292,15 @@ class CheckpointStore:
         return sorted(self._proved)
 
     def trust(self, proved: Iterable[int]) -> None:
-        """Another store of these files has read them once more."""
+        """Trust the files of these steps, which another store has read once more."""
         self._proved.update(proved)
 
     def is_for_good(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` stays, however many newer ones there are."""
+        """Return True if the checkpoint of ``step`` is kept, however many newer ones there are."""
         return bool(self.keep_every and step and step % self.keep_every == 0)
 
     def _is_sound(self, entry: Entry, published: Manifest) -> bool:
-        """Whether it can take the place of older ones; its content is read once, not at each save."""
+        """Return True if ``entry`` can replace older ones; its content is read once, not at each save."""
         if entry.problem is not None:
             return False
         if entry.step == published.step or entry.step in self._proved:
@@ -365,7 +365,7 @@ class CheckpointStore:
         )
 
     def remarks(self, loaded: Loaded) -> list[str]:
-        """What was found damaged on the way to ``loaded``, and what became of it, a line each."""
+        """Return a line for each file found damaged before ``loaded``, and its consequence."""
         remarks = [f"checkpoint {path} is unusable: {why}" for path, why in loaded.rejected]
         if loaded.remark:
             remarks.append(f"checkpoint {loaded.path} is whole, by its archive: {loaded.remark}")
@@ -420,7 +420,7 @@ def _read(entry: Entry, *, map_location: str | torch.device) -> Loaded | str:
 def _content_of(
     entry: Entry, *, map_location: str | torch.device, content: Content
 ) -> dict[str, Any]:
-    """What the file of a checkpoint holds. Raises UnreadableError, also where it is no checkpoint."""
+    """Return the content of a checkpoint's file. Raises UnreadableError, also if it is no checkpoint."""
     found = read_archive(entry.path, map_location=map_location, content=content)
     if not isinstance(found, dict) or not isinstance(found.get(MANIFEST_KEY), dict):
         raise UnreadableError("it was not written by ddp_runner")

@@ -13,7 +13,7 @@ REPORTED_KEPT_MIN = 64  # before those are forgotten that are no longer on disk
 
 
 class Published:
-    """Each is known by its step and digest: the same step may be saved again after a roll-back."""
+    """Finds new checkpoints by step and digest: the same step may be saved again after a roll-back."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -24,7 +24,7 @@ class Published:
 
     @property
     def is_any_new(self) -> bool:
-        """Whether this launch has published one, reported or not. Looks at the directory."""
+        """True if this launch has published one, reported or not. Reads the directory."""
         return bool(self._catalog.published() - self._before)
 
     def newest(self) -> tuple[int, str] | None:
@@ -36,7 +36,7 @@ class Published:
         return None
 
     def begin(self) -> None:
-        """What there is now is of earlier launches, also where its manifest was just made."""
+        """Record the present checkpoints as those of earlier launches, even if a manifest was just made."""
         self._seen = self._catalog.published()
 
     def is_news(self, saved: CheckpointSaved) -> bool:
@@ -48,7 +48,7 @@ class Published:
         return key not in self._found
 
     def find(self) -> list[Manifest]:
-        """Those that are new since the last call, and nobody has reported, oldest first."""
+        """Return those that are new since the last call and that nobody has reported, oldest first."""
         published = self._catalog.published()
         if not published:  # or the disk cannot be read now: all of it would be new afterwards
             return []

@@ -85,7 +85,7 @@ def _state_dict(content: Any, path: Path) -> dict[str, Any]:
 
 
 def _of_shards(index: Path, read_pickled: Callable[[int], Any]) -> dict[str, Any]:
-    """All weights that an index lists, each from the file that it names beside itself."""
+    """Return all weights that an index lists, each from the file that it names in its own folder."""
     with os.fdopen(open_given(index), "rb") as file:
         text = file.read(_INDEX_BYTES_MAX + 1)
     try:

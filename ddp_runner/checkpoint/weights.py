@@ -57,7 +57,7 @@ class StoredWeights:
 
 
 class Content(Enum):
-    """Whether tensors are read, or stay in the file until somebody looks at them."""
+    """Decides whether tensors are read at once, or stay in the file until they are used."""
 
     READ = "read"
     MAPPED = "mapped"
@@ -66,9 +66,9 @@ class Content(Enum):
 def read_archive(
     path: Path, *, map_location: str | torch.device, content: Content = Content.READ
 ) -> Any:
-    """What plain ``torch.load(weights_only=True)`` gives for a file of ours, which is no link.
+    """Return what plain ``torch.load(weights_only=True)`` gives for a file of this program, which is no link.
 
-    Raises UnreadableError; what is raised for want of memory stays, since that is no fault of the file.
+    Raises UnreadableError; errors for want of memory pass unchanged, since they are no fault of the file.
     """
     try:
         descriptor = open_to_read(path)
@@ -78,7 +78,7 @@ def read_archive(
 
 
 def _load(descriptor: int, *, map_location: str | torch.device, content: Content) -> Any:
-    """What is in an opened file, which is closed then."""
+    """Load an opened file, and close it."""
     try:
         # By its number: between two looks at a name, another file may be put there.
         return torch.load(
@@ -111,7 +111,7 @@ def _reason(error: Exception, begin: bytes) -> str:
 
 
 def _holds_objects(begin: bytes) -> bool:
-    """Whether this is the begin of a pickle that makes anything but plain values."""
+    """Return True if ``begin`` begins a pickle that makes anything but plain values."""
     seen = False
     try:
         for operation, _, _ in pickletools.genops(begin):
@@ -235,7 +235,7 @@ def _averaged(content: object) -> dict[str, Any]:
 
 
 def _place(value: object) -> object:
-    """Where a tensor's numbers are: of two names of one weight the same."""
+    """Return the place of a tensor's numbers: equal for two names of one weight."""
     if (
         not isinstance(value, torch.Tensor)
         or value.layout is not torch.strided

@@ -18,7 +18,7 @@ TEXT_MAX = 20_000  # characters of it
 
 
 class NobodyWritesError(Exception):
-    """There is no process that writes copies, which the text says: who has made it writes it."""
+    """Raised if no process writes copies; the rank that made a copy then writes it."""
 
 
 class CopyWriter:
@@ -51,7 +51,7 @@ class CopyWriter:
         store = self._store_of(order)
 
         def confirm() -> None:
-            """Before the file appears."""
+            """Check the copy before the file appears."""
             if problem := lent.wrong():
                 raise RuntimeError(f"the copy in memory is of no use: {problem}")
 
@@ -80,7 +80,7 @@ class CopyWriter:
 
 
 def _short(manifest: Manifest) -> Manifest:
-    """Without what has no bounded length: that is in the file, and its maker needs none of it."""
+    """Return the manifest without its unbounded fields: the file has them, and its maker needs none."""
     return replace(manifest, about={}, meaning={}, recipe={}, changes=(), data={})
 
 

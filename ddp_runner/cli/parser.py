@@ -147,7 +147,7 @@ _OWN_FIRST = (
 
 
 def _group(heading: OptionGroup) -> Group:
-    """In the order of the settings."""
+    """Return the group, in the order of the settings."""
     own, others = ([one for one in some if one.group is heading] for some in (_OWN, _OF_SETTINGS))
     options = (*own, *others) if heading in _OWN_FIRST else (*others, *own)
     return Group(title=heading.value, options=options)
@@ -173,7 +173,7 @@ NOTHING = Finding()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainArguments:
-    """What was asked. ``page`` is the help option that was given, "" for training.
+    """The parsed arguments. ``page`` is the help option that was given, "" for training.
 
     ``assignments`` are pairs of a name as the user wrote it (long form) and its text, in order.
     ``is_dry``: nothing is trained, nor written. ``finding``: what is looked for instead of training.
@@ -236,7 +236,7 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
 
 
 def is_config_name(word: str) -> bool:
-    """Whether ``word`` is Hydra's option for a file, whose ending may be left out."""
+    """Return True if ``word`` is Hydra's option for a file, whose ending may be left out."""
     return word.partition("=")[0].replace("_", "-").lower() == "--config-name"
 
 
@@ -265,7 +265,7 @@ def _given(written: str, name: str, text: str) -> str:
 
 
 def _name(option: Option) -> str:
-    """How messages name the option's setting: as the option, where that names the same setting."""
+    """Return the name of the option's setting for messages: the option, if that names the same setting."""
     same = key_of(option.long[2:], list(known_fields())) == option.key
     return option.long if same else option.key
 

@@ -67,7 +67,7 @@ def release(version: str) -> tuple[int, ...]:
 # pip is pip's own business (it says so), is missing where pip is (environments by uv, Debian without python3-pip), and
 # takes longer to import than the whole of this check. A test compares the two where packaging is there.
 def satisfies(version: str, clauses: str) -> bool:
-    """Whether ``version`` meets clauses such as ``>=2.6,<2.14``; pre-release tags do not count.
+    """Return True if ``version`` meets clauses such as ``>=2.6,<2.14``; pre-release tags do not count.
 
     A clause that this short reading of PEP 440 does not know counts as not met.
     """
@@ -151,7 +151,7 @@ class Repository:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_complete(self) -> bool:
-        """Whether ``.venv`` was finished for exactly these requirements."""
+        """Return True if ``.venv`` was finished for exactly these requirements."""
         try:
             marked = self._marker.read_text(encoding="utf-8")
         except OSError:
@@ -168,11 +168,11 @@ class Repository:
         temporary.replace(self._marker)
 
     def is_foreign(self) -> bool:
-        """Whether ``.venv`` exists and somebody else made it."""
+        """Return True if ``.venv`` exists and was made by another program."""
         return self.venv.exists() and any(self.venv.iterdir()) and not (self.venv / _OURS).exists()
 
     def missing_in(self, python: Path) -> str:
-        """What ``python`` lacks, in words; empty if it satisfies everything."""
+        """Return what ``python`` lacks, in words; empty if it satisfies everything."""
         start = str(REPOSITORY / "ddp_runner" / "start.py")
         command = [
             str(python),
@@ -213,7 +213,7 @@ def find_python(repository: Repository) -> Path:
 
 
 def _is_active() -> bool:
-    """Whether this interpreter is a virtual environment, or the conda environment that is activated."""
+    """Return True if this interpreter is in a virtual environment, or in the activated conda environment."""
     conda = os.environ.get("CONDA_PREFIX")
     return sys.prefix != sys.base_prefix or bool(
         conda and Path(conda).resolve() == Path(sys.prefix).resolve()

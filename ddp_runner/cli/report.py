@@ -144,7 +144,7 @@ def _report_unfinished(text: str, directory: Path) -> int:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether there is such a process, whoever's it is."""
+    """Return True if there is such a process, of any user."""
     if pid <= 0:
         return False  # of no process: the numbers of groups
     try:
@@ -217,7 +217,7 @@ def _trained(summary: RunSummary) -> str:
 
 
 def _own_times(summary: RunSummary) -> str:
-    """Who made the others wait: each rank's part of a step that is its own."""
+    """Return each rank's own part of a step, which shows the ranks that made others wait."""
     times = [(f"rank {rank}", seconds * 1e3) for rank, seconds in summary.own_step_s.items()]
     if len(times) > _RANKS_SHOWN_MAX:
         by_time = sorted(times, key=lambda one: one[1])
@@ -247,7 +247,7 @@ def _memory(summary: RunSummary) -> str:
 
 
 def _gpu_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    """What GPUs have used: a row for each one, then one for each of the newest epochs, over all GPUs."""
+    """Yield the use of GPUs: a row for each one, then one for each of the newest epochs, over all GPUs."""
     gpus = sorted(summary.gpus.items())
     for name, record in gpus[:_GPUS_SHOWN_MAX]:
         if isinstance(record, dict) and (use := gpu_use([record])):
@@ -264,7 +264,7 @@ def _fault_line(fault: FaultRecord) -> str:
 
 
 def event_lines(path: Path) -> Iterator[str]:
-    """How often each event was written; nothing without a readable journal."""
+    """Yield a line with the number of times that each event was written, or why there is no journal."""
     counts: Counter[str] = Counter()
     try:
         counts.update(_event_name(line) for line in read_lines(path))

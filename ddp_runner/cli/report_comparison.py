@@ -88,7 +88,7 @@ class ComparedRow:
 
 
 def compared(first: EndedRun, second: EndedRun, *, unicode: bool) -> list[ComparedRow]:
-    """How they ended and what they cost."""
+    """Return rows on how the runs ended and what they cost."""
     a, b = first.summary, second.summary
     figures = list({**a.figures, **b.figures})
     return [
@@ -122,7 +122,7 @@ def compared(first: EndedRun, second: EndedRun, *, unicode: bool) -> list[Compar
 
 
 def differing_settings(first: EndedRun, second: EndedRun) -> Iterator[ComparedRow]:
-    """Those that are not the same in both; where the files lie is left out."""
+    """Yield the settings that differ between the runs, without the places of files."""
     a, b = first.settings, second.settings
     known = known_fields()
     for key in sorted({**a, **b}):
@@ -161,7 +161,7 @@ def _parts(a: RunSummary, b: RunSummary) -> Iterator[ComparedRow]:
 
 
 def _own_times(a: RunSummary, b: RunSummary) -> Iterator[ComparedRow]:
-    """Of the slowest rank, outside collectives."""
+    """Yield a row on the slowest rank of each run, outside collectives."""
     of_a, of_b = (max(one.own_step_s.values(), default=None) for one in (a, b))
     if of_a is not None or of_b is not None:
         yield _row("slowest rank's step", of_a, of_b, lambda seconds: f"{seconds * 1e3:.1f} ms")

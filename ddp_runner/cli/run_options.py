@@ -1,4 +1,4 @@
-"""What ``run`` takes before the script, as tables: its own options, those of ``train``, and what torchrun has besides."""
+"""Lists the options of ``run`` before the script: its own ones, those of ``train``, and torchrun's others."""
 
 from __future__ import annotations
 

@@ -47,15 +47,15 @@ class AbortSwitch:
 
     @property
     def tripped(self) -> bool:
-        """Whether this generation was aborted."""
+        """True if this generation was aborted."""
         return self._tripped
 
     @property
     def aborted(self) -> bool:
-        """Whether an abort made this rank leave, or will.
+        """True if an abort made this rank leave the generation, or will.
 
-        One that comes once it is leaving by an error of its own was caused by that: its peers have
-        seen it hang up.
+        An abort that arrives while the rank already leaves because of its own error does not count: that
+        error caused it, as the peers have seen this rank hang up.
         """
         if self._tripped_before_release is None:
             return self._tripped

@@ -16,7 +16,7 @@ _BACKEND = "apart"
 
 
 class NeedsOthersError(RuntimeError):
-    """What was called needs the other ranks."""
+    """Raised by a call that needs the other ranks."""
 
 
 def _refused(what: str) -> Any:
@@ -37,7 +37,7 @@ class GroupApart(dist.ProcessGroup):
         self.asked = ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """For torch's logs."""
+        """Return the name for torch's logs."""
         return _BACKEND
 
     # Without them torch would look for a backend, of which there is none: nobody would have noted it.

@@ -27,7 +27,7 @@ class _Sum(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What stays the same of a bucket on the CPU: where it is, how many numbers it has, where the signals begin."""
+    """Constants of a bucket on the CPU: its memory, its number of elements, and where the signals begin in it."""
 
     place: tuple[int, int]
     signals_at: int | None
@@ -37,7 +37,7 @@ class _Known(NamedTuple):
 
 
 class BucketSums:
-    """Those of one replica, of one backward at a time."""
+    """Sums the gradient buckets of one replica over ranks, for one backward at a time."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class BucketSums:
         self._is_learning = False
 
     def is_last(self, bucket: GradBucket) -> bool:
-        """Whether nobody begins another sum after that of ``bucket`` in this backward.
+        """Return True if no further sum begins after that of ``bucket`` in this backward.
 
         DDP numbers all buckets 0 in the backward from which it learns a static graph. Each of them may be the last.
         """
@@ -202,10 +202,10 @@ class BucketSums:
         return known
 
     def _signals_beside_rounded(self, bucket: GradBucket) -> int | None:
-        """Where the signals begin, which are not to be rounded; None where nothing is, or they are elsewhere.
+        """Return where the signals begin in ``bucket``, to keep them from rounding; None if nothing is to be done.
 
-        Looked for in each step, as DDP lays its buckets out again after the first one. Nothing of ours keeps a GPU's
-        memory, so the new one may be where the old one was, as large, with its parameters in another order.
+        This is looked up in each step, as DDP lays its buckets out again after the first one. This class keeps no
+        GPU memory, so a new bucket may have the address and size of an old one, with its parameters in another order.
         """
         return None if self._sent_as is None else self._signals_in(bucket)
 

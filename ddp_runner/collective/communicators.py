@@ -25,12 +25,12 @@ INSIDE_TIMEOUT_S = 5.0  # for a thread of this rank's to come back from a call i
 
 
 def ends_in_silence(backend: str) -> bool:
-    """Whether a collective of ``backend`` that an abort cuts short ends like one that is whole."""
+    """Return True if an aborted collective of ``backend`` looks as if it had completed."""
     return "nccl" in backend
 
 
 class Communicators:
-    """Those of one generation. ``abort`` may be called from any thread; it returns at once."""
+    """The communicators of one generation. ``abort`` may be called from any thread; it returns at once."""
 
     def __init__(self, group: dist.ProcessGroup, switch: AbortSwitch, device: torch.device) -> None:
         self._group = group
@@ -79,7 +79,7 @@ class Communicators:
 
 
 class EnteredGroup(dist.ProcessGroup):
-    """What DDP's reducer takes for the group: its own small collectives enter as ours do."""
+    """The group that DDP's reducer is given: its own small collectives are registered like all others."""
 
     def __init__(self, group: dist.ProcessGroup, communicators: Communicators) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg] # not in torch's stub
@@ -88,13 +88,13 @@ class EnteredGroup(dist.ProcessGroup):
         self._work: dist.Work | None = None  # C++ alone would keep half of one written in Python
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """For DDP's log; the name of one of torch's own would have it look for that one inside."""
+        """Return a name for DDP's log; with a name of torch's, DDP would look for that backend inside."""
         return "ddp_runner"
 
     def allreduce(  # type: ignore[override] # C++ calls it in this one way
         self, tensors: list[Tensor], *options: Any
     ) -> dist.Work:
-        """As the group does."""
+        """Start an all-reduce in the wrapped group."""
         with self._communicators.entered():
             self._work = self._group.allreduce(tensors, *options)
         return self._work
@@ -102,7 +102,7 @@ class EnteredGroup(dist.ProcessGroup):
     def broadcast(  # type: ignore[override] # the same
         self, tensors: list[Tensor], *options: Any
     ) -> dist.Work:
-        """As the group does."""
+        """Start a broadcast in the wrapped group."""
         with self._communicators.entered():
             self._work = self._group.broadcast(tensors, *options)
         return self._work

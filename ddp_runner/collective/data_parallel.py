@@ -28,10 +28,10 @@ _SIMPLE = (str, bytes, bool, int, float, complex, type(None))
 def loss_over_devices(
     loss: Loss, model: nn.Module, batch: Any, *, devices: Sequence[torch.device], count: int
 ) -> Any:
-    """What ``loss`` would give for all ``count`` samples of ``batch``, which the first device has.
+    """Return what ``loss`` would give for all ``count`` samples of ``batch``, which is on the first device.
 
-    Raises FaultError, which no retry repairs, for a batch that cannot be cut. One device begins after the
-    other and computes beside it: of user code there is one call at a time.
+    Raises FaultError, which no retry repairs, for a batch that cannot be split. The devices are started one
+    after the other and then compute at the same time; calls of user code never overlap.
     """
     ends = part_ends(count, pieces=len(devices))
     copies = [model, *copies_of(model, devices[1 : len(ends)])]
@@ -50,13 +50,13 @@ def loss_over_devices(
 
 
 def part_ends(count: int, *, pieces: int) -> list[int]:
-    """Where the parts of ``count`` samples end: as equal as they can be, none of them empty."""
+    """Return the end of each part of ``count`` samples; parts are as equal as possible, and none is empty."""
     used = max(1, min(count, pieces))
     return [count * (number + 1) // used for number in range(used)]
 
 
 def whole(outputs: Sequence[LossOutput], counts: Sequence[int], *, device: torch.device) -> Any:
-    """One result of the parts' ones, each of which is of so many samples."""
+    """Return one result for the results of all parts, weighted by their numbers of samples."""
     total = sum(counts)
     parts: dict[str, Tensor] = {}
     for output, count in zip(outputs, counts, strict=True):
@@ -144,7 +144,7 @@ class Cut:
         return changed if isinstance(value, list) else tuple(changed)
 
     def _is_of_samples(self, value: Any) -> bool:
-        """Whether a list as long as the batch has a thing for each sample, and no tensor of all of them."""
+        """Return True if a list as long as the batch has one item for each sample, not a tensor of all samples."""
         if hasattr(value, "_fields"):
             return False
         tensors = [one for one in value if isinstance(one, Tensor)]
@@ -218,7 +218,7 @@ def copies_of(model: nn.Module, devices: Sequence[torch.device]) -> list[nn.Modu
 
 
 def _copy_of(model: nn.Module, on_device: Callable[[Tensor], Tensor]) -> nn.Module:
-    """As torch.nn.parallel.replicate makes it, for any device."""
+    """Return a copy made as by torch.nn.parallel.replicate, for any device."""
     made: dict[nn.Module, Any] = {
         one: cast("Any", one)._replicate_for_data_parallel()  # noqa: SLF001 - torch's own use of it
         for one in model.modules()

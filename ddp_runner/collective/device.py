@@ -1,4 +1,4 @@
-"""Whether a device still works after an abort, and is free of a dead process. Never touches the CPU's state."""
+"""Checks that a device works after an abort, and waits for a dead process's memory. Changes no state of the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def visible_gpu(local_rank: int, visible: int) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What of the memory of a GPU nobody holds; 0 on the CPU."""
+    """Return the bytes of a GPU's memory that no process holds; 0 on the CPU."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 

@@ -1,7 +1,7 @@
-"""To which sum over ranks a rank's device has come, as the device itself writes it on the board. Judges nobody.
+"""Counts the sums over ranks that a rank's device has reached; the device itself writes it on the board.
 
-The host only gives a device its work, and all ranks then wait in the same place for the sums. A
-device whose kernel never ends is distinguished from those that wait for it by what each has written.
+The host only enqueues work, and all ranks then wait in the same place for the sums. A device whose
+kernel never ends differs from those that wait for it by the count that each has written. Judges nobody.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the proce
 
 
 class DeviceProgress(Protocol):
-    """Of one rank, for all its generations."""
+    """The device progress of one rank, in all its generations."""
 
     def begin(self, generation: int) -> None:
         """The device has come to no sum of ``generation`` yet."""
@@ -38,16 +38,16 @@ class DeviceProgress(Protocol):
 
 
 class NoDeviceProgress:
-    """Where host and device are one, so that the phase on the board says it, or nobody looks."""
+    """Does nothing: host and device are one, so that the phase on the board says it, or nobody checks."""
 
     def begin(self, generation: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def come_to_sum(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class WrittenByDevice:
@@ -65,12 +65,12 @@ class WrittenByDevice:
         self._unpin = unpin
 
     def begin(self, generation: int) -> None:
-        """By the device too: what it still had to write of an older generation comes before."""
+        """Start the count of ``generation``, on the device: its remaining writes of an older one come first."""
         self._count.fill_(generation << COUNT_BITS)
         self._write()
 
     def come_to_sum(self) -> None:
-        """One more."""
+        """Count one more sum."""
         self._count.add_(1)
         self._write()
 
@@ -85,7 +85,7 @@ class WrittenByDevice:
 def device_progress(
     slot: Slot, device: torch.device, *, warn: Callable[[str], None]
 ) -> DeviceProgress:
-    """For a rank that computes on ``device``; where its memory cannot be pinned, one line and nothing more."""
+    """Return the progress of ``device``; if its memory cannot be pinned, warn once and count nothing."""
     slot.set(Cell.DEVICE_SUMS, 0)  # of the process before this one
     if device.type != "cuda":
         return NoDeviceProgress()

@@ -95,11 +95,11 @@ class Group:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.membership.world_size
 
     def exchange(self, name: str, value: str) -> list[str]:
-        """Every rank's ``value``, by rank. Blocks until all have called it with this ``name``.
+        """Return every rank's ``value``, by rank. Blocks until all have called it with this ``name``.
 
         Raises torch.distributed.DistError within the group's timeout if a rank never does.
         """
@@ -312,7 +312,7 @@ def joined(
 
 
 def has_programs_group() -> bool:
-    """Whether the program has called ``init_process_group`` itself."""
+    """Return True if the program has called ``init_process_group`` itself."""
     return dist.is_available() and dist.is_initialized() and not _left
 
 
@@ -347,7 +347,7 @@ def _used(
 
 
 def holds_communicators() -> bool:
-    """Whether this process has left a generation whose communicators it has not aborted yet."""
+    """Return True if this process has left a generation whose communicators it has not aborted yet."""
     return bool(_left)
 
 
@@ -539,9 +539,9 @@ def _fail_operations(group: dist.ProcessGroup) -> None:
 
 
 def collectives_begun() -> int:
-    """How many collectives, sends and receives included, this rank has begun in its group.
+    """Return the number of collectives, sends and receives that this rank has begun in its group.
 
-    -1 outside of one. For any thread.
+    -1 outside of a group. May be called from any thread.
     """
     if not dist.is_initialized():
         return -1

@@ -1,4 +1,4 @@
-"""What a task's ``loss()`` may give, how it is read, and one line that says what is wrong with anything else."""
+"""Reads the result of a task's ``loss()``; for an illegal result it makes one line that names the mistake."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Loss = Callable[[nn.Module, Any], Any]  # a Tensor, a Weighted, or (one of both,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """What ``loss()`` gave for a batch. ``value``: the mean, or the total where there is a ``weight``."""
+    """The result of ``loss()`` for a batch. ``value``: the mean, or the total if there is a ``weight``."""
 
     value: Tensor
     weight: Tensor | None
@@ -53,29 +53,29 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossForm:
-    """Which numbers a task's ``loss()`` gives beside its loss; the same on all ranks, in one order."""
+    """The names of the numbers that ``loss()`` returns next to its loss; equal on all ranks, in one order."""
 
     names: tuple[str, ...] = ()
     is_weighted: bool = False
 
     @property
     def cells(self) -> int:
-        """How many numbers more ride with the gradients."""
+        """The number of additional elements that are summed with the gradients."""
         return len(self.names) + self.is_weighted
 
     def covers(self, output: LossOutput) -> bool:
-        """Whether all that ``output`` has is in this form."""
+        """Return True if this form has room for everything in ``output``."""
         return (self.is_weighted or output.weight is None) and output.parts.keys() <= set(
             self.names
         )
 
     def with_output(self, output: LossOutput) -> LossForm:
-        """What has room for ``output`` too."""
+        """Return a form that has room for ``output`` too."""
         is_weighted = output.weight is not None
         return self.united([LossForm(names=tuple(output.parts), is_weighted=is_weighted)])
 
     def united(self, others: Iterable[LossForm]) -> LossForm:
-        """What has room for all of them."""
+        """Return a form that has room for all of ``others`` too."""
         every = [self, *others]
         return LossForm(
             names=tuple(sorted({name for one in every for name in one.names})),
@@ -85,7 +85,7 @@ class LossForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMeans:
-    """Of a step, the same on all ranks: its loss, the named numbers, and the weight of all; None without one."""
+    """The means of a step over all ranks: loss, named numbers, and the total weight; None without one."""
 
     loss: float
     parts: Mapping[str, float]
@@ -93,7 +93,7 @@ class LossMeans:
 
 
 def read_loss(value: object) -> LossOutput:
-    """What ``loss()`` gave. Raises FaultError, which no retry repairs, for what it may not give."""
+    """Read the result of ``loss()``. Raises FaultError, which no retry repairs, if it is illegal."""
     parts: Mapping[str, Tensor] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         loss = value[0]
@@ -117,7 +117,7 @@ def checked_loss(value: object, *, what: str = "") -> Tensor:
 
 
 def times(value: Any, factor: float) -> Any:
-    """What ``loss()`` gave, with its loss multiplied."""
+    """Return the result of ``loss()`` with its loss multiplied by ``factor``."""
     if isinstance(value, tuple):
         return (times(value[0], factor), *value[1:])
     if isinstance(value, Weighted):
@@ -135,7 +135,7 @@ def not_shareable(why: str) -> FaultError:
 
 
 def _read_weight(weight: object, *, like: Tensor) -> Tensor:
-    """As a float scalar. Raises BadWeightError where it is known, without a look at a device, to be none."""
+    """Return the weight as a float scalar. Raises BadWeightError if it is illegal, as far as the host can tell."""
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
         if weight.device.type != "cpu":
             return weight.detach().float().reshape(())
@@ -205,7 +205,7 @@ def _user_error(cause: str) -> FaultError:
 
 
 def _wrong_tensor(value: Tensor) -> str:
-    """What is wrong with it, and the cure; empty if nothing is."""
+    """Return a description of the mistake and its cure; empty if the tensor is legal."""
     if value.numel() != 1:
         return f"a tensor of shape {tuple(value.shape)} (.mean() makes one number of it)"
     if not value.is_floating_point():

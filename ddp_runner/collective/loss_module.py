@@ -21,7 +21,7 @@ from ddp_runner.collective.loss import Loss, LossForm, LossOutput, read_loss
 
 
 class Signal(IntEnum):
-    """What rides along with the gradients, summed over ranks."""
+    """The positions of the signals that are summed over ranks together with the gradients."""
 
     LOSS = 0
     PREEMPT = 1
@@ -41,7 +41,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossModule(nn.Module):
-    """What DDP wraps: the model, the loss, and the parameter whose gradient carries signals."""
+    """The module that DDP wraps: the model, the loss, and the parameter whose gradient carries signals."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class LossModule(nn.Module):
         self.has_graph = False  # of a loss of this step, to any parameter
 
     def begin_step(self) -> None:
-        """No micro-batch of this step has been in trouble yet."""
+        """Begin a step: no micro-batch of it has been in trouble yet."""
         self._broken = False
         self.has_graph = False
 
@@ -181,20 +181,20 @@ class Alone:
         loss_limit: float = math.inf,
         count: float = 1.0,
     ) -> Tensor:
-        """As of a :class:`Replica`."""
+        """Return the loss, as :class:`Replica` does."""
         loss: Tensor = self._module(batch, weight, votes, loss_limit, count)
         return loss
 
     def use_unit(self, unit: float) -> None:
-        """As of a :class:`Replica`."""
+        """Set the unit, as :class:`Replica` does."""
         self._module.unit = unit
 
     def without_sync(self) -> AbstractContextManager[None]:
-        """There is nothing to leave out."""
+        """Return an empty context: there is no reduction to leave out."""
         return contextlib.nullcontext()
 
     def backward_alone(self, loss: Tensor) -> None:
-        """As every backward here."""
+        """Run the backward of ``loss``."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def zero_gradients(self) -> None:
@@ -203,7 +203,7 @@ class Alone:
         self._module.zero_grad(set_to_none=True)
 
     def own_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter that has a gradient, with it; not the signals'."""
+        """Return each parameter that has a gradient, with it; not the signals'."""
         for parameter in self._module.model.parameters():
             if parameter.grad is not None:
                 yield parameter, parameter.grad

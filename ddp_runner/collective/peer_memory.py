@@ -28,7 +28,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Shown(NamedTuple):
-    """Where tensors lie, for another process: plain values. ``word``: random, and stands at ``word_at``."""
+    """The addresses of tensors, for another process. ``word``: random bytes, stored at ``word_at``."""
 
     pid: int
     word_at: int
@@ -74,9 +74,9 @@ def showing(tensors: Sequence[Tensor]) -> Iterator[Shown | None]:
 
 
 def can_read(shown: Shown) -> bool:
-    """Whether the process behind ``shown`` is one of this machine's that may be read.
+    """Return True if the process behind ``shown`` runs on this machine and its memory may be read.
 
-    Its word is what shows it: elsewhere, or in another container, another process may have that number.
+    The word proves it: on another machine or in another container, another process may have the same pid.
     """
     room = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
     part = Part(source=shown.word_at, target=room.data_ptr(), size=_WORD_BYTES)

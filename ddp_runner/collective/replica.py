@@ -43,7 +43,7 @@ class Relaid(Protocol):
     """Buffers whose shapes and types may change."""
 
     def layouts(self) -> Mapping[str, Any]:
-        """As they are now, by name; plain."""
+        """Return the current layouts by name, as plain values."""
         ...
 
     def agree_on_layouts(self, found: Sequence[Mapping[str, Any]]) -> None:
@@ -171,12 +171,12 @@ class Replica:
         return loss
 
     def use_unit(self, unit: float) -> None:
-        """What totals and weights are multiplied by before they are summed; the same on all ranks."""
+        """Set the factor of totals and weights before they are summed; it is the same on all ranks."""
         self._module.unit = unit
 
     @property
     def sums_totals(self) -> bool:
-        """Whether the loss has a weight of its own: what is summed are totals then, not means."""
+        """True if the loss has a weight: ranks then sum totals instead of means."""
         return bool(self._module.form.is_weighted)
 
     def divide_by_weight(self, gradients: list[Tensor], *, scale: float = 1.0) -> None:
@@ -187,7 +187,7 @@ class Replica:
         torch._foreach_div_(gradients, self._module.signal.grad[-1] / scale)
 
     def means(self, signals: Sequence[float]) -> LossMeans:
-        """What all ranks' losses come to, of the signals summed over ranks."""
+        """Return the means over all ranks' losses, from the summed ``signals``."""
         form: LossForm = self._module.form
         named = dict(zip(form.names, signals[len(Signal) :], strict=False))
         loss = signals[Signal.LOSS]
@@ -202,11 +202,11 @@ class Replica:
 
     @property
     def has_graph(self) -> bool:
-        """Whether a loss of this rank's, in this step, led to any parameter."""
+        """True if a loss of this rank, in this step, depended on any parameter."""
         return bool(self._module.has_graph)
 
     def without_sync(self) -> AbstractContextManager[None]:
-        """For all but the last micro-batch of a step: accumulate, reduce nothing."""
+        """Return a context for all but the last micro-batch of a step: gradients accumulate without a reduction."""
         context: AbstractContextManager[None] = self._ddp.no_sync()
         return context
 
@@ -268,7 +268,7 @@ class Replica:
         return [name for name, p in named if p.requires_grad and p.grad is None]
 
     def every_parameter_was_used(self) -> bool:
-        """Whether, in this step, every rank had a gradient for every parameter, after backward.
+        """Return True if, in this step, every rank had a gradient for every parameter; call it after backward.
 
         All ranks get the same answer: with ``find_unused_parameters=True`` DDP sums its map of the
         used parameters itself, and has waited for it. False where torch does not show the map.
@@ -366,7 +366,7 @@ class Replica:
         self._waits.is_reduced()
 
     def waited_ns(self) -> int:
-        """How long this rank has waited for the others since its own share was done; after :meth:`signals`."""
+        """Return how long this rank has waited for the others since its own part was done; after :meth:`signals`."""
         return self._waits.waited_ns()
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
@@ -389,7 +389,7 @@ class Replica:
         return self.group.rank
 
     def exchange(self, name: str, value: str) -> list[str]:
-        """Every rank's ``value``, by rank; every rank must call it with this ``name``, and not in a step."""
+        """Return every rank's ``value``; every rank must call it with this ``name``, and not in a step."""
         with waiting_for_peers(self._slot):
             return self.group.exchange(name, value)
 
@@ -463,7 +463,7 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
 
 
 def _gradients_in(bucket: GradBucket) -> list[Tensor]:
-    """One for each parameter. Of complex ones DDP shows a bucket as pairs, and cuts it as if they were none."""
+    """Return one gradient for each parameter. DDP shows a bucket of complex ones as pairs of real numbers."""
     parameters, gradients = bucket.parameters(), bucket.gradients()
     if not parameters[0].is_complex() or gradients[0].is_complex():
         return gradients
@@ -503,7 +503,7 @@ def bucket_cap_mb(parameters: Sequence[Tensor], wanted_mb: float) -> float:
 
 
 def _buckets(sizes: Sequence[int], cap_mb: float) -> int:
-    """How many DDP makes of tensors of these sizes in bytes: one ends with the tensor that fills it."""
+    """Return the number of buckets that DDP makes of tensors of these sizes; a tensor that fills one ends it."""
     buckets, held = 1, 0
     for size in sizes:
         if held >= cap_mb * 2**20 and held:
@@ -529,7 +529,7 @@ def _not_synced() -> Iterator[None]:
 def _accepted_arguments(
     settings: DdpSettings, device: torch.device, *, cap_mb: float
 ) -> dict[str, Any]:
-    """Only arguments that the installed torch knows and does not deprecate."""
+    """Return only the arguments that the installed torch knows and does not deprecate."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     # Buffers are shared by share_buffers, parameters by the state transfer.
     sync_name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

@@ -28,14 +28,14 @@ _DIGEST = "sha256"
 
 
 def key_prefix(secret: str, generation: int) -> str:
-    """What the keys of this generation begin with; nobody can guess it without ``secret``."""
+    """Return the prefix of this generation's keys; it cannot be guessed without ``secret``."""
     if not secret:
         return f"generation_{generation}"
     return f"generation_{generation}_{_signature(secret, 'keys', b'').hex()[:32]}"
 
 
 def proof(secret: str, *, of: int, to: int) -> bytes:
-    """What rank ``of`` shows rank ``to``: that it has the secret, and which rank it is."""
+    """Return the signature by which rank ``of`` proves its identity, and that it has the secret, to rank ``to``."""
     return _signature(secret, f"rank {of} to {to}", b"")
 
 
@@ -120,7 +120,7 @@ class SignedStore(Store):
                 return
 
     def _look_for_own(self) -> None:
-        """Who waits for a value that was deleted would wait for ever: then others are missing, too."""
+        """Raise an error if one of this rank's own values was deleted: the awaited ones may be gone, too."""
         for key in self._own:
             self._refuse_missing([key])
 
@@ -131,7 +131,7 @@ class SignedStore(Store):
         raise tampered(f"the value of {gone} was deleted from the store")
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all ``keys`` are there, whoever wrote them."""
+        """Return True if all ``keys`` are there, whichever rank wrote them."""
         return bool(self._inner.check(keys))
 
     def add(self, key: str, value: int) -> int:
@@ -149,5 +149,5 @@ class SignedStore(Store):
         return self._inner.delete_key(key)
 
     def num_keys(self) -> int:
-        """How many keys ``inner`` holds."""
+        """Return the number of keys in ``inner``."""
         return self._inner.num_keys()

@@ -1,4 +1,4 @@
-"""What sockets this process has, read from the kernel. Never makes or closes one of anybody else's."""
+"""Lists this process's sockets as the kernel knows them. Closes none but its own duplicates."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def duplicate_if_connected(descriptor: int) -> socket.socket | None:
 
 
 def address_of_peer(connection: socket.socket) -> Address | None:
-    """Where a connection leads: a plain address and a port; None where it has just ended.
+    """Return the address and port of a connection's peer; None if the connection has just ended.
 
-    One address has one form, however the socket was made: an IPv4 address that is mapped into IPv6
-    is written as the IPv4 address that it is, and a link-local one without the name of the link.
+    An address has one form, independent of the socket's family: an IPv4 address mapped into IPv6
+    becomes a plain IPv4 address, and a link-local one loses the name of its link.
     """
     try:
         host, port = connection.getpeername()[:2]
@@ -52,7 +52,7 @@ def address_of_peer(connection: socket.socket) -> Address | None:
 
 
 def connected_since(before: frozenset[int], *, port: int) -> frozenset[Address]:
-    """Where connections lead that are not among the inodes ``before`` and go to ``port``."""
+    """Return the peers of connections to ``port`` whose inodes are not in ``before``."""
     found = set()
     for descriptor, inode in open_sockets().items():
         if inode in before:

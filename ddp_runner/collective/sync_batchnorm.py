@@ -39,7 +39,7 @@ class Peers:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.group.world_size
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Peers:
         return tensor
 
     def placed(self, own: Tensor) -> Tensor:
-        """Every rank's ``own``, one row each."""
+        """Return every rank's ``own``, one row each."""
         rows = own.new_zeros(self.count, own.numel())
         rows[self.group.rank] = own
         return self.sum(rows)
@@ -158,7 +158,7 @@ class _Together(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the rank's own batch; those of weight and bias are the rank's own, as of other layers."""
+        """Return the gradients for the rank's own batch; weight and bias get local ones, as in other layers."""
         inputs, weight, mean, scale, count = ctx.saved_tensors
         exact = inputs.to(scale.dtype)
         own = gradients[0].to(scale.dtype)
@@ -178,5 +178,5 @@ class _Together(Function):
 
 
 def _shaped(values: Tensor, like: Tensor) -> Tensor:
-    """One number for each channel, to be broadcast over ``like``."""
+    """Reshape one number for each channel, to be broadcast over ``like``."""
     return values.view(1, -1, *[1] * (like.dim() - 2))

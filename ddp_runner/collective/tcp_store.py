@@ -76,7 +76,7 @@ class StoreLink:
         return self._store
 
     def _answers(self) -> bool:
-        """One round trip; False where the store was replaced, or the connection shut by an abort."""
+        """Make one round trip; return False if the store was replaced, or an abort has shut the connection."""
         assert self._store is not None
         try:
             self._store.check(_PROBE_KEYS)

@@ -37,7 +37,7 @@ GROUPS_AHEAD = 4  # under way at once, so that neither side waits for the other'
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the receiver must allocate: dtype, shape, and whether it lived on an accelerator."""
+    """The facts that a receiver needs to allocate a tensor: dtype, shape, and whether it is on an accelerator."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Description:
 
 
 def described_as(tensors: Sequence[Tensor]) -> list[Description]:
-    """One object for those that are alike: of ten thousands few are not."""
+    """Return the description of each tensor; equal ones share one object, as few of many thousands differ."""
     known: dict[tuple[object, ...], Description] = {}
     found = []
     for tensor in tensors:
@@ -60,7 +60,7 @@ def described_as(tensors: Sequence[Tensor]) -> list[Description]:
 
 
 def size_bytes_of(described: Description) -> int:
-    """Of such a tensor."""
+    """Return the size of such a tensor in bytes."""
     return math.prod(described.shape) * described.dtype.itemsize
 
 
@@ -71,7 +71,7 @@ class OwnTypes(pickle.Unpickler):
     """Reads a header from a peer of this very run; refuses every type that a header has no use for."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """As of every unpickler. Raises UnpicklingError."""
+        """Return the class if it is allowed. Raises UnpicklingError for any other."""
         if (module_name, global_name) in _OWN_TYPES:
             return super().find_class(module_name, global_name)
         if module_name == "torch" and global_name in ("Size", "device"):
@@ -95,9 +95,9 @@ class _Part(NamedTuple):
 
 
 def _pieces(sizes_bytes: Sequence[int]) -> Iterator[tuple[_Part, ...]]:
-    """What each message holds: a part of one large tensor, or many small tensors in a row.
+    """Yield the parts of each message: a part of one large tensor, or several small tensors in a row.
 
-    Both sides come to the same answer from the sizes alone.
+    Both sides compute the same division from the sizes alone.
     """
     small: list[_Part] = []
     small_bytes = 0
@@ -135,7 +135,7 @@ def _wire_device(group: Group) -> torch.device:
 
 
 def _nothing() -> None:
-    """What is done on the way where nobody asks."""
+    """Do nothing: the default callback during a transfer."""
 
 
 def send_state(
@@ -172,7 +172,7 @@ def send_state(
 def _shown(
     group: Group, tensors: list[Tensor]
 ) -> contextlib.AbstractContextManager[peer_memory.Shown | None]:
-    """Within the block those of this machine may read ``tensors``, which are as they lie in memory then."""
+    """Let other processes of this machine read ``tensors`` in the block, as they are in memory then."""
     if group.ends_in_silence or any(tensor.device.type != "cpu" for tensor in tensors):
         return contextlib.nullcontext()
     tensors[:] = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
@@ -180,7 +180,7 @@ def _shown(
 
 
 def _who_reads(group: Group, to: Sequence[int]) -> list[int]:
-    """Those of ``to`` that read this process's memory, as each says by a mark."""
+    """Return the ranks of ``to`` that read this process's memory directly, as each reports by a mark."""
     answers = {rank: _mark() for rank in to}
     _wait([group.receive(answer, rank) for rank, answer in answers.items()])
     return [rank for rank, answer in answers.items() if int(answer)]
@@ -414,7 +414,7 @@ def _fill(
 
 
 class _Incoming:
-    """Where a piece is received: in its tensor itself, or in memory that is copied from then."""
+    """The memory that receives a piece: its tensor itself, or a buffer that is copied from afterwards."""
 
     def __init__(
         self, parts: Sequence[_Part], tensors: Sequence[Tensor], device: torch.device

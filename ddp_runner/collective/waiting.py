@@ -1,4 +1,4 @@
-"""How a rank that waits for the others stands on the board. Waits for nothing itself."""
+"""Marks a rank on the board as waiting for its peers. Waits for nothing itself."""
 
 from __future__ import annotations
 

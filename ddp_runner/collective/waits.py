@@ -21,7 +21,7 @@ _LOOK_EVERY = timedelta(seconds=LOOK_EVERY_S)
 
 
 class Waits:
-    """One generation's, on the CPU. ``abort`` may come from any thread."""
+    """The waits of one generation, on the CPU. ``abort`` may be called from any thread."""
 
     def __init__(self) -> None:
         self._is_aborted = threading.Event()
@@ -86,7 +86,7 @@ class Waits:
 
 
 class SumsOfBuckets(Protocol):
-    """Of the backward in hand."""
+    """The bucket sums of the current backward."""
 
     def sum_map(self, used: Tensor) -> dist.Work | None:
         """Sum the map of the ``used`` parameters, and wait for all buckets; None: that is to be done here."""
@@ -98,9 +98,9 @@ class SumsOfBuckets(Protocol):
 
 
 class GroupOfReducer(dist.ProcessGroup):
-    """What DDP's reducer takes for the group: its own small collectives, waited for as ours are.
+    """The group that DDP's reducer is given: its own small collectives are waited for like all others.
 
-    The reducer waits for them in C++: for the map of the used parameters in every step that looks
+    The reducer would wait for them in C++: for the map of the used parameters in every step that looks
     for unused ones, and once for the layout of its buckets. torch supports groups written in Python
     (torch, test/distributed/test_c10d_pypg.py).
     """
@@ -112,15 +112,15 @@ class GroupOfReducer(dist.ProcessGroup):
         self._sums = sums
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """For DDP's log; the name of one of torch's own would have it look for that one inside."""
+        """Return a name for DDP's log; with a name of torch's, DDP would look for that backend inside."""
         return "ddp_runner"
 
     def allreduce(  # type: ignore[override] # C++ calls it in this one way
         self, tensors: list[Tensor], *options: Any
     ) -> dist.Work:
-        """As the group does: the reducer sums its map of the used parameters, behind the last bucket.
+        """Sum the reducer's map of the used parameters, after the last bucket.
 
-        It waits for that map next, so it is waited for here.
+        The reducer waits for the map next, so this call waits for it.
         """
         work = self._sums.sum_map(tensors[0])
         if work is None:
@@ -131,7 +131,7 @@ class GroupOfReducer(dist.ProcessGroup):
     def broadcast(  # type: ignore[override] # the same
         self, tensors: list[Tensor], *options: Any
     ) -> dist.Work:
-        """As the group does."""
+        """Broadcast in the wrapped group, and wait for it."""
         return self._done(self._group.broadcast(tensors, *options))
 
     def _done(self, work: dist.Work) -> dist.Work:

@@ -110,7 +110,7 @@ def resolve(
 def _resolved(
     below: Sequence[Assignment], above: Sequence[Assignment], *, preset: str | None
 ) -> Resolved:
-    """What a stage has of its own lies between the two."""
+    """Resolve the whole run and each stage; a stage's own settings rank between ``below`` and ``above``."""
     stages = given_stages([*below, *above])
     below, above = without_stages(below), without_stages(above)
     whole = _laid([*below, *above], preset=preset)
@@ -216,7 +216,7 @@ def _merge(assignments: Iterable[Assignment]) -> tuple[dict[str, object], dict[s
 
 
 def _holds_hidden(value: object) -> bool:
-    """Whether a secret was to be here, of which a file of settings holds only that."""
+    """Return True if ``value`` holds the placeholder that a settings file has in place of a secret."""
     if isinstance(value, Mapping):
         return any(_holds_hidden(item) for item in value.values())
     return value == HIDDEN
@@ -285,7 +285,7 @@ def _choose_cadence(values: dict[str, object], origin: dict[str, Origin]) -> Non
 
 
 def _choose_workers(values: dict[str, object], origin: dict[str, Origin]) -> None:
-    """For each rank or over the ranks of a machine, as a later source has it; as above."""
+    """Choose between workers per rank and per machine by the strength of their sources, as above."""
     each, total = WORKERS
     if values.get(total) is None:
         return

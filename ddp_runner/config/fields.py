@@ -69,22 +69,22 @@ class FieldSpec:
 
     @property
     def on_resume(self) -> OnResume:
-        """What it means that a resumed run has another value. Each setting must say so."""
+        """The meaning of a changed value for a resumed run. Every setting must declare one."""
         return self.notes_of(OnResume)[0]
 
     @property
     def is_derived(self) -> bool:
-        """Whether the record of a run has what follows from the value, and not the value."""
+        """True if the run's record holds what follows from the value instead of the value itself."""
         return DERIVED in self.notes
 
     @property
     def per_machine(self) -> bool:
-        """Whether on several machines each has its own value; else the coordinator's holds for all."""
+        """True if each machine has its own value; otherwise the coordinator's value holds for all machines."""
         return PER_MACHINE in self.notes
 
     @property
     def per_stage(self) -> bool:
-        """Whether a stage may have its own value."""
+        """True if a stage may have its own value."""
         return PER_STAGE in self.notes
 
     @property
@@ -102,7 +102,7 @@ class FieldSpec:
         return tuple(note for note in self.notes if isinstance(note, kind))
 
     def expected(self) -> str:
-        """What a legal value is, in words."""
+        """Return a description of the legal values, for messages."""
         if self.written is None or self.written is NAMES:
             kind = "one of" if self.written is None else NAMES.words
             found = f"{kind} {', '.join(self.words)}"
@@ -269,7 +269,7 @@ def find_key(written: str, name: str, known: Sequence[str]) -> str:
 
 
 def whose_value(name: str, value: object) -> str:
-    """For a last name that means one setting of several: the other one that takes ``value``, in words."""
+    """Return a hint at the other setting with this last name, if that one accepts ``value``; else ""."""
     name = normal_name(name)
     for key, spec in known_fields().items() if name in _MEANT else ():
         if key.rpartition(".")[2] == name and key != _MEANT[name]:

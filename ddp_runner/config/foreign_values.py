@@ -1,4 +1,4 @@
-"""What a name of another trainer, with the value given to it, is in our own. Reads nothing."""
+"""Translates the names and values of other trainers' options into this project's. Reads nothing."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1", "[::1]")  # noqa: S104 - n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a run is, which its start decides and no setting.
+    """Facts about a run that its start decides, not a setting.
 
-    ``starter`` of the ranks: the commands train or run, or another launcher or program. ``rank`` and ``local_rank``:
-    of this process, None where the command starts them. ``node_rank``: None where machines are numbered as they
-    join. ``host`` and ``port``: where machines meet; ``own_host``: the name of this one. ``mode``: that of a
-    task, empty where nothing was chosen. ``files``: of settings, as they were given.
+    ``starter``: the commands train or run, or another launcher or program. ``rank`` and ``local_rank``:
+    of this process, None if the command starts the ranks. ``node_rank``: None if machines are numbered as they
+    join. ``host`` and ``port``: the meeting place of the machines; ``own_host``: the name of this one. ``mode``: that
+    of a task, empty if none was chosen. ``files``: the settings files, as they were given.
     """
 
     starter: Literal["train", "run", "launcher"]
@@ -58,12 +58,12 @@ class RunFacts:
 
     @property
     def is_one_rank(self) -> bool:
-        """Which is as well called distributed as not."""
+        """True for a run of one rank without data parallelism; it may be called distributed or not."""
         return self.ranks == 1 and self.mode != "data_parallel"
 
 
 def facts_of_rank(rank: PlainRank, environment: Mapping[str, str]) -> RunFacts:
-    """Of a run whose ranks another launcher has started, or the program itself, as ``rank`` sees it."""
+    """Return the facts of a run whose ranks another launcher, or the program itself, has started."""
     machines = max(1, rank.world_size // rank.local_world_size)
     return RunFacts(
         starter="launcher",
@@ -79,7 +79,7 @@ def facts_of_rank(rank: PlainRank, environment: Mapping[str, str]) -> RunFacts:
 
 
 def machines_said(given: Iterable[Assignment]) -> dict[str, tuple[str, str]]:
-    """What settings say of machines, by the option that says the same: how it was written, and its text."""
+    """Return the machine facts among the given settings: option to (name as written, text of the value)."""
     found = {}
     for one in given:
         option = _OPTION_OF.get(normal_name(one.name))
@@ -90,17 +90,17 @@ def machines_said(given: Iterable[Assignment]) -> dict[str, tuple[str, str]]:
 
 
 def is_foreign_switch(name: str) -> bool:
-    """Whether ``name`` is a switch elsewhere, which as an option needs no value."""
+    """Return True if ``name`` is a switch in other trainers, which as an option needs no value."""
     return normal_name(name) in {*ALWAYS, *SWITCHES, *SWITCHES_OF_FACTS}
 
 
 def is_fact(name: str) -> bool:
-    """Whether ``name`` says what a run is: no setting, and true or not."""
+    """Return True if ``name`` states a fact about the run (which may be wrong) and is no setting."""
     return normal_name(name) in FACTS
 
 
 def untrue(given: Iterable[Assignment], facts: RunFacts) -> list[BadInputError]:
-    """What among ``given`` says of a run what is not so, with what is; the last word of each name counts."""
+    """Return an error for each given fact that is wrong for this run; the last value of each name counts."""
     said = {normal_name(one.name): one for one in given if is_fact(one.name)}
     found = []
     for name, one in said.items():
@@ -136,7 +136,7 @@ def in_our_values(given: Assignment) -> Assignment | None:
 
 
 def note_on(given: Assignment) -> str:
-    """What there is to say to a person who asked for what is always done; mostly nothing."""
+    """Return a note for a person who asked for something that is always done; usually empty."""
     name = normal_name(given.name)
     return f"{given.written}: {ALWAYS[name]}" if name in SAID else ""
 

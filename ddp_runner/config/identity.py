@@ -1,4 +1,4 @@
-"""What a run means and how its steps are computed, as plain values; written forms of settings.
+"""Plain values that say what a run means and how its steps are computed; written forms of settings.
 
 A setting says at its field what a change of it means to a run that is resumed. Decides no resume.
 """
@@ -45,7 +45,7 @@ TASK_MODULE = "the task's module "  # and its name: one that the task imports, a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What follows from settings and machine together. ``threads``: of a rank, 0 on a GPU.
+    """Values that follow from settings and machine together. ``threads``: of a rank, 0 on a GPU.
 
     ``task_file``: its SHA-256, empty for a built-in task. ``task_modules``: digests of the files that it imports.
     ``own_task_reads_model``: the task is the user's and is given all settings. ``devices``: of a rank.
@@ -65,7 +65,7 @@ class Surroundings:
 
 
 def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
-    """How the steps of this launch are computed: a change makes other weights of the same run."""
+    """Return the values that decide how steps are computed: a change gives the same run other weights."""
     sections = to_record(settings)
     written = _as_written(settings, OnResume.REPORTED)
     is_best_used = uses_best(settings.stage, load_best_at_end=settings.run.load_best_at_end)
@@ -123,7 +123,7 @@ def value_before(old: Mapping[str, object], new: Mapping[str, object], key: str)
 
 
 def task_has_changed(old: Mapping[str, object], new: Mapping[str, object]) -> bool:
-    """Whether the task's file, or one that it imports, is another in the recipe ``new`` than in ``old``."""
+    """Return True if the task's file, or one that it imports, differs between the recipes ``old`` and ``new``."""
     return any(
         old[key] != new.get(key)
         for key in old
@@ -132,14 +132,14 @@ def task_has_changed(old: Mapping[str, object], new: Mapping[str, object]) -> bo
 
 
 def _shares(shares: Sequence[int]) -> list[object]:
-    """In smallest numbers; none where they are equal, as without the setting."""
+    """Return the shares divided by their greatest common divisor; empty if they are equal."""
     if len(set(shares)) <= 1:
         return []
     return [share // math.gcd(*shares) for share in shares]
 
 
 def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
-    """What must not change between a checkpoint and the run that resumes from it.
+    """Return the values that must be equal in a checkpoint and in the run that resumes from it.
 
     ``world_size``: of ranks, or of all their devices where they have more than one.
 
@@ -186,17 +186,17 @@ def _sealed(value: object, like: object) -> str:
 
 
 def is_sealed(value: object) -> bool:
-    """Whether ``value`` stands for a secret in a resume key."""
+    """Return True if ``value`` stands for a secret in a resume key."""
     return isinstance(value, str) and _SEALED.fullmatch(value) is not None
 
 
 def described_key(name: str) -> str:
-    """What a resume key calls what the task's ``describe()`` has as ``name``."""
+    """Return the name that a resume key uses for the entry ``name`` of the task's ``describe()``."""
     return f"{_DESCRIBED}{name}"
 
 
 def is_described(key: str) -> bool:
-    """Whether a key of a resume key is one of ``described_key``."""
+    """Return True if ``key`` was made by ``described_key``."""
     return key.startswith(_DESCRIBED)
 
 
@@ -327,7 +327,7 @@ def digest(settings: Settings) -> str:
 
 
 def stage_digest(settings: Settings) -> str:
-    """Of what the steps of a stage follow from, as far as it may be a stage's own; without its secrets."""
+    """Return a digest of the values that a stage's steps depend on and that it may set; without secrets."""
     record: Mapping[str, Any] = to_record(settings)
     found: dict[str, object] = {"task": masked(record["task"]), **_NO_LONGER}
     for key, spec in known_fields().items():
@@ -339,7 +339,7 @@ def stage_digest(settings: Settings) -> str:
 
 
 def read_yaml(text: str) -> dict[str, object]:
-    """What :func:`to_yaml` has written, as nested plain values. Raises ValueError for anything else."""
+    """Return the nested plain values that :func:`to_yaml` has written. Raises ValueError for anything else."""
     try:
         record = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -1,4 +1,4 @@
-"""What each setting means, in words: the text below each field in ``core.settings``."""
+"""Reads the meaning of each setting, in words, from the text below its field in ``core.settings``."""
 
 from __future__ import annotations
 

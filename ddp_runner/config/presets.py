@@ -70,5 +70,5 @@ WORKERS = ("data.num_workers", "data.workers_total")  # for each rank, over the 
 
 
 def recipe_of(task: str, *, preset: str | None) -> Mapping[str, object]:
-    """What a built-in task states of its own where this preset holds; empty for a user's task."""
+    """Return the values that a built-in task sets under this preset; empty for a user's task."""
     return RECIPES.get(preset or "", {}).get(task, {})

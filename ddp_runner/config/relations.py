@@ -1,4 +1,4 @@
-"""How settings must fit together, and whether the paths they name can be used. Creates nothing."""
+"""Checks that settings fit together, and that the paths they name can be used. Creates nothing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
 
 
 def _accumulation_problems(data: DataSettings) -> list[BadInputError]:
-    """Where a step's size is given twice."""
+    """Return an error if the size of a step is given twice."""
     per_rank, total = data.accumulation, data.accumulation_total
     if total and per_rank > 1:
         expected = f"is of each rank, and data.accumulation_total={total} of all together: leave out one of them"
@@ -164,7 +164,7 @@ def _accumulation_problems(data: DataSettings) -> list[BadInputError]:
 
 
 def _improvement_problems(settings: Settings) -> list[BadInputError]:
-    """What is set of plateau or early stop that cannot come."""
+    """Return an error for each setting of plateau or early stopping that cannot take effect."""
     optim, run, log = settings.optim, settings.run, settings.log
     evaluates = bool(log.evaluate_interval or log.evaluate_every_steps)
     problems = []
@@ -203,7 +203,7 @@ def _monitor_problems(settings: Settings) -> list[BadInputError]:
 
 
 def _average_problems(settings: Settings) -> list[BadInputError]:
-    """What is set of an average that is not kept, or never begins."""
+    """Return an error for each setting of a weight average that is not kept, or never begins."""
     optim, steps = settings.optim, settings.run.max_steps
     if optim.ema_decay is None:
         set_of_it = (
@@ -220,7 +220,7 @@ def _average_problems(settings: Settings) -> list[BadInputError]:
 
 
 def _optimizer_lacks(settings: Settings) -> list[BadInputError]:
-    """What is set of an optimizer that has none of it."""
+    """Return an error for each setting that the chosen optimizer does not have."""
     optim, problems = settings.optim, []
     if optim.momentum != "auto" and optim.optimizer not in ("sgd", "muon"):
         expected = f"is for sgd and muon: leave it out with {optim.optimizer}"
@@ -262,7 +262,7 @@ def _compile_problems(settings: Settings) -> list[BadInputError]:
 
 
 def device_problems(settings: Settings) -> list[BadInputError]:
-    """What of devices, ranks and backend does not fit together."""
+    """Return the contradictions between devices, number of ranks and backend."""
     run = settings.run
     shown = ",".join(str(index) for index in run.gpus)
     problems = []
@@ -451,7 +451,7 @@ def _notes(settings: Settings) -> tuple[str, ...]:
 
 
 def _share_notes(data: DataSettings) -> list[str]:
-    """Where a larger share is computed in more parts than others, which nobody may have meant."""
+    """Return a note if one rank's larger share is split into more micro-batches than the others'."""
     is_cut = data.global_batch_size or data.micro_batch_size or data.accumulation_total
     shares = shares_of(data)
     if not shares or is_cut or data.accumulation > 1:

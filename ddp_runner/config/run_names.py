@@ -1,7 +1,7 @@
-"""What a run is called, and the folders that its name gives it. Reads and writes no file.
+"""Chooses the name of a run, and the folders that follow from the name. Reads and writes no file.
 
-A run is called as ``--name`` says, else as its task. Its files are in ``logs/NAME`` and
-``checkpoints/NAME``, unless somebody names a folder: that one is then used exactly.
+The name is that of ``--name``, else the task's. The run's files are in ``logs/NAME`` and
+``checkpoints/NAME``, unless a folder is given: that one is then used exactly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HANDED_OVER = "ddp_runner_handed_over"  # the module of tasks that no other modu
 
 
 def name_of_task(task: str) -> str:
-    """What a run of ``task`` (as in ``--task``) is called where nobody says; always a legal name."""
+    """Return the default name for a run of ``task`` (as in ``--task``); always a legal name."""
     head, _, own = task.rpartition(":") if ":" in task else (task, "", "")
     word = PurePath(head).stem if head.endswith(".py") else head.rpartition(".")[2]
     if word in ("__main__", HANDED_OVER):
@@ -49,12 +49,12 @@ def name_of_task(task: str) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can be the name of a run, and so that of a folder."""
+    """Return True if ``text`` can be the name of a run, and so of its folders."""
     return bool(_NAME.fullmatch(text)) and text != LATEST
 
 
 def has_folders_of_its_name(run: RunSettings) -> bool:
-    """Whether the run's files are where its name says, and another name would move them."""
+    """Return True if the run's folders follow from its name, so that another name would move them."""
     if run.checkpoint_dir == run.log_dir:  # a script's, whose checkpoints are its own
         return PurePath(run.log_dir) == PurePath(LOGS, run.name)
     folders = {"run.log_dir": run.log_dir, "run.checkpoint_dir": run.checkpoint_dir}

@@ -61,7 +61,7 @@ def given_stages(assignments: Sequence[Assignment]) -> tuple[GivenStage, ...]:
 
 
 def without_stages(assignments: Sequence[Assignment]) -> list[Assignment]:
-    """What is no list of stages."""
+    """Return the assignments without the list of stages."""
     return [one for one in assignments if one.name != STAGES]
 
 
@@ -111,9 +111,9 @@ def in_stage(
 
 
 def own_settings(entries: object) -> list[tuple[str, dict[str, object]]]:
-    """Of each stage in a list as a file has it: its name, and what it has of its own by dotted keys.
+    """Return for each stage of a file's list its name and its own values by dotted key.
 
-    For people who read it: nothing is refused, and what cannot be understood stands as it is written.
+    The result is for people: nothing is refused, and what cannot be parsed is returned as it is written.
     """
     found = []
     for number, entry in enumerate(entries if isinstance(entries, (list, tuple)) else ()):
@@ -182,7 +182,7 @@ def _own(given: Assignment) -> Assignment:
 
 
 def _is_above_0(value: object) -> bool:
-    """Whether a stage ends by it; what is no number at all is refused with the other settings."""
+    """Return True if ``value`` ends a stage; one that is no number passes, and is refused later."""
     try:
         return value is not None and float(str(value)) > 0
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which known name may have been meant by one that is not known. Compares whole words."""
+"""Suggests the known name that an unknown one most likely stands for. Compares whole words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings that somebody has chosen the task does not read, so that they change nothing."""
+"""Finds the chosen settings that the task does not read, so that they change nothing."""
 
 from __future__ import annotations
 

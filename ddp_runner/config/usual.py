@@ -1,4 +1,4 @@
-"""Which settings of a run nobody has chosen, judged by their values. Apart, since reports of old runs ask too."""
+"""Judges by their values which settings are defaults. Apart, since reports of old runs ask too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_usual(key: str, values: Mapping[str, object]) -> bool:
-    """Whether ``key`` has a value that it has by itself, on some device, beside the others of ``values``.
+    """Return True if ``key`` has a value that some device gives it by default, given the other ``values``.
 
     ``values`` are by dotted key, as a run's files have them. A run does not record its devices' preset, so a value
     that any preset gives counts as usual.

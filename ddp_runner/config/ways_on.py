@@ -1,4 +1,4 @@
-"""What to type where a folder holds a run of other settings. Looks for free names on the disk."""
+"""Suggests what to type if a folder holds a run with other settings. Looks for free names on the disk."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def words_of_old(
     world_size: int,
     data: DataSettings | None = None,
 ) -> tuple[list[str], list[str]]:
-    """What to type for the old values, and what no words bring back."""
+    """Return the words to type for the old values, and the changes that no words can undo."""
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     changed += [key for key in sorted({*old} ^ {*new}) if key not in changed]
     words, others = [], []

@@ -1,8 +1,8 @@
-"""What happens in a run, as values: one class for each event of events.jsonl. Pure.
+"""Values for the events of a run: one class for each event of events.jsonl. Pure.
 
 The event's name in the journal is the class's in snake case, and its fields are the journal's, but for those marked
-``unwritten``: these are for the other sinks of the recorder (accounting, console, facts), and for the way to it. A
-:class:`Report` is a message as well: whoever sees it happen sends it, and the supervisor adds what only it knows.
+``unwritten``: these are for the other sinks of the recorder (accounting, console, facts), and for the transport. A
+:class:`Report` is a message as well: the process that sees the event sends it, and the supervisor completes it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class OfFault(Report):
 
     @property
     def detail(self) -> str:
-        """Of the fault. The traceback of a lost peer explains nothing."""
+        """The detail of the fault. The traceback of a lost peer explains nothing, and is left out."""
         return "" if self.fault.kind in VICTIM_KINDS else self.fault.detail
 
     def in_generation(self, generation: int) -> Self:
@@ -219,7 +219,7 @@ class LastSaveAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastSave(Event):
-    """What came of it. ``failed``: why there is no file."""
+    """The result of the last save. ``failed``: why there is no file."""
 
     step: int | None
     path: str
@@ -315,7 +315,7 @@ class RepairedInPlace(OfFault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Event):
-    """What is done about an incident: ``plan`` is the name of the class in ``core.recovery``.
+    """The plan for an incident: ``plan`` is the name of the class in ``core.recovery``.
 
     ``began_s``: when the incident was opened; ``since_s``: when the last step was committed;
     ``detect_s``: how long the culprit had shown no sign of life before it was noticed (None: nobody watched);
@@ -397,7 +397,7 @@ class Straggler(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesProposed(Event):
-    """With ``data.shares=auto``: what the first steps of this launch say. Empty ``shares``: equal ones.
+    """A proposal of ``data.shares=auto`` from the first steps of this launch. Empty ``shares``: equal ones.
 
     ``own_step_s``: seconds of a step outside collectives, of each rank; ``devices``: their names.
     """

@@ -139,7 +139,7 @@ class ImportsSpec:
 
 @dataclass(frozen=True, slots=True)
 class NothingMore:
-    """For a process that needs nothing but its descriptors: a store, a standby."""
+    """The specification of a process that needs only its descriptors: a store, a standby."""
 
 
 Spec = RankSpec | ScriptSpec | SpareSpec | DrillSpec | SaverSpec | ImportsSpec | NothingMore

@@ -121,13 +121,13 @@ SPEC_OF: dict[ForkKind, type[Spec]] = {
 
 @dataclass(slots=True)
 class Tries:
-    """How many processes of a role have failed in a row, and when another one may follow."""
+    """Counts the processes of a role that have failed in a row, and knows when another one may follow."""
 
     failures: int = 0
     not_before_s: float = -math.inf
 
     def allow(self, role: Role, now_s: float) -> bool:
-        """Whether another one may be started now."""
+        """Return True if another one may be started now."""
         return self.failures < role.tries and now_s >= self.not_before_s
 
     def ended(self, role: Role, now_s: float, *, lived_s: float) -> None:

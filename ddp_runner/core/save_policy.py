@@ -1,4 +1,4 @@
-"""Which boundaries are saved, as the rank that saves decides it: by steps, by time, asked for, made up for. No file, no clock."""
+"""Decides which boundaries are saved: by steps, by time, on request, or for a lost save. No file, no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_runner.core.step_schedule import RunLength, last_save_due, saves_to_ski
 
 
 class Due(Enum):
-    """What becomes of a save that comes due."""
+    """The decision about a save that is due."""
 
     NOW = auto()
     LATER = auto()  # one is under way: made of a later step
@@ -47,22 +47,22 @@ class SavePolicy:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a person waits for an answer."""
+        """True if a person waits for an answer."""
         return self._asked > self._answered
 
     @property
     def is_put_off(self) -> bool:
-        """Whether one that came due waits for its turn."""
+        """True if a save that was due waits for its turn."""
         return self._is_put_off
 
     @property
     def is_pausing(self) -> bool:
-        """Whether the newest save has failed, and nobody waits for the next."""
+        """True if the newest save has failed, and nobody waits for the next."""
         return self._failures > 0 and not self.is_asked
 
     @property
     def has_failed(self) -> bool:
-        """Whether the newest save has."""
+        """True if the newest save has failed."""
         return self._failures > 0
 
     def ask(self) -> None:
@@ -93,10 +93,10 @@ class SavePolicy:
         return Due.STILL_LATER if was_put_off else Due.LATER
 
     def wants_file(self, *, now_s: float, step_s: float, is_busy: bool) -> bool:
-        """Whether a save should come after the next step.
+        """Return True if a save should follow the next step.
 
-        That is one that was put off, that a person waits for (again, where its save was given up with
-        the state that it was of), or whose time has come.
+        That is one that was put off, that a person waits for (again, if its save was given up together with
+        its state), or whose time has come.
         """
         if self._is_put_off:
             return not is_busy
@@ -111,7 +111,7 @@ class SavePolicy:
         return False
 
     def wants_copy(self, step: int, *, now_s: float, step_s: float, is_busy: bool) -> bool:
-        """Whether a copy in memory should be made once ``step`` steps are committed; a save makes one too."""
+        """Return True if a copy in memory should be made once ``step`` steps are committed; a save makes one too."""
         every = self._settings.memory_every
         if every == "auto":
             return not is_busy and self._copies.is_due(now_s=now_s, step_s=step_s)
@@ -126,10 +126,10 @@ class SavePolicy:
         saved_step: int,
         under_way_step: int,
     ) -> bool:
-        """Whether the newest save that was due by ``step`` is on no disk, nor on its way there.
+        """Return True if the newest save that was due by ``step`` is on no disk, nor on its way there.
 
         The rank that wrote it has died, or a repair came before it. One that failed is followed by
-        the next that comes due after the pause: a repair does not shorten that. ``at_least``: a step that is due in any case.
+        the next that is due after the pause: a repair does not shorten that. ``at_least``: a step that is due in any case.
         """
         due = max(last_save_due(step, length, self._settings), at_least)
         return not self.is_pausing and 0 < due > max(saved_step, under_way_step)

@@ -77,7 +77,7 @@ def built(kind: type[Any], record: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a class is written and read. ``reads``: of the fields that JSON does not give back as they are."""
+    """The wire form of a class. ``reads``: converters of the fields that JSON changes."""
 
     kind: type[Any]
     names: tuple[str, ...]
@@ -115,7 +115,7 @@ def _new_form(kind: type[Any]) -> _Form:
 
 
 def _reader(hint: Any) -> Read | None:
-    """What makes of JSON a value of this type; None where it is one already."""
+    """Return a converter from JSON to a value of this type; None if JSON has such values."""
     origin, of = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         reads = [_reader(one) for one in of if one is not type(None)]

@@ -8,12 +8,12 @@ from torch.utils.data import Dataset, Subset
 
 
 def gives_by_number(dataset: object) -> bool:
-    """Whether a dataset has samples by number: ``__getitem__``, or ``__getitems__`` for several."""
+    """Return True if a dataset has samples by number: ``__getitem__``, or ``__getitems__`` for several."""
     return hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
 
 
 def gives_several_only(dataset: object) -> bool:
-    """Whether it is asked by ``__getitems__`` alone; torch's own ``__getitem__`` only raises."""
+    """Return True if only ``__getitems__`` gives samples; torch's own ``__getitem__`` merely raises."""
     inner = dataset
     while isinstance(inner, Subset):
         inner = inner.dataset
@@ -22,7 +22,7 @@ def gives_several_only(dataset: object) -> bool:
 
 
 def sample_at(dataset: Any, index: int) -> Any:
-    """One sample. Raises what the dataset does."""
+    """Return one sample. Raises what the dataset raises."""
     if gives_several_only(dataset):
         (sample,) = dataset.__getitems__([index])
         return sample

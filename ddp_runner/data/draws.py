@@ -1,4 +1,4 @@
-"""How an epoch's samples are drawn: by weight, or by a program's own sampler.
+"""Draws an epoch's samples by weight, or by a program's own sampler.
 
 By weight it is a function of seed and epoch alone: nothing but integers and single operations of IEEE numbers, whose
 results are the same on every machine (stable-order in ``permutation.py``).
@@ -37,7 +37,7 @@ class Draws:
 
     @classmethod
     def of(cls, *, size: int, weights: Any, replacement: bool) -> Draws | None:
-        """Of what a task has given; None where that is nothing. Raises ValueError, which says what is wrong."""
+        """Return draws by a task's ``weights``; None if it has none. Raises ValueError, which says what is wrong."""
         if weights is None:
             return None
         found = _weights(weights, size, replacement=replacement)
@@ -118,7 +118,7 @@ class _Listed:
 
 
 class _WithReplacement:
-    """Each place of an epoch is a draw of its own: 64 random bits, looked up in the sums of the weights."""
+    """Draws each place of an epoch independently: 64 random bits, looked up in the sums of the weights."""
 
     def __init__(self, weights: npt.NDArray[np.float64], *, seed: int, epoch: int) -> None:
         # Whole numbers in proportion to the weights; a weight above 0 stays above it.
@@ -134,7 +134,7 @@ class _WithReplacement:
 
 
 class _WithoutReplacement:
-    """Every sample once, in the order of exponential times of which a heavy one has a short one.
+    """Draws every sample once, by exponential times, which are short for heavy samples.
 
     Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir", Information Processing
     Letters 97(5), 2006.

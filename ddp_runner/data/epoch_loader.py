@@ -188,7 +188,7 @@ def _order(
     shuffle: bool,
     drop_last: bool,
 ) -> SampleOrder:
-    """In which order the samples come: of ``sampler``, or of ``size`` samples."""
+    """Return the order of the samples: that of ``sampler``, or one of ``size`` samples."""
     if sampler is None:
         make = SampleOrder if drop_last else WholeOrder
         return make(seed=seed, dataset_size=size, global_batch_size=batch_size, shuffle=shuffle)

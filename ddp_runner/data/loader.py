@@ -47,11 +47,11 @@ _GRACE_S = 1.0  # for a worker inside the user's code, which may be writing a fi
 
 
 def _ignore(_what: object) -> None:
-    """Nobody listens."""
+    """Do nothing: the default callback."""
 
 
 def _ignore_wait() -> None:
-    """Nobody listens."""
+    """Do nothing: the default callback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class Loader:
         return batches
 
     def take_copy(self, step: int) -> list[MicroBatch]:
-        """What the next ``take(step)`` gives, for a use before it; raises as that."""
+        """Return the batches of the next ``take(step)`` for an earlier use; raises like ``take``."""
         batches = self.take(step)
         try:
             copies = copied(batches)
@@ -171,7 +171,7 @@ class Loader:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether :meth:`take_ahead` may do anything."""
+        """True if :meth:`take_ahead` may do anything."""
         return self._source.runs_ahead
 
     def take_ahead(self, step: int, change: Callable[[Any], Any]) -> None:
@@ -199,7 +199,7 @@ class Loader:
         self._on_look = seen
 
     def gives_again(self, step: int) -> bool:
-        """Whether ``take`` has ``step``, a former one, at no more than a restart of the workers."""
+        """Return True if ``take`` can return the earlier ``step`` at no more than a restart of the workers."""
         return 0 <= step < self.total_steps and self._source.gives_again(step)
 
     def seek(self, step: int) -> None:
@@ -238,7 +238,7 @@ class Loader:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Of the ranks of the generation; none: equal ones."""
+        """The shares of the generation's ranks; empty if they are equal."""
         return self._source.cut.order.shares
 
     def shrink_prefetch(self) -> None:
@@ -250,7 +250,7 @@ class Loader:
 
     @property
     def share_samples(self) -> int:
-        """How many samples of a global batch this rank loads."""
+        """The number of samples of a global batch that this rank loads."""
         return self._source.cut.samples
 
     @property
@@ -259,20 +259,20 @@ class Loader:
         return self._pool.pids if self._pool is not None else ()
 
     def agree(self, group: Exchanging, *, step: int) -> None:
-        """Before the first step of a generation, ``step``: agree with its ranks on who reads what; each calls it.
+        """Agree with the other ranks of a generation on who reads what, before its first step, ``step``.
 
-        Raises BadInputError where the data does not suit them.
+        Every rank calls it. Raises BadInputError if the data does not suit the ranks.
         """
         if self._source.agree(group, step=step):
             self._stop()
 
     def go_back(self, group: Exchanging, *, step: int) -> None:
-        """After a roll-back to ``step``, on every rank: go by the positions of that state. As :meth:`agree`."""
+        """Use the positions of the state at ``step`` after a roll-back; every rank calls it, like :meth:`agree`."""
         if self._source.go_back(group, step=step):
             self._stop()
 
     def gathers(self, step: int) -> bool:
-        """Whether all are to :meth:`gather` before ``step``; the same on all ranks."""
+        """Return True if all ranks must :meth:`gather` before ``step``; the same on all ranks."""
         return self._source.gathers(step)
 
     def gather(self, group: Exchanging, *, step: int) -> None:
@@ -284,7 +284,7 @@ class Loader:
         return self._source.place()
 
     def slow_line(self, data_wait_share: float) -> str:
-        """What to say, once, of so much waiting for data; empty for nothing."""
+        """Return a line, once, about a high share of time spent waiting for data; empty if there is none."""
         return self._source.slow_line(data_wait_share)
 
     def close(self) -> None:
@@ -358,7 +358,7 @@ class Loader:
         self.workers = wanted
 
     def _read_or_repair(self, step: int) -> list[tuple[Key, Any]] | None:
-        """All of a step, or None once what has kept it from being read is repaired."""
+        """Return the data of a step, or None once the cause of a failed read is repaired."""
         try:
             read = self._read(step)
         except PoolError as error:
@@ -404,7 +404,7 @@ class Loader:
         return Trouble(fault=fault, why=failed.error, key=key, suspect=suspect, raised=True)
 
     def _read(self, step: int) -> list[tuple[Key, Any]]:
-        """All of a step, up to the first that fails where it is read in this process."""
+        """Return the data of a step; reading in this process ends with the first key that fails."""
         source = self._source
         count = source.due(step)
         if self.workers == 0 or count == 0:
@@ -438,7 +438,7 @@ class Loader:
         self._on_wait()
 
     def _take_looks(self) -> None:
-        """What workers have seen before their first batch. What breaks one there is for later."""
+        """Take the samples that workers read before their first batch. Errors there are left for the batches."""
         assert self._pool is not None
         pool, wanted, found = self._pool, self._looks, {}
         self._looks = ()
@@ -479,7 +479,7 @@ class Loader:
         self._on_workers(())
 
     def _load_beside(self, keys: tuple[Key, ...]) -> list[tuple[Key, Any]] | None:
-        """What ``keys`` name, from workers of their own; None where the pool is to be restarted there."""
+        """Load ``keys`` in separate workers; None if the pool has to be restarted there instead."""
         if self._pool is None:
             return None
         workers = min(self.workers, len(keys))
@@ -513,9 +513,9 @@ def load_again(
     on_wait: Callable[[], None],
     kills: LoaderKills,
 ) -> list[tuple[Key, Any]] | None:
-    """What ``keys`` name, from workers that are ended then.
+    """Load ``keys`` in temporary workers.
 
-    None for any trouble: whoever loads them in the ordinary way will find and name it.
+    Returns None after any trouble: the ordinary load that follows will find it and name it.
     """
     try:
         pool = WorkerPool(reader, iter(keys), settings=settings)

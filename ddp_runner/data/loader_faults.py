@@ -1,4 +1,4 @@
-"""What people read about broken loading: faults of workers and of samples. Never repairs."""
+"""Describes broken loading to people: faults of workers and of samples. Never repairs."""
 
 from __future__ import annotations
 
@@ -41,49 +41,49 @@ class LoadingRepaired:
 
 
 class KillCounter(Protocol):
-    """Who knows which processes the kernel has killed for memory; times are monotonic."""
+    """Counts the processes that the kernel has killed for memory; times are monotonic."""
 
     def look_sometimes(self, now_s: float) -> None:
         """Called now and then, so that an old kill is not taken for a new one."""
         ...
 
     def claim(self, now_s: float) -> bool:
-        """Whether a process that has just ended of SIGKILL was one of them; each is claimed once."""
+        """Return True if a process that has just ended of SIGKILL was one of them; each is claimed once."""
         ...
 
 
 class NoKills:
-    """Where nobody counts."""
+    """Claims nothing: nobody counts kills here."""
 
     def look_sometimes(self, now_s: float) -> None:
-        """As :class:`KillCounter`."""
+        """See :meth:`KillCounter.look_sometimes`."""
 
     def claim(self, now_s: float) -> bool:
-        """As :class:`KillCounter`."""
+        """See :meth:`KillCounter.claim`."""
         del now_s
         return False
 
 
 class LoaderKills:
-    """One loader's claims: each kill is claimed here, and reported to who counts them for the ranks."""
+    """Claims the kills of one loader's workers, and reports them to the counter of the ranks."""
 
     def __init__(self, kills: KillCounter) -> None:
         self._kills = kills
         self._unreported = 0
 
     def look_sometimes(self, now_s: float) -> None:
-        """As :class:`KillCounter`."""
+        """See :meth:`KillCounter.look_sometimes`."""
         self._kills.look_sometimes(now_s)
 
     def has_killed(self, pool: WorkerPool, worker: int) -> bool:
-        """Whether the kernel has killed ``worker`` for memory; to be asked once."""
+        """Return True if the kernel has killed ``worker`` for memory; to be asked once."""
         by_sigkill = pool.process(worker).exitcode == -signal.SIGKILL
         killed = by_sigkill and self._kills.claim(time.monotonic())
         self._unreported += killed
         return killed
 
     def take_unreported(self) -> int:
-        """How many were claimed since the last call."""
+        """Return the number of kills claimed since the last call."""
         unreported, self._unreported = self._unreported, 0
         return unreported
 
@@ -177,7 +177,7 @@ def refuse_dataset(failed: SampleFailed) -> None:
 
 
 def worker_report(pool: WorkerPool, worker: int, *, for_memory: bool) -> str:
-    """One line about a worker: number, pid, state, memory, how it ended, what it was loading.
+    """Return a line about a worker: number, pid, state, memory, how it ended, what it was loading.
 
     ``for_memory``: the kernel killed it for that.
     """

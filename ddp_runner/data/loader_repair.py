@@ -60,7 +60,7 @@ class Trouble:
 
 
 class DataRepair:
-    """One loader's; lives as long as it, because what it learns outlasts workers and generations.
+    """Repairs one loader, and lives as long as it: what it learns outlasts workers and generations.
 
     Of data that raises it repairs nothing: what can be done there is the source's to say, in a subclass.
     """
@@ -75,9 +75,9 @@ class DataRepair:
         """A step is to be loaded. ``suspected``: what broke the process before this one, if no worker reads it."""
 
     def repair(self, trouble: Trouble, *, workers: int) -> int:
-        """With how many workers to load the same step again; none of the old ones is left.
+        """Return the number of workers with which to load the same step again; none of the old ones is left.
 
-        Raises FaultError where nothing would help, or only what may not be done.
+        Raises FaultError if nothing would help, or only something that the settings forbid.
         """
         began_s = time.monotonic()
         self._refuse(trouble, workers=workers)
@@ -111,11 +111,11 @@ class DataRepair:
         return plan.workers
 
     def workers_to_use(self, *, step: int, workers: int, asked: int) -> int:
-        """With how many workers to load ``step``; more than there are after a calm stretch."""
+        """Return the number of workers for ``step``; it grows again after a stretch without faults."""
         return workers_to_use(self._history, step=step, workers=workers, asked=asked)
 
     def delivered(self, indices: tuple[int, ...]) -> list[LoadingRepaired]:
-        """What was repaired until a step was there, whose last samples are ``indices``; each is reported once."""
+        """Return the repairs that a loaded step has needed; each is reported once. ``indices``: its last samples."""
         del indices
         now_s = time.monotonic()
         reported = [replace(one, seconds=now_s - began_s) for began_s, one in self._unreported]
@@ -132,7 +132,7 @@ class DataRepair:
 
 
 class SampleRepair(DataRepair):
-    """For samples with indices: finds the bad ones, which others may stand in for."""
+    """Repairs loading of samples with indices: finds the bad ones, which other samples may replace."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class SampleRepair(DataRepair):
             self._examine(suspected)
 
     def delivered(self, indices: tuple[int, ...]) -> list[LoadingRepaired]:
-        """As above."""
+        """See :meth:`DataRepair.delivered`."""
         if indices:
             self._good = [indices[-1]]
         return super().delivered(indices)
@@ -212,7 +212,7 @@ class SampleRepair(DataRepair):
         return self._broke[key]
 
     def _find_bad(self, trouble: Trouble, *, workers: int) -> Indices:
-        """What cannot be loaded of a batch that broke workers, or that raised."""
+        """Return the samples that cannot be loaded, of a batch that broke workers or raised."""
         key = trouble.key
 
         def fails(indices: Indices) -> bool:
@@ -288,21 +288,21 @@ class SampleRepair(DataRepair):
         self._note(named, action, began_s, inexact_reason=SAMPLES_REPLACED)
 
     def _try_again(self, trouble: Trouble, *, began_s: float) -> None:
-        """It raised, and then it loaded: perhaps its storage was out of reach for a moment."""
+        """Note that the batch loaded at the second try: its storage may have been out of reach for a moment."""
         if self._history.in_a_row > _BATCH_TRIES_MAX:
             raise FaultError(trouble.fault)
         self._note(trouble.fault, "loaded when it was tried again", began_s)
 
 
 class ShareRepair(DataRepair):
-    """For shares of shards, which are read again from where they began; what breaks workers is read by no rank."""
+    """Repairs shares of shards, which are read again from their beginning; a rank never reads what broke workers."""
 
     def __init__(self, kills: LoaderKills) -> None:
         super().__init__(kills)
         self._tries = 0  # of the share that is being read
 
     def begin(self, suspected: Trouble | None) -> None:
-        """As above."""
+        """See :meth:`DataRepair.begin`."""
         del suspected
         self._tries = 0
 
@@ -356,7 +356,7 @@ def isolate(indices: Indices, *, suspect: int | None, fails: Callable[[Indices],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """How a worker of its own fared. ``sample``: the one that it was loading when it broke, if known."""
+    """The outcome of a load in a separate worker. ``sample``: the one being loaded when it broke, if known."""
 
     failed: bool
     sample: int | None = None
@@ -388,7 +388,7 @@ def load_in_worker(
 
 
 def is_failed(loaded: Any) -> bool:
-    """Whether loading has failed by the samples' own fault. Raises PoolError for want of memory."""
+    """Return True if the samples themselves made loading fail. Raises PoolError for want of memory."""
     if not isinstance(loaded, SampleFailed):
         return False
     if loaded.for_memory:

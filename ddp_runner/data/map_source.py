@@ -56,11 +56,11 @@ class MapSource(Source[BatchKey]):
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """As :class:`Source`."""
+        """See :attr:`Source.counted`."""
         return self._reads.names
 
     def due(self, step: int) -> int:
-        """How many micro-batches it has."""
+        """Return the number of micro-batches of ``step``."""
         return micro_batch_count(self.cut.span(step)[1], self.cut.micro_batch_size)
 
     def keys(self, steps: Iterable[int]) -> Iterator[BatchKey]:
@@ -89,17 +89,17 @@ class MapSource(Source[BatchKey]):
             self._reads.note_load()
 
     def go_to(self, step: int) -> None:
-        """Any step is as near as any other."""
+        """Move to ``step``; every step can be reached at no cost."""
         self._given = {}
         self.step = step
 
     def use(self, cut: Cut) -> None:
-        """As :class:`Source`."""
+        """See :meth:`Source.use`."""
         self._given = {}
         self.cut = cut
 
     def taken(self, step: int, read: Sequence[tuple[BatchKey, Any]]) -> list[MicroBatch]:
-        """As :class:`Source`."""
+        """See :meth:`Source.taken`."""
         before = {step - 1: self._given[step - 1]} if step - 1 in self._given else {}
         self._given = {**before, step: tuple(key for key, _ in read)}
         self.step = step + 1
@@ -110,7 +110,7 @@ class MapSource(Source[BatchKey]):
         step: int,
         load: Callable[[tuple[BatchKey, ...]], list[tuple[BatchKey, Any]] | None],
     ) -> list[MicroBatch] | None:
-        """One of the last two steps, by the keys that it had."""
+        """Load one of the last two steps again, by its keys."""
         keys = self._given.get(step)
         found = load(keys) if keys else None
         return None if found is None else _micro_batches(found)
@@ -134,7 +134,7 @@ class MapSource(Source[BatchKey]):
         return Trouble(fault=fault, why=_NOBODY_SURVIVES, key=key)
 
     def fault_of(self, failed: SampleFailed, *, key: BatchKey, step: int) -> Fault:
-        """As :class:`Source`."""
+        """See :meth:`Source.fault_of`."""
         return fault_of_failure(
             failed, rank=self.cut.rank, step=step, epoch=key.epoch, phase=self.phase
         )
@@ -142,7 +142,7 @@ class MapSource(Source[BatchKey]):
     def repair_with(
         self, *, timeout_s: float, on_wait: Callable[[], None], kills: LoaderKills
     ) -> SampleRepair:
-        """As :class:`Source`."""
+        """See :meth:`Source.repair_with`."""
         return SampleRepair(
             self._reader,
             quarantine=self._quarantine,

@@ -40,7 +40,7 @@ def known_order_version(version: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ahead:
-    """What one rank loads in the steps from ``first_step`` of an epoch on, a row a step."""
+    """The samples that one rank loads in the steps from ``first_step`` of an epoch on, a row a step."""
 
     share: tuple[int, int, int]  # the epoch; the first place in the global batch, and how many
     first_step: int
@@ -90,7 +90,7 @@ class SampleOrder:
         return divmod(step - self.first_step, self.steps_per_epoch)
 
     def batch_size(self, step: int) -> int:
-        """How many samples ``step`` takes over all ranks."""
+        """Return the number of samples of ``step`` over all ranks."""
         _, step_in_epoch = self.position(step)
         left = self.dataset_size - step_in_epoch * self.global_batch_size
         return min(self.global_batch_size, left)
@@ -105,7 +105,7 @@ class SampleOrder:
         return self._part_of(step, first=first, count=count)
 
     def span_of(self, step: int, *, rank: int, world_size: int) -> tuple[int, int]:
-        """Where the samples of ``step`` begin that ``rank`` loads, and how many they are."""
+        """Return the first place and the number of the samples of ``step`` that ``rank`` loads."""
         total = self.batch_size(step)
         if not self.shares:
             return share_span(total, rank=rank, world_size=world_size)
@@ -169,7 +169,7 @@ class WholeOrder(SampleOrder):
     shuffle: bool = False
 
     def __post_init__(self) -> None:
-        """No batch has to be whole."""
+        """Do nothing: the last batch may be incomplete."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -188,7 +188,7 @@ class SamplerOrder(SampleOrder):
     _taken: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """No batch has to be whole, as in torch."""
+        """Do nothing: the last batch may be incomplete, as in torch."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -210,14 +210,14 @@ class SamplerOrder(SampleOrder):
 
 
 def share_size(total: int, *, rank: int, world_size: int) -> int:
-    """How many of ``total`` samples fall to ``rank``; the first ranks take the rest."""
+    """Return the number of samples, of ``total``, that ``rank`` gets; the first ranks take the remainder."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank}: 0 to {world_size - 1}")
     return total // world_size + (rank < total % world_size)
 
 
 def share_span(total: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """Where the part of ``total`` samples begins that falls to ``rank``, and how many they are."""
+    """Return the first place and the number of the samples, of ``total``, that ``rank`` gets."""
     count = share_size(total, rank=rank, world_size=world_size)
     return rank * (total // world_size) + min(rank, total % world_size), count
 

@@ -91,7 +91,7 @@ class KeyedPermutation:
         return values.astype(np.int64)
 
     def _once(self, values: _Words) -> _Words:
-        """Through the network once: one-to-one on ``range(a * b)``."""
+        """Apply the network once: a one-to-one mapping of ``range(a * b)``."""
         left = values // self._right
         right = values - left * self._right
         for number, key in enumerate(self._keys):
@@ -104,7 +104,7 @@ class KeyedPermutation:
 
 
 class SortedPermutation:
-    """As runs of the first version have it: a table, made by sorting hashes; 8 bytes a sample."""
+    """The permutation of the first version's runs: a table, made by sorting hashes; 8 bytes a sample."""
 
     def __init__(self, *, seed: int, epoch: int, size: int) -> None:
         # Part of stable-order: the keys are distinct (mix64 is one-to-one), so that every sorting

@@ -25,12 +25,12 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def file_name_of_validation(name: str) -> str:
-    """For the validation data called ``name``, whose samples have indices of their own; empty: the only one."""
+    """Return the file name for validation data ``name``, which has its own sample indices; empty: the only data."""
     return f"quarantine_validation{'_' if name else ''}{name}.jsonl"
 
 
 class QuarantineFullError(Exception):
-    """No further sample may be replaced; the text says why."""
+    """Raised if no further sample may be replaced; the text says why."""
 
 
 class Quarantine:
@@ -105,7 +105,7 @@ class Quarantine:
         return replacement
 
     def leave_out(self, index: int, *, reason: str, step: int, rank: int) -> bool:
-        """As :meth:`add`, of a stream's item: whichever is next takes its place. False: known before."""
+        """Record an item of a stream like :meth:`add`; the next item takes its place. False: known before."""
         if not self._is_new(index):
             return False
         self._bad[index] = reason
@@ -122,7 +122,7 @@ class Quarantine:
         return True
 
     def _is_new(self, index: int) -> bool:
-        """Whether it may be added. Raises QuarantineFullError where it may not."""
+        """Return True if ``index`` is new. Raises QuarantineFullError if no more may be added."""
         self.refresh()
         if index in self._bad:
             return False
@@ -144,7 +144,7 @@ class Quarantine:
             file.write(line)
 
     def stand_in(self, index: int) -> int:
-        """What is loaded in place of ``index``: itself, unless it is bad."""
+        """Return the index to load in place of ``index``: itself, unless it is bad."""
         # INVARIANT same-stand-in: the first draw of (seed, index) that can be loaded, whoever asks
         # and whatever else is known by then: a bad draw is passed over now or found bad later.
         # Broken if: the draw depends on the rank, the step or the number of known bad samples.
@@ -152,7 +152,7 @@ class Quarantine:
         return self.draw(index) if index in self._bad else index
 
     def draw(self, index: int) -> int:
-        """What would stand in for ``index``; itself if there is no other sample left."""
+        """Return the replacement that ``index`` would get; itself if there is no other sample left."""
         if len(self._bad.keys() | {index}) >= self._size:
             return index
         drawn, base = index, mix64(mix64((self._seed ^ _SALT) & _MASK) ^ (index * _GOLDEN & _MASK))

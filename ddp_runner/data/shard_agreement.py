@@ -1,4 +1,4 @@
-"""What the ranks of a generation agree on about a stream's shards: who has which, and how far each one is."""
+"""Lets the ranks of a generation agree on a stream's shards: which rank has which, and each one's position."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Exchanging(Protocol):
     """The group of a generation."""
 
     def exchange(self, name: str, value: str) -> list[str]:
-        """What each rank has given under ``name``, by rank."""
+        """Return the ``value`` that each rank has given under ``name``, by rank."""
         ...
 
 
 class ShardAgreement:
-    """One rank's part in it; every rank calls the same methods at the same steps."""
+    """The part of one rank in the agreement; every rank calls the same methods at the same steps."""
 
     def __init__(self, positions: ShardPositions) -> None:
         self._positions = positions
@@ -86,10 +86,10 @@ class ShardAgreement:
         )
 
     def is_said(self, step: int) -> bool:
-        """Whether all know how far each one is before ``step``; the same on all ranks."""
+        """Return True if all ranks know all positions before ``step``; the same on all ranks."""
         return self._positions.stand is not None and self._positions.stand.step == step
 
     def is_due(self, step: int) -> bool:
-        """Whether all are to say it before ``step``; the same on all ranks."""
+        """Return True if all ranks must exchange positions before ``step``; the same on all ranks."""
         stand = self._positions.stand
         return stand is None or step >= stand.step + stand.every

@@ -56,12 +56,12 @@ class _Files:
 
     @property
     def shards(self) -> int:
-        """How many files there are."""
+        """The number of files."""
         return len(self.names)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """How many items each file has."""
+        """The number of items of each file."""
         return [self._count(name) for name in self.names]
 
     def _count(self, name: str) -> int:
@@ -148,7 +148,7 @@ def _opened(name: str) -> IO[bytes]:
 
 
 def _lines(file: IO[bytes], place: int) -> Iterator[tuple[int, bytes, int]]:
-    """Where a line begins, the line, and the place behind it; those that are empty are left out."""
+    """Yield each line's place, its text, and the place behind it; empty lines are left out."""
     file.seek(place)
     for line in file:
         begin, place = place, place + len(line)

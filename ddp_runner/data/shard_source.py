@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class _Given(NamedTuple):
-    """What a step was given: where its lane stood before, and a hash of its last item."""
+    """The record of a step that was served: its lane's position before, and a hash of its last item."""
 
     step: int
     mark: LaneMark
@@ -111,7 +111,7 @@ class ShardSource(Source[ShareKey]):
         return next((count for count in range(min(workers, lanes), 0, -1) if lanes % count == 0), 0)
 
     def due(self, step: int) -> int:
-        """One share, which may be empty."""
+        """Return 1: a step has one share, which may be empty."""
         del step
         return 1
 
@@ -123,7 +123,7 @@ class ShardSource(Source[ShareKey]):
             yield ShareKey(step, lane, indices, sizes, epoch)
 
     def reader(self) -> ShardReader:
-        """From where the lanes are now."""
+        """Return a reader that begins at the lanes' current positions."""
         return self._reader(self._collate or collate_batch)
 
     def read(self, key: ShareKey, *, on_sample: Callable[[int], None]) -> Share | SampleFailed:
@@ -133,19 +133,19 @@ class ShardSource(Source[ShareKey]):
             return self._here.load(key, on_sample=on_sample)
 
     def patience(self, step: int) -> float:
-        """As many times as long as there is to be drawn first."""
+        """Return a factor of the time-out that grows with the items to be skipped first."""
         owed = self._marks[self._turn(step).lane].owed_in_all
         return 1 + owed / max(1, self.cut.samples)
 
     def go_to(self, step: int) -> None:
-        """It is the last one, or one that follows from what all said."""
+        """Move to ``step``, the last one or one that follows from the last exchange of positions."""
         self._marks, self.step = self._marks_at(step), step
         self._here = None
         if self._given is not None and self._given.step != step:
             self._given = None
 
     def taken(self, step: int, read: Sequence[tuple[ShareKey, Any]]) -> list[MicroBatch]:
-        """As :class:`Source`."""
+        """See :meth:`Source.taken`."""
         key: ShareKey
         share: Share
         ((key, share),) = read
@@ -163,18 +163,18 @@ class ShardSource(Source[ShareKey]):
         return self._given is not None and self._given.step == step
 
     def use(self, cut: Cut) -> None:
-        """As :class:`Source`. Other lanes are looked up in what all have said."""
+        """See :meth:`Source.use`. Positions of other lanes come from the last exchange."""
         if cut.ranks != self.cut.ranks:
             self._forget()
         self._here = None
         self.cut = cut
 
     def lose(self) -> None:
-        """As :class:`Source`."""
+        """See :meth:`Source.lose`."""
         self._here = None
 
     def fault_of(self, failed: SampleFailed, *, key: ShareKey, step: int) -> Fault:
-        """As :class:`Source`."""
+        """See :meth:`Source.fault_of`."""
         del key
         epoch, _ = self.cut.order.position(step)
         fault = fault_of_failure(failed, rank=self.cut.rank, step=step, epoch=epoch)
@@ -183,12 +183,12 @@ class ShardSource(Source[ShareKey]):
     def repair_with(
         self, *, timeout_s: float, on_wait: Callable[[], None], kills: LoaderKills
     ) -> ShareRepair:
-        """As :class:`Source`."""
+        """See :meth:`Source.repair_with`."""
         del timeout_s, on_wait
         return ShareRepair(kills)
 
     def left_out(self, read: Sequence[tuple[ShareKey, Any]]) -> list[LoadingRepaired]:
-        """What of a share could not be read: noted for good."""
+        """Record the items of a share that could not be read, so that they stay left out."""
         ((key, share),) = read
         step, rank = key.step, self.cut.rank
         epoch, _ = self.cut.order.position(step)
@@ -247,21 +247,21 @@ class ShardSource(Source[ShareKey]):
         return True
 
     def gathers(self, step: int) -> bool:
-        """Every few seconds."""
+        """Return True if positions must be exchanged before ``step``, which is every few seconds."""
         return self._agreement.is_due(step)
 
     def gather(self, group: Exchanging, *, step: int) -> None:
-        """As :class:`Source`."""
+        """See :meth:`Source.gather`."""
         if not self._agreement.is_said(step):
             self._agreement.say(group, self._marks_at(step), deal=self._deal, step=step)
 
     def _forget(self) -> None:
-        """Where the lanes are by now: the next step is looked up in what all have said."""
+        """Forget the current positions: for the next step they come from the last exchange."""
         self._here = None
         self.step, self._given = -1, None
 
     def _marks_at(self, step: int) -> list[LaneMark]:
-        """Where the lanes are before ``step``, without going there."""
+        """Return the positions of the lanes before ``step``, without moving them."""
         given = self._given
         if step == self.step:
             return self._marks
@@ -285,7 +285,7 @@ class ShardSource(Source[ShareKey]):
         return Turn(within % deal.lanes, epoch)
 
     def _steps_of(self, deal: Deal) -> int:
-        """How long an epoch of ``deal`` is. At least each lane's turn: who is short goes on with its next epoch."""
+        """Return the steps of an epoch of ``deal``; at least one turn of each lane. Short lanes begin another epoch."""
         size, order = deal.world_size, self.cut.order
         shares = [order.span_of(0, rank=rank, world_size=size)[1] for rank in range(size)]
         return steps_of_epoch(self._dataset.lengths, deal=deal, shares=shares) or deal.lanes

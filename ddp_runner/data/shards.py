@@ -1,8 +1,8 @@
-"""Who reads which shard of a stream, in which order, and how far everybody is. Values only; reads nothing.
+"""Assigns the shards of a stream to ranks, and tracks the position of each. Values only; reads nothing.
 
-A rank has *lanes*: each lane has shards of its own, which it reads one after the other, in another order each
-epoch. A rank's whole share of a step comes from one lane, and the lanes take turns. So what a step gets
-depends on seed, ranks and shards, and never on how many workers read the lanes.
+A rank has *lanes*: each lane has its own shards, which it reads one after the other, in another order each
+epoch. A rank's whole share of a step comes from one lane, and the lanes take turns. So the items of a step
+depend on seed, ranks and shards, and never on how many workers read the lanes.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _LANE_SALT = 2**20  # keeps the orders of lanes apart
 
 
 class ShardedStream(Protocol):
-    """What a dataset has that is cut into shards, so that each rank, and each of its workers, reads its own.
+    """A dataset that is cut into shards, so that each rank, and each of its workers, reads its own.
 
-    ``read`` yields items, each with the position behind it, from which ``read`` goes on: None, a number, a text,
-    or lists and dicts (with texts as keys) of such. A tuple may come back as a list. An item that is an
-    exception stands for one that cannot be read, and ``data.on_bad_sample`` says what is done about it; after
-    an exception that ``read`` raises, it is begun again at the same position, twice, and then the run ends.
-    Python's, numpy's and torch's CPU generator are seeded where ``read`` is called, alike each time in an epoch, and for
-    each item; where the dataset has ``deterministic = True``, only where ``read`` is called. A ``read`` that yields runs with its first
-    item, under that item's seed: what it draws for a whole shard, such as an order of rows, has to be in the position, or drawn
-    before it returns a generator. What ``read`` opens it opens in a loader worker.
+    ``read`` yields items, each with the position behind it, from which a later ``read`` resumes: None, a number, a
+    text, or lists and dicts (with texts as keys) of such. A tuple may come back as a list. An item that is an
+    exception stands for one that cannot be read, and ``data.on_bad_sample`` decides about it; after
+    an exception that ``read`` raises, reading begins again at the same position, twice, and then the run ends.
+    Python's, numpy's and torch's CPU generator are seeded when ``read`` is called, equally in each epoch, and for
+    each item; if the dataset has ``deterministic = True``, only when ``read`` is called. A ``read`` that is a generator
+    function starts with its first item, under that item's seed: a draw for a whole shard, such as an order of rows,
+    must be in the position, or be made before it returns a generator. ``read`` opens its files in a loader worker.
 
-    More attributes are used where they are: ``lengths``, how many items each shard has (then an epoch has a
-    length, and ``data.stream_end=drop`` can be had); ``names``, what people call each shard; and ``sizes``, how
-    much there is in each, by any measure, to warn of shards that are uneven.
+    Optional attributes: ``lengths``, the number of items of each shard (an epoch then has a
+    length, and ``data.stream_end=drop`` is possible); ``names``, the names of the shards for people; and ``sizes``, the
+    size of each shard, by any measure, to warn of uneven shards.
     """
 
     @property
     def shards(self) -> int:
-        """How many there are: at least as many as ranks, and better many times as many."""
+        """The number of shards: at least one for each rank, and better many times as many."""
         ...
 
     def read(self, shard: int, position: Any) -> Iterator[tuple[Any, Any]]:
@@ -54,7 +54,7 @@ class ShardedStream(Protocol):
 
 
 def is_sharded(dataset: object) -> bool:
-    """Whether a dataset says how it is cut. One whose items have indices may have such attributes of its own."""
+    """Return True if a dataset is cut into shards. One whose items have indices may have such attributes, too."""
     by_index = getattr(type(dataset), "__getitem__", None)
     # Torch's own, also of iterable ones, only raises.
     if by_index not in (None, Dataset.__getitem__) or hasattr(dataset, "__getitems__"):
@@ -64,11 +64,11 @@ def is_sharded(dataset: object) -> bool:
 
 
 class LaneMark(NamedTuple):
-    """How far a lane is: its epoch, the place in that epoch's order, and what of the shard there was drawn.
+    """The position of a lane: its epoch, the place in that epoch's order, and the items drawn of the shard there.
 
-    ``position`` is the reader's own, None at the beginning; ``drawn`` counts the shard's items. ``owed``: so many
-    items are to be drawn and dropped before the next one that counts; then so many more in each of ``later``,
-    pairs of an epoch and a number.
+    ``position`` is the reader's own, None at the beginning; ``drawn`` counts the shard's items. ``owed``: the number of
+    items to draw and drop before the next one that counts; ``later``: the same for later epochs, as pairs of an
+    epoch and a number.
     """
 
     epoch: int = 0
@@ -80,17 +80,17 @@ class LaneMark(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Sequence[Any]) -> LaneMark:
-        """From a list, in which older ones have no ``later``."""
+        """Return the mark of a list; older lists have no ``later``."""
         mark = cls(*record)
         return mark._replace(later=tuple((epoch, items) for epoch, items in mark.later))
 
     @property
     def owed_in_all(self) -> int:
-        """So many items are to be drawn before the next one that counts."""
+        """The number of items to draw before the next one that counts."""
         return self.owed + sum(items for _, items in self.later)
 
     def owing(self, items: int, *, epoch: int) -> LaneMark:
-        """After ``items`` more, taken by a step that was to be in ``epoch``; -1: in the lane's own."""
+        """Return the mark after ``items`` more, taken by a step meant to be in ``epoch``; -1: in the lane's own."""
         # INVARIANT epoch-by-epoch: what is owed is drawn in the epochs in which it was taken: where a lane has
         # ended before its epoch did, it is in the next one already, and does not begin that once more.
         # Broken if: what is owed of an epoch that is over is left out.
@@ -104,14 +104,14 @@ class LaneMark(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Which lane a step reads, and in which epoch that is to be; -1: in its own."""
+    """The lane that a step reads, and the epoch in which that is meant to be; -1: the lane's own."""
 
     lane: int
     epoch: int = -1
 
 
 class Part(NamedTuple):
-    """What is to be read of a shard: all from ``position`` on, of which ``drawn`` items come before."""
+    """The unread part of a shard: all from ``position`` on; ``drawn`` items come before it."""
 
     shard: int
     position: Any = None
@@ -129,7 +129,7 @@ class Lane:
     first_epoch: int = -1
 
     def parts(self, epoch: int) -> tuple[Part, ...]:
-        """In the order in which they are read in ``epoch``."""
+        """Return the parts in the order in which they are read in ``epoch``."""
         if epoch == self.first_epoch and self.first:
             return self.first
         size = len(self.own)
@@ -138,7 +138,7 @@ class Lane:
         return tuple(Part(self.own[index]) for index in order.tolist())
 
     def left(self, mark: LaneMark) -> list[Part]:
-        """What of its epoch is still to be read."""
+        """Return the parts of the mark's epoch that are still unread."""
         parts = list(self.parts(mark.epoch)[mark.place :])
         if parts and mark.drawn:
             parts[0] = Part(parts[0].shard, mark.position, mark.drawn)
@@ -147,10 +147,10 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
-    """Which lane reads what, for a number of ranks. ``first``: see :class:`Lane`, by the number of the lane.
+    """The assignment of shards to lanes, for a number of ranks. ``first``: see :class:`Lane`, by lane number.
 
-    Where epochs end for all lanes at one step they have ``epoch_steps``, and ``begun_epoch`` begins at
-    ``begun_step``; 0 steps: they do not end so, or a version without these fields has dealt.
+    If epochs end for all lanes at one step, they have ``epoch_steps`` steps, and ``begun_epoch`` begins at
+    ``begun_step``; 0 steps: they do not end together, or a version without these fields made the assignment.
     """
 
     seed: int
@@ -165,7 +165,7 @@ class Deal:
 
     @classmethod
     def of(cls, *, seed: int, shards: int, world_size: int) -> Deal:
-        """For a run that begins. Raises ValueError where a rank would have no shard."""
+        """Return the assignment for a new run. Raises ValueError if a rank would have no shard."""
         if shards < world_size:
             raise ValueError(
                 f"{world_size} ranks need at least {world_size} shards, the stream has {shards}:"
@@ -196,9 +196,9 @@ class Deal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stand:
-    """How far all lanes of all ranks are before ``step``: ``marks`` by rank, then by lane.
+    """The positions of all lanes of all ranks before ``step``: ``marks`` by rank, then by lane.
 
-    ``every``: after so many steps all say so again.
+    ``every``: the number of steps after which all ranks exchange positions again.
     """
 
     step: int
@@ -208,13 +208,13 @@ class Stand:
 
     @classmethod
     def at_begin(cls, deal: Deal, *, step: int = 0) -> Stand:
-        """Before the first step, of the run or of its stage."""
+        """Return the positions before the first step, of the run or of its stage."""
         return cls(step=step, deal=deal, marks=_all_at(LaneMark(), deal))
 
     def marks_at(
         self, step: int, *, rank: int, items: int, turn: Callable[[int], Turn]
     ) -> list[LaneMark]:
-        """Where the lanes of ``rank`` are before a later ``step``, where it has taken ``items`` in each."""
+        """Return the lanes' positions of ``rank`` before a later ``step``; each step in between took ``items``."""
         marks = list(self.marks[rank])
         for between in range(self.step, step):
             lane, epoch = turn(between)
@@ -222,7 +222,7 @@ class Stand:
         return marks
 
     def begun_again(self, *, step: int, world_size: int, steps_of: Callable[[Deal], int]) -> Stand:
-        """All shards, dealt to another number of ranks, which begin a new epoch at ``step``.
+        """Return all shards, dealt to another number of ranks, which begin a new epoch at ``step``.
 
         Where epochs end for all at one step, after ``steps_of`` the new deal.
         """
@@ -235,9 +235,9 @@ class Stand:
         return Stand(step=step, deal=deal, marks=_all_at(LaneMark(epoch=epoch), deal))
 
     def dealt_again(self, *, step: int, world_size: int) -> Stand:
-        """What is left of all shards, dealt to another number of ranks, which stand before ``step``.
+        """Return the unread parts of all shards, dealt to another number of ranks, before ``step``.
 
-        What the lanes owe counts as left: it is read again.
+        Items that the lanes still owe count as unread: they are read again.
         """
         old = self.deal
         epoch = max(mark.epoch for marks in self.marks for mark in marks)
@@ -297,7 +297,7 @@ class ShardPositions:
 
 
 def as_text(marks: Sequence[LaneMark]) -> str:
-    """As they are sent. Raises BadInputError for a position that would not come back from JSON as it is."""
+    """Return the marks as sent. Raises BadInputError for a position that JSON would change."""
     for mark in marks:
         _check_plain(mark.position)
     return json.dumps([_listed(mark) for mark in marks], allow_nan=False)
@@ -341,7 +341,7 @@ def steps_of_epoch(lengths: Sequence[int], *, deal: Deal, shares: Sequence[int])
 
 
 def uneven_note(dataset: Any, deal: Deal) -> str:
-    """What to say where items of some shards come far more often than others; empty where they do not."""
+    """Return a warning if items of some shards come far more often than others; empty if not."""
     sizes = getattr(dataset, "sizes", ())
     if len(sizes) != deal.shards:
         return ""
@@ -366,13 +366,13 @@ def _all_at(mark: LaneMark, deal: Deal) -> tuple[tuple[LaneMark, ...], ...]:
 
 
 def _listed(mark: LaneMark) -> list[Any]:
-    """Without what most marks do not have."""
+    """Return the mark as a list, without ``later`` if that is empty, as in most marks."""
     return list(mark if mark.later else mark[:-1])
 
 
 @lru_cache(maxsize=4)
 def _mixed(seed: int, size: int) -> tuple[int, ...]:
-    """All shards, in an order of the seed's."""
+    """Return all shards in an order that depends on the seed."""
     order = KeyedPermutation(seed=seed, epoch=0, size=size).at(np.arange(size))
     return tuple(order.tolist())
 

@@ -1,4 +1,4 @@
-"""What a loader serves, and the port that its data comes through. Starts no worker and repairs nothing."""
+"""Defines the batches that a loader serves, and the port for its data. Starts no worker and repairs nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ K = TypeVar("K", bound="Key")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one forward takes: the dataset's samples at ``indices``, collated."""
+    """The input of one forward: the dataset's samples at ``indices``, collated."""
 
     indices: tuple[int, ...]
     batch: Any
@@ -35,7 +35,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Which samples of each step a rank loads, and in micro-batches of which size."""
+    """The part of each step that a rank loads, and the size of its micro-batches."""
 
     order: SampleOrder
     rank: int
@@ -43,7 +43,7 @@ class Cut:
     micro_batch_size: int
 
     def span(self, step: int) -> tuple[int, int]:
-        """Where this rank's part of the global batch of ``step`` begins, and how many samples it has."""
+        """Return the first place of this rank's part of the global batch of ``step``, and its number of samples."""
         return self.order.span_of(step, rank=self.rank, world_size=self.world_size)
 
     def share(self, step: int) -> Indices:
@@ -61,12 +61,12 @@ class Cut:
 
     @property
     def samples(self) -> int:
-        """How many samples of a whole global batch this rank loads."""
+        """The number of samples of a whole global batch that this rank loads."""
         return self.span(self.order.first_step)[1]
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Which rank this is, and of how many."""
+        """The number of this rank, and the number of ranks."""
         return self.rank, self.world_size
 
 
@@ -91,11 +91,11 @@ class Source(ABC, Generic[K]):
 
     @abstractmethod
     def due(self, step: int) -> int:
-        """How many keys ``step`` has."""
+        """Return the number of keys of ``step``."""
 
     @abstractmethod
     def keys(self, steps: Iterable[int]) -> Iterator[K]:
-        """What is to be read for ``steps``, in order."""
+        """Yield the keys to read for ``steps``, in order."""
 
     @abstractmethod
     def reader(self) -> Reader[K]:
@@ -128,7 +128,7 @@ class Source(ABC, Generic[K]):
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """What reads in this process count up in the dataset, once that is known."""
+        """The dataset's attributes that reads in this process count up, once they are known."""
         return ()
 
     def use(self, cut: Cut) -> None:
@@ -139,11 +139,11 @@ class Source(ABC, Generic[K]):
         """Let go of what is being read in this process: a fault may have left it anywhere."""
 
     def suits(self, workers: int) -> int:
-        """How many workers can read at once, ``workers`` at most."""
+        """Return the number of workers that can read at once, at most ``workers``."""
         return workers
 
     def patience(self, step: int) -> float:
-        """How many times as long as any other step this one may take, as its workers begin."""
+        """Return the factor of the time-out for ``step`` when its workers begin."""
         del step
         return 1.0
 
@@ -158,17 +158,17 @@ class Source(ABC, Generic[K]):
         return None
 
     def gives_again(self, step: int) -> bool:
-        """Whether a former ``step`` can be taken at no more than a restart of the workers."""
+        """Return True if an earlier ``step`` can be taken at no more than a restart of the workers."""
         del step
         return True
 
     def suspected(self, step: int) -> Trouble | None:
-        """What a process before this one was reading when it ended; asked once."""
+        """Return the trouble of a previous process that ended while it was reading, if any; asked once."""
         del step
         return None
 
     def left_out(self, read: Sequence[tuple[K, Any]]) -> list[LoadingRepaired]:
-        """What of a step's items could not be read, and was left out. Raises FaultError where it is too much."""
+        """Return the items of a step that could not be read and were left out. Raises FaultError for too many."""
         del read
         return []
 
@@ -181,12 +181,12 @@ class Source(ABC, Generic[K]):
         return False
 
     def go_back(self, group: Exchanging, *, step: int) -> bool:
-        """As :meth:`agree`, after a roll-back to ``step``."""
+        """Use the positions of the state at ``step`` after a roll-back; returns as :meth:`agree`."""
         del group, step
         return False
 
     def gathers(self, step: int) -> bool:
-        """Whether all ranks are to :meth:`gather` before ``step``; the same on all of them."""
+        """Return True if all ranks must :meth:`gather` before ``step``; the same on all of them."""
         del step
         return False
 
@@ -198,7 +198,7 @@ class Source(ABC, Generic[K]):
         return None
 
     def slow_line(self, data_wait_share: float) -> str:
-        """What to say, once, of so much waiting for data; empty for nothing."""
+        """Return a line, once, about a high share of time spent waiting for data; empty if there is none."""
         del data_wait_share
         return ""
 
@@ -232,18 +232,18 @@ def copied(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 
 class Ahead:
-    """One step's batches that were loaded, and not given to anybody yet."""
+    """Holds one step's batches that were loaded early, until they are taken."""
 
     def __init__(self) -> None:
         self._step = -1
         self._batches: list[MicroBatch] = []
 
     def keep(self, step: int, batches: list[MicroBatch]) -> None:
-        """They are ``step``'s."""
+        """Keep the batches of ``step``."""
         self._step, self._batches = step, batches
 
     def drop(self) -> None:
-        """Nobody will ask for them."""
+        """Drop the batches: they are not needed any more."""
         self._step, self._batches = -1, []
 
     def take(self, step: int) -> list[MicroBatch] | None:

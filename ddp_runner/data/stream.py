@@ -56,7 +56,7 @@ class StreamOrder(SampleOrder):
     is_sharded: bool = False
 
     def batch_size(self, step: int) -> int:  # noqa: ARG002 - all are alike
-        """As :class:`SampleOrder`."""
+        """Return the number of samples of ``step`` over all ranks, which is the same for all steps."""
         return self.global_batch_size
 
     def in_version(self, version: int) -> Self:  # noqa: ARG002 - the stream says what comes next
@@ -70,10 +70,10 @@ class StreamOrder(SampleOrder):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
-    """Where the stream stands before ``step``; ``state``: the dataset's own, None if it has none.
+    """The position of the stream before ``step``; ``state``: the dataset's own, None if it has none.
 
-    ``first`` and ``newest``: hashes of the epoch's first item and of the one drawn last; empty where
-    there is none, or where it is of a type of its own.
+    ``first`` and ``newest``: hashes of the epoch's first item and of the one drawn last; empty if
+    there is none, or if its type cannot be hashed.
     """
 
     step: int
@@ -99,7 +99,7 @@ class StreamPosition:
         self._marks[mark.step] = mark
 
     def before(self, step: int) -> _Mark | None:
-        """Where it stood before ``step``, if that is known."""
+        """Return the position before ``step``, if that is known."""
         return self._marks.get(step)
 
     def to_record(self, step: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class StreamSource(Source[ShareKey]):
         return 0
 
     def due(self, step: int) -> int:
-        """One share, also for a rank that keeps nothing of it: the stream is to be behind it afterwards."""
+        """Return 1: a step has one share; a rank that keeps none of it must also move past it."""
         del step
         return 1
 
@@ -184,7 +184,7 @@ class StreamSource(Source[ShareKey]):
             yield ShareKey(step, 0, indices, sizes)
 
     def reader(self) -> NoReturn:
-        """Not for workers."""
+        """Raise AssertionError: a stream without shards has no workers."""
         raise AssertionError("a stream is read whole, in the rank itself")
 
     def read(self, key: ShareKey, *, on_sample: Callable[[int], None]) -> Any | SampleFailed:
@@ -204,7 +204,7 @@ class StreamSource(Source[ShareKey]):
         self.step = step
 
     def taken(self, step: int, read: Sequence[tuple[ShareKey, Any]]) -> list[MicroBatch]:
-        """As :class:`Source`; a copy is kept where the stream could get there by skipping only."""
+        """See :meth:`Source.taken`; a copy is kept if the stream could return to the step only by skipping items."""
         ((key, found),) = read
         batches = micro_batches_of(key.indices, key.sizes, found)
         self.step = step + 1
@@ -223,14 +223,14 @@ class StreamSource(Source[ShareKey]):
         return copied(self._copy[1])
 
     def gives_again(self, step: int) -> bool:
-        """Without skipping what comes before it."""
+        """Return True if ``step`` can be served again without skipping the items before it."""
         if self._copy is not None and self._copy[0] == step:
             return True
         mark = self._position.before(step)
         return mark is not None and (mark.state is not None or mark.items == 0)
 
     def use(self, cut: Cut) -> None:
-        """As :class:`Source`."""
+        """See :meth:`Source.use`."""
         self.cut, self._copy = cut, None
 
     def lose(self) -> None:
@@ -238,7 +238,7 @@ class StreamSource(Source[ShareKey]):
         self._iterator = None
 
     def fault_of(self, failed: SampleFailed, *, key: ShareKey, step: int) -> Fault:
-        """As :class:`Source`; on the way to a step it is of one before."""
+        """See :meth:`Source.fault_of`; a fault while skipping is of an earlier step."""
         del key, step
         mark = self._mark
         return fault_of_failure(failed, rank=self.cut.rank, step=mark.step, epoch=mark.epoch)
@@ -246,7 +246,7 @@ class StreamSource(Source[ShareKey]):
     def repair_with(
         self, *, timeout_s: float, on_wait: Callable[[], None], kills: LoaderKills
     ) -> DataRepair:
-        """Nothing can be done: nobody knows what an iterator that has raised gives next."""
+        """Return a repair that does nothing: an iterator that has raised may continue anywhere."""
         del timeout_s, on_wait
         return DataRepair(kills)
 
@@ -255,7 +255,7 @@ class StreamSource(Source[ShareKey]):
         return self._mark.epoch, self._mark.items, self._mark.newest
 
     def slow_line(self, data_wait_share: float) -> str:
-        """Once, where ranks wait for data that each of them reads whole."""
+        """Return a line, once, if ranks wait for data that each of them reads in whole."""
         ranks = self.cut.world_size
         if self._has_said_slow or ranks == 1 or data_wait_share < _SLOW_SHARE:
             return ""
@@ -266,7 +266,7 @@ class StreamSource(Source[ShareKey]):
         )
 
     def _keep_copy(self, step: int, batches: list[MicroBatch]) -> None:
-        """For the case that the step is redone, where the stream could get there by skipping only."""
+        """Keep a copy of ``batches`` for a repeated step, if the stream could return to it only by skipping items."""
         self._copy = None
         if self._mark.state is not None or self._keeps_copies is False:
             return
@@ -426,7 +426,7 @@ def _has_state(owner: object) -> bool:
 
 
 def _are_others(now: str, before: str) -> bool:
-    """By hashes, of which an empty one says nothing."""
+    """Return True if the two hashes differ and neither is empty; an empty one is of unknown content."""
     return bool(now and before and now != before)
 
 

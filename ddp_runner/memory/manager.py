@@ -172,7 +172,7 @@ class MemoryManager:
 
     @contextlib.contextmanager
     def beside(self, loader_pids: Callable[[], tuple[int, ...]]) -> Iterator[None]:
-        """Within the block the workers of another loader, as of an evaluation, count too."""
+        """Count the workers of another loader too within the block, such as an evaluation's."""
         self._pids_beside = loader_pids
         try:
             yield
@@ -225,7 +225,7 @@ class MemoryManager:
         self._enforce_limit(step, reading)
 
     def _measure(self) -> Reading:
-        """One reading, kept in the peaks."""
+        """Take one reading, and update the peaks with it."""
         reading = self._newest = self._read((*self._loader.worker_pids, *self._pids_beside()))
         total_bytes = reading.device_total_bytes or 1
         for name, size in (

@@ -1,4 +1,4 @@
-"""One look at all memory that a rank can run out of. Reads only; judges and frees nothing.
+"""Reads all memory that a rank can run out of. Judges and frees nothing.
 
 Cost on a 400 MB rank: statm and meminfo take 10-25 us each and are read every time. The unique
 memory of a forked worker is in smaps_rollup, which walks its page tables (4.3 ms per worker), so it
@@ -29,7 +29,7 @@ _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One look. Device fields are None without a CUDA device.
+    """A reading of memory. Device fields are None without a CUDA device.
 
     ``rss_bytes`` counts every page of the rank, also those shared with the process that forked it.
     ``loader_bytes`` counts only what the workers hold beyond pages that others map too, so that the

@@ -188,7 +188,7 @@ class RunAccounting:
                 return
 
     def forming(self, now_s: float) -> None:
-        """Every rank that is needed is there: what follows is the forming of the generation."""
+        """Note that every rank that is needed is there: the forming of the generation follows."""
         self._parts = dict.fromkeys(("group", "transfer", "rebuild"), 0.0)
         for fault in self._open:
             fault.seconds["fork"] = now_s - fault.incident.at_s
@@ -200,9 +200,9 @@ class RunAccounting:
     def repairs_at(
         self, now_s: float, *, generation: int, step: int, productive_ns: int
     ) -> list[tuple[events.Repaired, int]]:
-        """What is repaired once the world trains at ``step``, oldest first, with the id of its cause.
+        """Return the repairs that end once the world trains at ``step``, oldest first, with the ids of their causes.
 
-        Changes nothing: these are to be recorded. Of incidents that end together the last one has cost
+        Changes nothing: the caller records them. Of incidents that end together, the last one has cost
         the steps.
         """
         before = max((fault.incident.committed_step for fault in self._open), default=step)
@@ -238,7 +238,7 @@ class RunAccounting:
             )
 
     def _stage_begun(self, now_s: float) -> None:
-        """What has come since a stage ended is the start of the next one; from a fault on it is its repair."""
+        """Count the time since a stage ended as the start of the next one; after a fault it is recovery time."""
         if self._stage_ended_s is not None:
             self._between_stages_s += max(0.0, now_s - self._stage_ended_s)
             self._stage_ended_s = None
@@ -252,7 +252,7 @@ class RunAccounting:
             self._launch_step = step
 
     def _kept_ns(self, step: int, before: int, net_ns: int) -> int:
-        """Of the work up to step ``before``, that up to ``step``: shared out evenly since a save."""
+        """Return the part of the work up to step ``before`` that led to ``step``: spread evenly since a save."""
         known = {self._launch_step or 0: 0, **self._productive_at_save}
         saved = max((one for one in known if one <= step), default=step)
         saved_ns = known.get(saved, 0)
@@ -315,7 +315,7 @@ class RunAccounting:
         return {name: round(value, 6) for name, value in rates.items()}
 
     def shares(self, reading: SlotReading, *, now_s: float) -> TimeShares:
-        """Where the time went, up to now. ``reading``: of a rank that was there all along."""
+        """Return the uses of time up to now. ``reading``: of a rank that was there all along."""
         first_step_s = self.first_step_s if self.first_step_s is not None else now_s
         startup_s = first_step_s - self.began_s
         return TimeShares(
@@ -353,7 +353,7 @@ class RunAccounting:
 
 
 def _said_of(rank: int, cause: str) -> str:
-    """What has happened to whom, in one line."""
+    """Return a line with the rank and the cause."""
     first = cause.split("\n", maxsplit=1)[0]
     who = f"rank {rank}"
     return first if rank < 0 or first.startswith((f"{who} ", f"{who}'")) else f"{who}: {first}"

@@ -116,11 +116,11 @@ class LogTail:
         self._alarms: OrderedDict[tuple[str, str], _Alarm] = OrderedDict()
 
     def poll(self) -> list[ConsoleLine]:
-        """What is new since the last poll; a bounded amount, and never blocking."""
+        """Return the new lines since the last poll; a bounded number, and without blocking."""
         return self._show([file.read_lines() for file in self._files])
 
     def drain(self) -> list[ConsoleLine]:
-        """Everything up to the end of the files, unfinished last lines and counts included."""
+        """Return everything up to the end of the files, with unfinished last lines and counts."""
         shown: list[ConsoleLine] = []
         for _ in range(_DRAIN_ROUNDS_MAX):
             shown += self.poll()
@@ -130,7 +130,7 @@ class LogTail:
         return shown + self._repeats(final=True)
 
     def taken_bytes(self, rank: int) -> int:
-        """How much of a rank's output has been taken up, in whole lines."""
+        """Return the bytes of a rank's output that were read, in whole lines."""
         return self._files[rank].taken_bytes
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ _STILL_EVERY_S = 60.0  # and from then on
 
 
 class Display(Protocol):
-    """What the supervisor calls, from one thread: start, then update and line, then finish."""
+    """The interface that the supervisor calls, from one thread: start, then update and line, then finish."""
 
     def start(self) -> None:
         """Begin to show."""
@@ -58,7 +58,7 @@ def make_display(mode: Mode, *, stream: TextIO) -> Display:
 
 
 def _suits_live(stream: TextIO) -> bool:
-    """Whether ``stream`` is a capable terminal with this process in its foreground."""
+    """Return True if ``stream`` is a capable terminal with this process in its foreground."""
     try:
         fd = stream.fileno()
     except (OSError, ValueError, AttributeError):
@@ -110,7 +110,7 @@ class PlainDisplay:
         self._finished = False
 
     def start(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def update(self, view: RunView) -> None:
         """Write a progress line if a step was logged and the last line is old enough."""

@@ -1,4 +1,4 @@
-"""What a dry run has found, as lines for people: the modules, and the memory of a rank. Pure."""
+"""Formats the results of a dry run as lines: the modules, and the memory of a rank. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MemoryFacts:
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """The bytes of the device's memory in use."""
         average = 0 if self.average_on_host else self.average
         kept = self.weights + self.gradients + self.optimizer + average
         return kept + self.batch + self.activations

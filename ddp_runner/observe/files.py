@@ -27,7 +27,7 @@ _TAIL_BYTES = 64 * 1024
 
 
 def encode_record(record: Mapping[str, object]) -> bytes:
-    """One line of strict JSON, newline included; figures that are not finite become ``null``."""
+    """Return one line of strict JSON with its newline; figures that are not finite become ``null``."""
     return json.dumps(_plain(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
@@ -85,7 +85,7 @@ class LineFile:
 
     @property
     def lines_lost(self) -> int:
-        """How many lines were given up so far."""
+        """The number of lines given up so far."""
         return self._outage.lost_total
 
     def append(self, line: bytes) -> bool:
@@ -122,7 +122,7 @@ class LineFile:
 
 
 def ends_torn(path: Path) -> bool:
-    """Whether the file ends in the middle of a line; False where there is no such file."""
+    """Return True if the file ends in the middle of a line; False if there is no such file."""
     tail = read_tail(path, 1)
     return bool(tail) and tail != b"\n"
 

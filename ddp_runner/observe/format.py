@@ -93,7 +93,7 @@ def percent(share: float) -> str:
 
 
 def setting_value(value: object) -> str:
-    """As people write it; only what is empty is said."""
+    """Return the value as people write it; an empty one is shown as such."""
     if isinstance(value, (tuple, list)):
         return ", ".join(map(str, value)) or "(empty)"
     if value is None or isinstance(value, bool):
@@ -123,7 +123,7 @@ def _written_out(found: re.Match[str]) -> str:
 
 
 def sparkline(values: Sequence[float], *, columns: int, unicode: bool = True) -> str:
-    """One character for each stretch of ``values``, by its mean between the lowest and the highest mean.
+    """Return one character for each stretch of ``values``, by its mean between the lowest and the highest mean.
 
     A stretch without a finite value is a blank. Fewer values than ``columns`` give as many characters.
     """

@@ -205,7 +205,7 @@ def _trip(node: NodeView) -> str:
 
 
 def _slow(view: RunView) -> Iterable[Text]:
-    """Who is slow or waits for data, and GPUs that something is wrong with; nothing where all is well."""
+    """Yield lines on slow ranks, ranks that wait for data, and GPUs in trouble; none if all is well."""
     words: list[Cell] = []
     waits = [(rank.data_wait_share or 0.0, rank.rank) for rank in view.ranks]
     share, rank = max(waits, default=(0.0, 0))

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReading:
-    """One look: the GPUs, this process, and the machine.
+    """A reading of the GPUs, this process, and the machine.
 
     ``cpu_share``: cores that this process and its children that live have used since the look before,
     1.0 for one core; None at the first look. ``rss_bytes``: resident memory of this process alone.
@@ -41,7 +41,7 @@ class MachineReading:
     memory_total_bytes: int
 
     def to_record(self) -> dict[str, object]:
-        """As plain values."""
+        """Return the reading as plain values."""
         return asdict(self)
 
 
@@ -74,7 +74,7 @@ class GpuWatch:
         return "torch" if _torch_in_use() is not None else ""
 
     def read(self) -> MachineReading:
-        """One look. Takes some milliseconds a GPU, by AMD's tools up to a second; blocks where the driver does.
+        """Take a reading. Takes some milliseconds a GPU, by AMD's tools up to a second; may block in the driver.
 
         Never raises for a GPU.
         """
@@ -128,11 +128,11 @@ class GpuWatch:
 
 
 class NoDriverError(Exception):
-    """No driver of a GPU can be asked: why, in words for people."""
+    """Raised if no driver of a GPU can be asked: why, in words for people."""
 
 
 def driver_reader() -> NvmlReader | AmdReader:
-    """Who answers here, for NVIDIA's or AMD's GPUs. Raises NoDriverError."""
+    """Return the reader for this machine's NVIDIA or AMD GPUs. Raises NoDriverError."""
     try:
         return NvmlReader()
     except NoDriverError as no_nvml:
@@ -168,7 +168,7 @@ class NvmlReader:
         self._uuids = [self._uuid(number) for number in range(count)]
 
     def read(self) -> tuple[GpuReading, ...]:
-        """One look at each."""
+        """Read each GPU."""
         chosen = visible(self._uuids, self._mask)
         return tuple(self._read_one(index, which) for index, which in enumerate(chosen))
 
@@ -187,7 +187,7 @@ class NvmlReader:
         return nvml.nvmlDeviceGetHandleByIndex(which)
 
     def _ask(self, call: Callable[[], _T]) -> _T | None:
-        """What a call gives; None for what this device or driver does not have."""
+        """Return the result of ``call``; None if this device or driver lacks it."""
         try:
             return call()
         except (self._nvml.NVMLError, AttributeError):  # an older nvidia-ml-py lacks some names
@@ -257,9 +257,9 @@ class NvmlReader:
 
 
 def visible(uuids: Sequence[str], mask: str | None) -> list[int | str]:
-    """Which GPUs CUDA counts under ``mask``, in its order: NVML's number, or the UUID of a MIG part.
+    """Return the GPUs that CUDA counts under ``mask``, in its order: NVML's number, or the UUID of a MIG part.
 
-    As CUDA does: numbers or beginnings of UUIDs, up to the first that is none, or is there twice.
+    The mask is read like CUDA does: numbers or beginnings of UUIDs, up to the first that is invalid or repeated.
     """
     if mask is None:
         return list(range(len(uuids)))
@@ -311,7 +311,7 @@ def _torch_readings() -> tuple[GpuReading, ...]:
 
 
 def _with_own(gpus: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
-    """With what this process has on each by torch."""
+    """Return the readings with the memory that this process holds on each GPU, by torch."""
     torch = _torch_in_use()
     if torch is None:
         return gpus

@@ -90,7 +90,7 @@ def _named(present: Sequence[Gpu], entry: str) -> Gpu | None:
 
 
 def find_amd_gpus(environment: Mapping[str, str]) -> VisibleGpus:
-    """Those that a rank's torch would see under ``environment``."""
+    """Return the GPUs that a rank's torch would see under ``environment``."""
     present = _by_amd_smi(environment) or _by_rocm_smi(environment)
     if present:
         return visible_amd(present, environment)
@@ -111,7 +111,7 @@ def visible_amd(present: Sequence[Gpu], environment: Mapping[str, str]) -> Visib
 
 
 class NoAmdToolError(Exception):
-    """Neither tool of AMD's shows a GPU; the text says why."""
+    """Raised if neither of AMD's tools shows a GPU; the text says why."""
 
 
 class AmdReader:
@@ -141,7 +141,7 @@ class AmdReader:
         self._places = [seen[one.index].index for one in chosen if one.index >= 0]
 
     def read(self) -> tuple[GpuReading, ...]:
-        """One look at each; one that the tool does not show any more has a problem."""
+        """Read each GPU; one that the tool does not show any more has a problem."""
         if self.source == "amd-smi":
             rows = parse_amd_use(self._listed, self._asked(_AMD_USE))
         else:
@@ -155,14 +155,14 @@ class AmdReader:
         return tuple(found)
 
     def close(self) -> None:
-        """Nothing is held between two looks."""
+        """Do nothing: nothing is held between two readings."""
 
     def _asked(self, command: Sequence[str]) -> Any:
         return _ask(command, self._environment, timeout_s=_USE_TIMEOUT_S)
 
 
 def parse_amd_use(listed: Any, metric: Any) -> dict[int, GpuReading]:
-    """By place in HIP's order: what ``amd-smi metric`` says of those that ``amd-smi list`` has."""
+    """Return the readings by place in HIP's order: ``amd-smi metric`` for the GPUs of ``amd-smi list``."""
     more = {row.get("gpu"): row for row in _rows(metric)}
     found = {}
     for place, row in enumerate(_in_hip_order(listed)):
@@ -265,7 +265,7 @@ def _by_rocm_smi(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def _by_torch(environment: Mapping[str, str]) -> VisibleGpus:
-    """By torch itself, in a process that ends: what it starts no fork of ours could use."""
+    """Ask torch in a separate process: no fork of this one could use a device that torch has started."""
     answer = _run((sys.executable, "-c", _BY_TORCH), environment, timeout_s=_TORCH_TIMEOUT_S)
     lines = answer.stdout.strip().splitlines() if answer is not None else []
     found = _json(lines[-1]) if lines else None
@@ -282,7 +282,7 @@ def _by_torch(environment: Mapping[str, str]) -> VisibleGpus:
 
 
 def parse_amd_smi(listed: Any, static: Any) -> tuple[Gpu, ...]:
-    """In the order of the kernel's nodes, which is that of HIP; ``static`` may be None."""
+    """Return the GPUs in the order of the kernel's nodes, which is HIP's; ``static`` may be None."""
     more = {row.get("gpu"): row for row in _rows(static)}
     found = []
     for place, row in enumerate(_in_hip_order(listed)):
@@ -304,7 +304,7 @@ def parse_amd_smi(listed: Any, static: Any) -> tuple[Gpu, ...]:
 
 
 def parse_rocm_smi(found: Any) -> tuple[Gpu, ...]:
-    """In the order of the kernel's nodes where they are shown, else of the cards."""
+    """Return the GPUs in the order of the kernel's nodes if these are shown, else of the cards."""
     return tuple(
         Gpu(
             index=place,
@@ -324,7 +324,7 @@ def _in_hip_order(listed: Any) -> list[dict[str, Any]]:
 
 
 def _cards(found: Any) -> list[dict[str, Any]]:
-    """What rocm-smi has of each card, its keys in lower case."""
+    """Return the values of each card that rocm-smi lists, with lower-case keys."""
     if not isinstance(found, dict):
         return []
     cards = [
@@ -380,7 +380,7 @@ def _mib(size_bytes: Any) -> str:
 def _ask(
     command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = _ASK_TIMEOUT_S
 ) -> Any:
-    """What it answers, as JSON; None where it is not there, fails, or says something else."""
+    """Return the command's answer from JSON; None if the command is missing, fails, or has no JSON."""
     answer = _run(command, environment, timeout_s=timeout_s)
     return _json(answer.stdout) if answer is not None and answer.returncode == 0 else None
 

@@ -31,7 +31,7 @@ class Journal:
 
     @property
     def lines_lost(self) -> int:
-        """How many lines a failing disk has cost."""
+        """The number of lines that a failing disk has cost."""
         return self._file.lines_lost
 
     def write(self, event: str, *, cause: int | None = None, **fields: object) -> int:
@@ -98,7 +98,7 @@ def _point(record: Mapping[str, Any]) -> tuple[int, int, str, bool]:
 
 
 def _values(record: Mapping[str, Any]) -> object:
-    """What is the same whenever it is computed: of a step its loss, of an evaluation all figures."""
+    """Return the values that a repeated computation gives again: a step's loss, an evaluation's figures."""
     if "loss" in record:
         return {"loss": record["loss"]}
     return {name: value for name, value in record.items() if name != "utc"}

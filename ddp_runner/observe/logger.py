@@ -55,9 +55,9 @@ class LogLine:
 
 
 def new_seal() -> str:
-    """What ends the time of each record of a run: digits that nobody can guess.
+    """Return random digits that end the time of each record of a run; nobody can guess them.
 
-    It distinguishes a record from what a task prints in the same format, such as an older log: one in a
+    They distinguish a record from what a task prints in the same format, such as an older log: one in a
     thousand of those has the same digits. Code that reads them in a rank can imitate them.
     """
     return f"{secrets.randbelow(10**SEAL_DIGITS):0{SEAL_DIGITS}d}"
@@ -91,7 +91,7 @@ def split_records(text: str, *, seal: str = "") -> list[str]:
 def format_record(
     level: str, message: str, *, rank: int | None, step: int | None, at: datetime, seal: str = ""
 ) -> str:
-    """One record of the log, newline included; ``seal`` ends its time."""
+    """Return one record of the log with its newline; ``seal`` ends its time."""
     who = "supervisor" if rank is None else f"rank {rank}"
     where = who if step is None else f"{who} step {step}"
     text = message.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
@@ -142,7 +142,7 @@ class DDPLogger:
             self._fd, self._stream = _standard_error()
 
     def debug(self, message: str, *, step: int | None = None) -> None:
-        """For whoever looks for a bug; written with ``--debug`` only."""
+        """Log a message for debugging; it is written with ``--debug`` only."""
         if self.is_debug:
             self._record("DEBUG", message, step)
 

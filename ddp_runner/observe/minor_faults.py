@@ -19,7 +19,7 @@ TOLERATED_KEPT = 500  # of the newest faults that needed no repair, each
 
 
 class Injections:
-    """What ``--inject`` has done, and what of it has not been noticed yet."""
+    """The injections of ``--inject``, and those that have not been noticed yet."""
 
     def __init__(self, *, began_s: float) -> None:
         self._began_s = began_s
@@ -27,7 +27,7 @@ class Injections:
         self._unnoticed: deque[InjectedRecord] = deque(maxlen=INJECTED_KEPT)
 
     def happened(self, event: events.Injected, now_s: float) -> None:
-        """One happens now."""
+        """Record an injection that happens now."""
         record = InjectedRecord(
             kind=event.kind,
             rank=event.rank,
@@ -63,7 +63,7 @@ class MinorFaults:
 
     @property
     def repaired(self) -> list[FaultRecord]:
-        """What ranks repaired within a generation: the first of them, and the last."""
+        """The faults that ranks repaired within a generation: the first ones, and the last ones."""
         return [*self._first, *self._last]
 
     def newest_repaired(self, count: int) -> list[FaultRecord]:
@@ -73,7 +73,7 @@ class MinorFaults:
 
     @property
     def tolerated(self) -> list[FaultRecord]:
-        """What needed no repair, oldest first."""
+        """The faults that needed no repair, oldest first."""
         failing = [] if self._failing_saves is None else [self._failing_saves]
         return sorted([*self._tolerated, *failing], key=lambda record: record.detected_s)
 

@@ -90,7 +90,7 @@ def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]
 
 
 def headline(summary: RunSummary) -> str:
-    """How the run ended; of one that was stopped also whether it saved."""
+    """Return how the run ended; for one that was stopped also whether it saved."""
     how = summary.status.words
     if summary.status not in _STOPPED:
         return how

@@ -83,7 +83,7 @@ _DROP_ORDER_ON_GPUS = (
 
 
 def line(*parts: str | Cell) -> Text:
-    """One line of the frame, and never two: what a terminal would obey is written out."""
+    """Return one line of the frame; control characters are written out, so that it stays one line."""
     found = Text()
     for part in parts:
         text, style = (part, PLAIN) if isinstance(part, str) else part
@@ -92,7 +92,7 @@ def line(*parts: str | Cell) -> Text:
 
 
 def rank_table(view: RunView, *, width: int, lines_max: int) -> list[Text]:
-    """Its title and rows, at most ``lines_max`` (3 at least) lines of ``width`` columns."""
+    """Return title and rows of the table, at most ``lines_max`` (3 at least) lines of ``width`` columns."""
     room = max(2, lines_max - 1)
     gpus = {rank: gpu for gpu in view.gpus for rank in gpu.ranks}
     if len(view.ranks) <= room:
@@ -154,7 +154,7 @@ def _row(rank: RankView, gpu: GpuView | None, why: str = "") -> dict[str, Cell]:
 def _group_row(
     label: str, group: Sequence[RankView], gpus: Mapping[int, GpuView]
 ) -> dict[str, Cell]:
-    """Of neighbours: how most of them are, and of a figure the one that is worth a look."""
+    """Return a row for neighbours: the most common state, and of each figure the most notable value."""
     state, states = _most([rank.state for rank in group])
     phase, _ = _most([_phase(rank) for rank in group])
     role = STYLE_OF_STATE.get(state, PLAIN)
@@ -186,7 +186,7 @@ def _group_row(
 
 
 def _gpu_cells(gpus: Sequence[GpuView]) -> dict[str, Cell]:
-    """Of several the mean use, and of memory and temperature the highest."""
+    """Return cells for several GPUs: the mean use, and the highest memory and temperature."""
     readings = [gpu.reading for gpu in gpus]
     uses = [one.use for one in readings if one.use is not None]
     taken = [one.memory_used_bytes for one in readings if one.memory_used_bytes is not None]
@@ -282,7 +282,7 @@ def _known(labels: Sequence[str], view: RunView, gpus: Mapping[int, GpuView]) ->
 
 
 def _is_known(title: str, view: RunView, gpus: Mapping[int, GpuView]) -> bool:
-    """Whether any rank has such a figure, of those that not every run has."""
+    """Return True if any rank has this figure, of those that not every run has."""
     readings = [gpu.reading for gpu in gpus.values()]
     match title:
         case "cpu":
@@ -299,7 +299,7 @@ def _is_known(title: str, view: RunView, gpus: Mapping[int, GpuView]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GpuTrouble:
-    """What is wrong with a GPU: in a cell of the table, and in a line."""
+    """A problem of a GPU: for a cell of the table, and for a line."""
 
     short: str
     said: str
@@ -323,7 +323,7 @@ def unusual(view: RunView) -> list[tuple[RankView, str]]:
 
 
 def gpu_trouble(view: RunView) -> dict[int, GpuTrouble]:
-    """By rank: what is wrong with its GPU, or slows it down though nobody has asked for that."""
+    """Return by rank a problem of its GPU, or a reason for which it is slowed down unasked."""
     found: dict[int, GpuTrouble] = {}
     for gpu in view.gpus:
         reading = gpu.reading
@@ -345,7 +345,7 @@ _NO_TROUBLE = GpuTrouble("", "")
 
 
 class _Usual:
-    """What most ranks of a run do now."""
+    """The usual state of a run's ranks now."""
 
     def __init__(self, view: RunView) -> None:
         ranks = view.ranks
@@ -357,7 +357,7 @@ class _Usual:
         self._gpu = gpu_trouble(view)
 
     def judge(self, rank: RankView) -> tuple[int, str]:
-        """How bad (0 is the worst), and why; empty: as usual."""
+        """Return the severity (0 is the worst), and the reason; an empty one if the rank is as usual."""
         late_s = max(LATE_S, LATE_FACTOR * self._age_s)
         more_bytes = rank.rss_bytes - self._rss_bytes
         is_large = rank.rss_bytes > MEMORY_FACTOR * self._rss_bytes

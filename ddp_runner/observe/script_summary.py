@@ -31,7 +31,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptSummary:
-    """What summary.json holds. ``steps``: optimizer steps of the newest attempt."""
+    """The content of summary.json. ``steps``: optimizer steps of the newest attempt."""
 
     run_id: str
     status: RunStatus

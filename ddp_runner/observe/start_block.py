@@ -1,4 +1,4 @@
-"""What runs, as a few labelled lines before training. Pure; draws nothing."""
+"""Describes a run in a few labelled lines before training. Pure; draws nothing."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _MODE_COSTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFacts:
-    """What a rank knows of a run that is about to train. None: this kind of run has none, or nobody can say.
+    """The facts that a rank knows before training. None: this kind of run has no such fact, or it is unknown.
 
-    ``threads`` of a rank on the CPU. ``trained`` of its ``parameters`` are updated. ``samples``,
+    ``threads``: of a rank on the CPU. ``trained``: the updated ones among its ``parameters``. ``samples``,
     ``global_batch`` (of a step, computed ``micro_batch_size`` at a time) and ``loader_workers`` are
-    of data that the run loads itself. ``shares``: each rank's samples of a step, where they are unequal.
-    ``checkpoint_bytes``: about one file, for all of which there are
-    ``room_bytes``; so many parameters are ``left_out`` of it. ``is_task``: precision, optimizer and
-    ``schedule`` (in words) are the settings'; else a program's own. ``optimizer``: a program's own, in words, which
-    has a schedule of its own. ``begun_with``: what of ``--init-from``
-    was loaded, in lines. ``code``: a digest of what all ``machines`` run. ``mode``: how several devices are used and why; each rank has so many ``devices``.
+    of data that the run loads itself. ``shares``: each rank's samples of a step, if they are unequal.
+    ``checkpoint_bytes``: about one file; ``room_bytes``: the room for all of them; ``left_out``: the number of
+    parameters that a file leaves out. ``is_task``: precision, optimizer and ``schedule`` (in words) are those of the
+    settings; else a program's own. ``optimizer``: a program's own, in words, which has its own schedule.
+    ``begun_with``: what was loaded of ``--init-from``, in lines. ``code``: a digest of what all ``machines`` run.
+    ``mode``: how several devices are used and why; ``devices``: their number for each rank.
     """
 
     ranks: int
@@ -135,7 +135,7 @@ def _batch(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list[st
 
 
 def _accumulated(settings: Settings, facts: StartFacts) -> Iterator[str]:
-    """What the other reading of accumulation is in samples: for each rank, or over all of them."""
+    """Yield a line on the other reading of accumulation, in samples: for each rank, or over all of them."""
     data, devices = settings.data, facts.ranks * facts.devices
     total = data.accumulation_total
     count = total or data.accumulation
@@ -232,7 +232,7 @@ def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list
 
 
 def _layers(optim: OptimSettings) -> Iterator[str]:
-    """Which are trained, where that is not as the task has made them."""
+    """Yield a line for each choice of layers, if it is not the task's."""
     if optim.train_layers != "full":
         yield f"trained from the begin: {', '.join(_words(optim.train_layers))}"
     for word in _words(optim.unfreeze):
@@ -247,7 +247,7 @@ def _words(text: str) -> list[str]:
 
 
 def _summed(settings: Settings) -> Iterator[str]:
-    """What of DDP is not as it usually is."""
+    """Yield a line for each setting of DDP that is not the default."""
     ddp = settings.ddp
     if ddp.sync_batchnorm:
         yield "batch norm takes the batches of all ranks (sync_batchnorm)"
@@ -258,7 +258,7 @@ def _summed(settings: Settings) -> Iterator[str]:
 
 
 def _watched(settings: Settings) -> Iterator[str]:
-    """What follows from the loss, beside what always does."""
+    """Yield a line for each additional consequence of the loss."""
     optim, run, recovery = settings.optim, settings.run, settings.recovery
     if recovery.explosion_loss_max is not None:
         yield f"above {recovery.explosion_loss_max:g} a step is skipped"

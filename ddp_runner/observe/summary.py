@@ -92,10 +92,10 @@ TIME_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
-    """Where a run's seconds went. ``productive``: inside committed steps, without data wait.
+    """The uses of a run's seconds. ``productive``: inside committed steps, without data wait.
 
-    ``checkpoint`` and ``comparison``: what training waited for saves, and for the ranks' states to be
-    compared before saves, at intervals and at the end.
+    ``checkpoint`` and ``comparison``: the time for which training waited for saves, and for comparisons of the
+    ranks' states before saves, at intervals and at the end.
     """
 
     startup: float = 0.0
@@ -110,7 +110,7 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactProof:
-    """What of this launch was computed twice, with the same bits.
+    """The steps of this launch that were computed twice, with the same bits.
 
     ``repeated``: steps that the ranks themselves have computed twice; ``drilled``: those of which a
     process like a replacement has computed a rank's share, in order.
@@ -121,7 +121,7 @@ class ExactProof:
 
     @classmethod
     def of(cls, proved: Mapping[str, Collection[int]]) -> ExactProof:
-        """From the steps that were reported, by what was done with them."""
+        """Return the proof from the reported steps, by the kind of repetition."""
         return cls(
             repeated=len(proved.get("repeated", ())),
             drilled=tuple(sorted(proved.get("drilled", ()))),
@@ -130,7 +130,7 @@ class ExactProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What summary.json holds. None stands for "never known"."""
+    """The content of summary.json. None stands for "never known"."""
 
     run_id: str
     status: RunStatus
@@ -266,11 +266,11 @@ class RunFindings:
         return self.stages[-1].name if self.stages else ""
 
     def own_steps(self, steps: int) -> int:
-        """Of so many steps of the run those of the stage that is trained; all, without stages."""
+        """Return the steps of the stage that is trained, out of ``steps`` of the run; all, without stages."""
         return steps - (self.stages[-1].first_step if self.stages else 0)
 
     def take(self, event: events.Event) -> None:
-        """What an event says of the result."""
+        """Take the facts about the result from an event."""
         match event:
             case events.StageBegins(stage=stage, first_step=first_step):
                 self.stages.append(StageRecord(name=stage, first_step=first_step))

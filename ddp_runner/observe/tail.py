@@ -49,7 +49,7 @@ class FollowedFile:
 
     @property
     def taken_bytes(self) -> int:
-        """How far whole lines of the file have been read."""
+        """The bytes of the file that were read, in whole lines."""
         return self._offset - len(self._partial)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class FollowedFile:
         return data[skipped:]
 
     def _changed_underneath(self) -> bool:
-        """Whether the file was cut short or replaced (the new one is opened by the next read)."""
+        """Return True if the file was cut short or replaced (the new one is opened by the next read)."""
         if self._fd is None:
             return False
         try:

@@ -41,7 +41,7 @@ class ConsoleWriter:
 
     @property
     def columns(self) -> int:
-        """How wide the terminal is; as wide as usual where there is none, or it does not say."""
+        """The width of the terminal; 80 if there is none, or it is unknown."""
         try:
             return (os.get_terminal_size(self._fd).columns if self._fd is not None else 0) or 80
         except OSError:
@@ -49,7 +49,7 @@ class ConsoleWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether the terminal has not yet taken what it was given."""
+        """True if the terminal has not yet taken all its input."""
         with self._changed:
             return bool(self._pending) or self._writing
 
@@ -76,7 +76,7 @@ class ConsoleWriter:
         """Return at once: the thread writes as soon as the terminal takes it."""
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Return True if the stream is a terminal."""
         return self._fd is not None and os.isatty(self._fd)
 
     def fileno(self) -> int:
@@ -168,7 +168,7 @@ class HeldLines:
             self._lines.append((line, level))
 
     def take(self) -> list[tuple[str, str]]:
-        """All held lines as (text, level), and none are held any more."""
+        """Return all held lines as (text, level), and hold none any more."""
         lines = list(self._lines)
         if self._dropped:
             lines.insert(0, (f"{self._dropped:,} lines not shown: see the log files", "WARNING"))

@@ -134,7 +134,7 @@ class RunView:
 
 
 def status_record(view: RunView) -> dict[str, object]:
-    """What status.json holds of ``view``, and a few figures more."""
+    """Return the content of status.json for ``view``, with a few figures more."""
     gpus = [
         {"node": gpu.node, "ranks": gpu.ranks, "age_s": gpu.age_s, **gpu.reading.to_record()}
         for gpu in view.gpus

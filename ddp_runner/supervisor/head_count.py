@@ -1,4 +1,4 @@
-"""How many ranks stand where: kept with each change, so that nobody looks at all of them at each turn."""
+"""Counts the ranks in each state: updated with each change, so that no turn has to check all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Standing = tuple[Membership, RankState]
 
 
 class HeadCount:
-    """Of one world. ``world_changes`` grows whenever a rank leaves the world, or comes back to it."""
+    """The counts of one world. ``world_changes`` grows whenever a rank leaves the world, or comes back to it."""
 
     # INVARIANT counted-as-they-move: a count is what looking at every rank would give. Broken if: a state
     # changes and its rank does not say so here.
@@ -37,19 +37,19 @@ class HeadCount:
             self.world_changes += 1
 
     def present_in(self, *states: RankState) -> int:
-        """How many ranks of the world are in one of these states."""
+        """Return the number of ranks of the world in one of these states."""
         return sum(self._ranks[member, state] for member in IN_WORLD for state in states)
 
     def members(self, *memberships: Membership) -> int:
-        """How many ranks have one of these memberships."""
+        """Return the number of ranks with one of these memberships."""
         return sum(self._members[member] for member in memberships)
 
     def are_all_present(self, state: RankState) -> bool:
-        """Whether every rank of the world is in this state."""
+        """Return True if every rank of the world is in this state."""
         return self.present_in(state) == self.members(*IN_WORLD)
 
     @property
     def is_any_missing(self) -> bool:
-        """Whether a rank needs another process (:attr:`RankHandle.needs_process`)."""
+        """True if a rank needs another process (:attr:`RankHandle.needs_process`)."""
         lost = sum(self._ranks[Membership.REJOINING, state] for state in NO_PROCESS_LEFT)
         return bool(lost or self.members(Membership.REPLACING))

@@ -117,7 +117,7 @@ def _coordinate(
     selector: selectors.BaseSelector,
     directories: RunDirectories,
 ) -> int:
-    """As :func:`supervise`, with ranks on other machines too."""
+    """Supervise like :func:`supervise`, with ranks on other machines too."""
     assert plan.nodes is not None
     per_node = plan.ranks_per_node
     first = place.number * per_node
@@ -228,10 +228,10 @@ class Agent(Protocol):
         """Remove what the run has left on disk; every process has ended."""
 
     def closing_words(self) -> str:
-        """What there is to say after how the run has ended; empty where that is all."""
+        """Return the words after the run's ending; empty if there are none."""
 
     def summary(self, ending: Ending) -> RunSummary | ScriptSummary | None:
-        """What summary.json holds; every process has ended."""
+        """Return the content of summary.json; every process has ended."""
 
 
 class _Loop:
@@ -309,7 +309,7 @@ class _Loop:
         return self._finish()
 
     def _start_guardian(self) -> None:
-        """While torch is imported. A run can do without it: only a SIGKILL of this process needs one."""
+        """Start the guardian while torch is imported. It is optional: only a SIGKILL of this process needs one."""
         try:
             self._node.start_guardian()
         except OSError as error:
@@ -481,7 +481,7 @@ class _Loop:
         return int(ending.exit_code)
 
     def _is_interrupted(self) -> bool:
-        """Whether a signal has come that stops a run."""
+        """Return True if a signal has arrived that stops a run."""
         taken = [signal.Signals(number) for number in self._signals.take() if number]
         return any(one in STOP_SIGNALS or one == signal.SIGQUIT for one in taken)
 

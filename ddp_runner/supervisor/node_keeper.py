@@ -26,7 +26,7 @@ from ddp_runner.system.clock import Clock
 
 
 class Policy(Protocol):
-    """What a role has of its own: why there is a process of it, and what comes of its end."""
+    """The policy of a role: it starts a process, and handles its end."""
 
     def was_forked(self, forked: Forked, now_s: float) -> None:
         """The zygote has answered: it is there, or cannot be."""
@@ -94,12 +94,12 @@ class NodeKeeper:
         }
 
     def look(self, now_s: float) -> None:
-        """At each turn until the run ends: those without which nobody is repaired."""
+        """Check the processes without which no rank can be repaired, at each turn until the run ends."""
         self._zygotes.look(now_s)
         self._stores.look(now_s)
 
     def look_beside(self, now_s: float, *, may_drill: bool, at_end: bool) -> None:
-        """At each turn of the run, also while it ends: those that work for it, and are no part of a repair."""
+        """Check the processes that work for the run and are no part of a repair, at each turn, also while it ends."""
         self.drills.look(now_s, fault_free=may_drill, at_end=at_end)
         self.savers.look(now_s)
 

@@ -1,4 +1,4 @@
-"""What a world asks of a node, wherever that is: to start, signal and read the processes of its ranks."""
+"""Defines how a world starts, signals and reads the processes of its ranks, on this or another machine."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class WhatIsKnown(Protocol):
 
     @property
     def written_bytes(self) -> int:
-        """How much the process has written."""
+        """The bytes that the process has written."""
 
     def mark_asked(self) -> None:
-        """From here on it shows where it hangs; asked twice for one fault, it counts once."""
+        """Note that it was asked for its stacks; asked twice for one fault, it counts once."""
 
     def forget_asked(self) -> None:
-        """What it is asked next is another question."""
+        """Forget that it was asked for its stacks, so that it may be asked again."""
 
     def has_answered(self, now_s: float) -> bool:
-        """Whether it has written where it hangs; asked at each tick."""
+        """Return True if it has written its stacks; asked at each tick."""
 
     def stack_when_asked(self) -> str:
-        """Where its main thread was when it was asked; empty where it has not said so."""
+        """Return the main thread's stack when it was asked; empty if it has not answered."""
 
 
 class Notes(Protocol):
-    """Where keepers note what happens: a :class:`~.reporting.recorder.Recorder`, where there is a run to record."""
+    """Records what happens to keepers: a :class:`~.reporting.recorder.Recorder`, if there is a run to record."""
 
     @property
     def facts(self) -> RunFacts:
-        """What is known of the run."""
+        """The known facts about the run."""
 
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
         """Something has happened, because of event ``cause``; returns its id."""
@@ -51,14 +51,14 @@ class Notes(Protocol):
 
 
 class Respawns(Protocol):
-    """Who decides what becomes of a rank without a process: a :class:`~.recovery.repair.Repair`, or who asks it."""
+    """Decides about a rank without a process: a :class:`~.recovery.repair.Repair`, or an object that asks it."""
 
     def schedule_respawn(self, handle: RankHandle) -> None:
         """The rank needs another process, if it is wanted."""
 
 
 class SeesImport(Protocol):
-    """Who waits for the zygote: a :class:`~.reporting.start_progress.Start`, where there is a start to show."""
+    """Waits for the zygote: a :class:`~.reporting.start_progress.Start`, if there is a start to show."""
 
     def imported(self, seconds: float) -> None:
         """It is ready."""
@@ -72,23 +72,23 @@ class RankHost(Protocol):
 
     @property
     def host(self) -> str:
-        """Its name; empty where there is only one machine."""
+        """The host's name; empty if there is only one machine."""
 
     @property
     def processes(self) -> Mapping[int, WhatIsKnown]:
-        """Of each rank that it has."""
+        """The process of each of its ranks."""
 
     @property
     def shares_logs(self) -> bool:
-        """Whether its folder of logs is that of this machine."""
+        """True if its folder of logs is that of this machine."""
 
     @property
     def can_fork(self) -> bool:
-        """Whether a process can be forked at once."""
+        """True if a process can be forked at once."""
 
     @property
     def has_spare(self) -> bool:
-        """Whether a process waits that may become a rank."""
+        """True if a process waits that may become a rank."""
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none."""
@@ -112,19 +112,19 @@ class RankHost(Protocol):
         """Have what this rank publishes refused from here on, or taken again."""
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether the system holds the process of this rank stopped."""
+        """Return True if the system holds the process of this rank stopped."""
 
     def stopped_s(self, rank: int, now_s: float) -> float:
-        """How long it has been seen stopped without a break; 0.0 where it is not now."""
+        """Return how long it has been seen stopped without a break; 0.0 if it is not stopped now."""
 
     def is_killed(self, rank: int) -> bool:
-        """Whether somebody has sent SIGKILL to the process of this rank, which has not been reaped."""
+        """Return True if the unreaped process of this rank was sent SIGKILL."""
 
     def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
-        """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each."""
+        """Return True if the kernel most likely sent the SIGKILL that ended a process; asked once for each."""
 
     def unheard_s(self, now_s: float) -> float:
-        """How old what it says of its ranks is, in seconds."""
+        """Return the age of its facts about ranks, in seconds."""
 
     def resident_bytes(self, rank: int) -> int:
         """Memory of the process of this rank; 0 where it is not known."""

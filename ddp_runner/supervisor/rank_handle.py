@@ -97,27 +97,27 @@ class RankHandle:
 
     @property
     def state(self) -> RankState:
-        """What its process does."""
+        """The state of its process."""
         return self.machine.state
 
     @property
     def membership(self) -> Membership:
-        """Whether the world counts on it."""
+        """Its place in the world: whether the world counts on it."""
         return self.member.state
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process was asked for and has not been reaped."""
+        """True if a process was asked for and has not been reaped."""
         return self.state not in NO_PROCESS_LEFT
 
     @property
     def has_finished(self) -> bool:
-        """Whether its process has done all that it had to; it may have been reaped since."""
+        """True if its process has done everything that it had to; it may have been reaped since."""
         return self.state in (RankState.FINISHED, RankState.ENDED)
 
     @property
     def needs_process(self) -> bool:
-        """Whether another process is to be forked for it, at once or after this one was reaped."""
+        """True if another process must be forked for it, at once or after this one was reaped."""
         if self.membership is Membership.REJOINING:
             return not self.is_alive  # its fork was lost
         return self.membership is Membership.REPLACING
@@ -129,35 +129,35 @@ class RankHandle:
         return self.slot.get(Cell.OWN_NS) / 1e9 / steps if steps else None
 
     def does_not_end(self, now_s: float) -> bool:
-        """Whether it was killed and has not been reaped for too long: it waits inside the kernel."""
+        """Return True if it was killed and has not been reaped for too long: it waits inside the kernel."""
         killed_at_s = self.killed_at_s
         return self.is_alive and killed_at_s is not None and now_s > killed_at_s + REAP_TIMEOUT_S
 
     @property
     def has_begun(self) -> bool:
-        """Whether the process has shown itself on the board since it was asked for."""
+        """True if the process has written to the board since it was asked for."""
         return self.slot.get(Cell.PHASE_SINCE_NS) >= int(self.spawned_at_s * 1e9)
 
     @property
     def is_filled(self) -> bool:
-        """Whether the process has a state to give, or will have one once it is ready."""
+        """True if the process has a state to give, or will have one once it is ready."""
         if self.state is RankState.STARTING:
             return self.loads
         return self.state is RankState.READY and self.progress.committed_step > EMPTY_STEP
 
     @property
     def has_state(self) -> bool:
-        """Whether its process holds a state that could be given to others."""
+        """True if its process holds a state that could be given to others."""
         return self.has_formed or self.progress.committed_step > EMPTY_STEP
 
     @property
     def committed_step(self) -> int:
-        """By the board."""
+        """The committed step on the board."""
         return self.slot.get(Cell.COMMITTED_STEP)
 
     @property
     def progress(self) -> ReplicaProgress:
-        """What the process could offer, by its newest report."""
+        """The state that the process could give, by its newest report."""
         step = EMPTY_STEP if self.ready is None else self.ready.committed_step
         return ReplicaProgress(rank=self.rank, committed_step=step)
 
@@ -184,10 +184,10 @@ def who_is_left(
     forked_ahead: Collection[int],
     now_s: float,
 ) -> WorldFacts:
-    """What the ranks of a world have, once ``incident`` has been gathered.
+    """Return what the ranks of a world have, once ``incident`` has been gathered.
 
-    Ranks that are ``forked_ahead`` of it, or are being replaced, have no state that anybody could get.
-    Where all others only wait for one, the first of them counts as lost: another process of it loads.
+    Ranks that are ``forked_ahead`` of it, or are being replaced, have no state to give.
+    If all others only wait for one, the first of them counts as lost: another process of it loads.
     """
     unending = {h.rank: h.pid or 0 for h in handles if h.does_not_end(now_s)}
     raised = {fault.rank for fault in incident.attribution.causes if fault.kind in PARKED_BY_RANK}

@@ -1,4 +1,4 @@
-"""How a run ends: at once, or once the newest state that is left is on disk. Holds the only Ending."""
+"""Ends a run: at once, or once the newest state that is left is on disk. Holds the only Ending."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class RunEnd:
 
     @property
     def is_open(self) -> bool:
-        """Whether a last save is being made."""
+        """True if a last save is being made."""
         return self.ending is None and self._after_save is not None
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known how the run ends, at once or after a save."""
+        """True if the way in which the run ends is known, at once or after a save."""
         return self.ending is not None or self._after_save is not None
 
     def refuse_inexact(self) -> None:
@@ -204,7 +204,7 @@ class RunEnd:
             self.at_once(self._after_save)
 
     def closing_words(self) -> str:
-        """Which step is on disk, and how to go on; empty where this run has made no file."""
+        """Return which step is on disk, and how to resume; empty if this run has made no file."""
         if not self._recorder.may_write:
             return ""
         return closing_words(
@@ -224,5 +224,5 @@ def given_up_line(plan: GiveUp, *, committed_step: int) -> str:
 
 
 def _ends_as_stopped(ending: Ending) -> bool:
-    """Whether a run that was to stop and save, and has, has done what was wanted of it after all."""
+    """Return True if a run that had to stop and save has now saved, so that it ends as was asked."""
     return ending.is_late_stop or ending.status is RunStatus.GAVE_UP

@@ -1,4 +1,4 @@
-"""What the supervisor knows of the run as a whole: a sink of the recorder; the rest is the supervisor's to set."""
+"""Collects the supervisor's facts about the whole run, from events and from the supervisor itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ddp_runner.system.run_files import from_json, read_small
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How the run ends. ``error_line`` goes to stderr; ``detail`` may hold a traceback.
+    """The end of the run. ``error_line`` goes to stderr; ``detail`` may hold a traceback.
 
-    ``is_late_stop``: the ranks were to stop and save, and have not; one that saves alone makes up for it.
+    ``is_late_stop``: the ranks had to stop and save, and have not; one that saves alone makes up for it.
     """
 
     status: RunStatus
@@ -38,7 +38,7 @@ class Ending:
         detail: str = "",
         is_late_stop: bool = False,
     ) -> Ending:
-        """With the exit code that belongs to ``status``, or ``exit_code``."""
+        """Return an ending with the exit code of ``status``, or with ``exit_code``."""
         return cls(
             status=status,
             exit_code=EXIT_CODE_OF_STATUS[status] if exit_code is None else exit_code,
@@ -50,7 +50,7 @@ class Ending:
 
     @property
     def event(self) -> events.RunEnds:
-        """For the journal, and for other machines."""
+        """The event for the journal, and for other machines."""
         status, exit_code = self.status.value, int(self.exit_code)
         return events.RunEnds(status=status, exit_code=exit_code, line=self.reason)
 
@@ -74,7 +74,7 @@ class RunFacts(RunFindings):
     spare: dict[str, object] = field(default_factory=dict)  # what the one that waits here holds
 
     def take(self, event: events.Event) -> None:
-        """What an event says of the run as a whole."""
+        """Take the facts about the whole run from an event."""
         RunFindings.take(self, event)
         match event:
             case events.CheckpointSaved():
@@ -86,7 +86,7 @@ class RunFacts(RunFindings):
 
     @property
     def lacks_proof(self) -> bool:
-        """Whether a rank was replaced, and no drill has shown that a replacement computes the same."""
+        """True if a rank was replaced, and no drill has shown that a replacement computes the same."""
         return self.has_replaced and not self.proved.get(DRILLED)
 
     def take_up(self, run_id: str, log_dir: str) -> None:

@@ -32,7 +32,7 @@ class SignalBox:
         self._before: dict[int, object] = {}
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor, for selectors."""
         return self._reader.fileno()
 
     @contextlib.contextmanager

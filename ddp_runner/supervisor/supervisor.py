@@ -1,4 +1,4 @@
-"""What the supervisor does about each event. It gathers facts, asks core, performs the answer.
+"""Handles each event of a run: gathers facts, asks core, performs the answer.
 
 Everything is level-triggered: an event only records a fact, and :meth:`Supervisor.advance` then does
 whatever the facts allow (plan, kill, fork, form, end). So the order of events matters little.
@@ -159,11 +159,11 @@ class Supervisor:
 
     @property
     def ending(self) -> Ending | None:
-        """How the run has ended; None while it has not."""
+        """The ending of the run; None while it has not ended."""
         return self.run_end.ending
 
     def on_packet(self, packet: bytes, rank: int | None) -> None:
-        """As :meth:`on_message`, of a process of this machine."""
+        """Handle an encoded message like :meth:`on_message`, of a process of this machine."""
         self.on_message(decode(packet), rank)
 
     def on_message(self, message: Message, rank: int | None) -> None:
@@ -275,7 +275,7 @@ class Supervisor:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether ranks finish, or are asked to: nobody is taken back into such a world."""
+        """True if ranks finish, or are asked to: no rank is taken back into such a world."""
         return self._stop is not None or self._has_any_finished
 
     @property
@@ -289,7 +289,7 @@ class Supervisor:
 
     @property
     def _ends_unproved(self) -> bool:
-        """Whether ranks finish a run in which a rank was replaced and no drill has passed: one still may."""
+        """True if ranks finish a run in which a rank was replaced and no drill has passed: one still may."""
         if self._stop is not None or not (self._has_any_finished and self.facts.lacks_proof):
             return False
         if self._finished_at_s is not None:
@@ -400,7 +400,7 @@ class Supervisor:
         self._end_if_stopping_takes_too_long(now_s)
 
     def _is_at_its_end(self, now_s: float) -> bool:
-        """Whether the run ends: all have finished, the last save is made, or it is to end at once."""
+        """Return True if the run ends: all have finished, the last save is made, or it must end at once."""
         is_asked_again = self._signals.ends_at_once(now_s)
         if self.run_end.is_open:
             if is_asked_again:
@@ -439,7 +439,7 @@ class Supervisor:
             self.world.stop(Stop(reason=self._stop))
 
     def _waits_for(self) -> str:
-        """What the run cannot begin without, in words; empty: nothing."""
+        """Return what the run needs before it can begin, in words; empty: nothing."""
         return ""
 
     def _begin(self) -> bool:
@@ -507,7 +507,7 @@ class Supervisor:
         self._finished_at_s, self.plan = None, self._stages.ended(self.plan, finished)
 
     def _waits_for_proof(self, now_s: float) -> bool:
-        """Whether a drill is waited for; where not, and none has passed that was to, the run is not exact."""
+        """Return True while a drill is waited for; if none passes that should, the run is not exact."""
         # INVARIANT proved-or-said: a run in which a rank was replaced is not said to be exact while a drill of it is open.
         # Broken if: it ends as exact, or without a wait, while one runs or has all that it needs.
         # Guarded by: test_the_end_waits_for_a_drill_where_a_rank_was_replaced.
@@ -547,11 +547,11 @@ class Supervisor:
         self.recorder.know_newest()
 
     def closing_words(self) -> str:
-        """What there is to say after how the run has ended; empty where that is all."""
+        """Return the words after the run's ending; empty if there are none."""
         return self.run_end.closing_words()
 
     def summary(self, ending: Ending) -> RunSummary | None:
-        """What summary.json holds; every process has ended."""
+        """Return the content of summary.json; every process has ended."""
         if self.facts.kept is not None:
             return self.facts.kept
         ranks = self.world.present
@@ -589,7 +589,7 @@ class Supervisor:
 
 
 class SaveRequest:
-    """Of the step at which it was asked for, or a later one."""
+    """A request for a save, of the step at which it was made, or a later one."""
 
     def __init__(self, facts: RunFacts, *, world: World, recorder: Recorder) -> None:
         self._facts = facts

@@ -90,7 +90,7 @@ class World:
 
     @property
     def has_ready_store(self) -> bool:
-        """Whether ranks can find each other."""
+        """True if the store is ready, so that ranks can find each other."""
         return self._home.has_ready_store
 
     def start_store(self) -> None:

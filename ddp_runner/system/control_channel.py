@@ -37,11 +37,11 @@ class Channel:
         return cls(socket.socket(fileno=descriptor))
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor, for selectors."""
         return self._socket.fileno()
 
     def set_blocking(self, *, blocking: bool) -> None:
-        """Whether ``send`` and ``receive`` may wait. A non-blocking one raises BlockingIOError."""
+        """Choose whether ``send`` and ``receive`` may wait. A non-blocking one raises BlockingIOError."""
         self._socket.setblocking(blocking)
 
     def send(self, message: Message, *, descriptors: Sequence[int] = ()) -> None:
@@ -49,7 +49,7 @@ class Channel:
         self.send_packet(encode(message), descriptors=descriptors)
 
     def send_packet(self, packet: bytes, *, descriptors: Sequence[int] = ()) -> None:
-        """As :meth:`send`, of a message that is encoded."""
+        """Send an encoded message like :meth:`send`."""
         try:
             if descriptors:
                 socket.send_fds(self._socket, [packet], list(descriptors))
@@ -72,7 +72,7 @@ class Channel:
             raise
 
     def receive_packet(self) -> tuple[bytes, list[int]]:
-        """As :meth:`receive`, unread. Raises :class:`ChannelClosedError` at end-of-file."""
+        """Receive a message undecoded. Raises :class:`ChannelClosedError` at end-of-file."""
         try:
             packet, descriptors = self._next_packet()
         except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""What the ranks of a generation agree on before they train: the newest state, and the tuning that suits all."""
+"""Lets the ranks of a generation agree before they train: on the newest state, and on a tuning that suits all."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _complete_audits(
 
 
 def _prepare_source(parts: RankParts, *, has_trained: bool) -> None:
-    """Before anybody gets the newest step."""
+    """Prepare the source rank before another rank receives the newest step."""
     runtime = parts.runtime
     is_new = runtime.rank_info.loads and not has_trained
     if is_new and not parts.progress.is_from_memory:  # which is of after this was done
@@ -183,7 +183,7 @@ def agree_on_tuning(
 
 
 def exchange_tuning(group: Group, mine: Tuning, *, changed: Tuning | None) -> Tuning:
-    """What suits every rank, which all must call. ``changed``: by this one since ``mine`` was agreed on."""
+    """Return a tuning that suits every rank; all must call it. ``changed``: by this rank, since the last agreement."""
     if changed is not None:
         mine = mine.agreed_with([mine, changed])
     records = group.exchange("tuning", json.dumps(mine.to_record()))
@@ -191,7 +191,7 @@ def exchange_tuning(group: Group, mine: Tuning, *, changed: Tuning | None) -> Tu
 
 
 def recalled(state: TrainState, runtime: Runtime) -> Tuning | None:
-    """What the process before this one changed at or after the step that the ranks are at."""
+    """Return the tuning that this rank's previous process changed at or after the present step, if any."""
     learnt = runtime.rank_info.learnt
     if learnt is None or learnt.step < state.committed_step:
         return None  # a checkpoint that was made since then has it
@@ -228,7 +228,7 @@ def change_tuning(
 def agree_on_weights(
     group: Group, state: TrainState, runtime: Runtime, weights_sha256: str
 ) -> None:
-    """At the end of training: raise FaultError where the replicas have different weights."""
+    """Raise FaultError if the replicas have different weights at the end of training."""
     with waiting_for_peers(runtime.slot):
         digests = group.exchange("weights_sha256", weights_sha256)
     if len(set(digests)) > 1:
@@ -246,7 +246,7 @@ def agree_on_weights(
 
 
 def _halved(parts: TaskParts, phase: str) -> Tuning:
-    """What a rank does about its own lack of memory, done for its predecessor."""
+    """Return the tuning with which this rank avoids the lack of memory that ended its predecessor."""
     state, runtime = parts.state, parts.runtime
     fault = Fault(
         kind=FaultKind.OUT_OF_MEMORY,

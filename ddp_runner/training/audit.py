@@ -26,7 +26,7 @@ _TAIL_BYTES = 1 << 20  # more than the longest line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationMembers:
-    """Who trains a generation: ``slots`` by rank, from ``first_step`` committed steps on."""
+    """The ranks of a generation: ``slots`` by rank, from ``first_step`` committed steps on."""
 
     generation: int
     slots: tuple[int, ...]
@@ -67,7 +67,7 @@ def open_audit(settings: Settings, slot: int, *, warn: Warn) -> Audit | None:
 
 
 def audit_path(settings: Settings, slot: int) -> Path:
-    """Where the audit of a slot stands."""
+    """Return the path of a slot's audit."""
     return Path(settings.run.log_dir) / f"audit_rank_{slot}.jsonl"
 
 

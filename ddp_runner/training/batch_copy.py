@@ -51,7 +51,7 @@ class CopyAhead:
         self._loader.take_ahead(step, self._copy)
 
     def arrive(self, batches: Sequence[MicroBatch]) -> None:
-        """To be called before ``batches`` are used, whether they were sent ahead or not."""
+        """Wait for the copies of ``batches``; call it before they are used, whether they were sent ahead or not."""
         computation = torch.cuda.current_stream(self._device)
         computation.wait_stream(self._stream)
         for batch in batches:
@@ -68,7 +68,7 @@ class CopyAhead:
 
 
 def copy_ahead(device: torch.device, loader: Loader) -> CopyAhead | None:
-    """What copies ahead; None on the CPU, and for a stream, whose position is that of its last batch."""
+    """Return a copier; None on the CPU, and for a stream, whose position is that of its last batch."""
     if device.type != "cuda" or not loader.runs_ahead:
         return None
     return CopyAhead(device, loader)

@@ -29,11 +29,11 @@ _NAMED_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """What of a file's entries goes into a model, in the model's types.
+    """The entries of a file that go into a model, in the model's types.
 
-    ``taken`` is to be loaded: by the model's names. ``tied`` counts names that a file has not, of weights
-    which it has under another name. ``mismatched`` are in words, with both shapes. ``converted``
-    counts those that had another type of number.
+    ``taken``: the entries to load, by the model's names. ``tied``: the number of names that the file lacks but
+    whose weights it has under another name. ``mismatched``: descriptions with both shapes. ``converted``: the
+    number of entries with another type of number.
     """
 
     taken: Mapping[str, Any]
@@ -135,7 +135,7 @@ def fit(found: Mapping[str, Any], own: Mapping[str, Any], *, narrows: bool) -> F
 
 
 def table(value: str, fitted: Fitted) -> list[str]:
-    """What was loaded of ``--init-from VALUE``, a line for each sort."""
+    """Return lines on what was loaded of ``--init-from VALUE``, one for each sort."""
     loaded = fitted.loaded
     lines = [value, f"loaded {_counted(loaded)}"]
     if fitted.tied:
@@ -186,7 +186,7 @@ def _converts(one: Tensor, wanted: Tensor, *, narrows: bool) -> bool:
 
 
 def _place(value: object) -> object:
-    """Where a tensor's numbers are; None of one that has none, or not one by one."""
+    """Return the place of a tensor's numbers; None if it has none, or not one by one."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
         return None
     return value.data_ptr(), tuple(value.shape), value.stride()

@@ -1,4 +1,4 @@
-"""What a rank trains, built before anybody knows which rank that will be. Nothing of it has been trained."""
+"""Builds the parts of a rank before it is known which rank that will be. None of them has been trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_runner.training.workload import TaskWorkload, build_workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltAhead:
-    """Of these settings, for any rank on this device."""
+    """The parts of a rank with these settings, for any rank on this device."""
 
     settings: Settings
     rank_info: RankInfo
@@ -23,7 +23,7 @@ class BuiltAhead:
     state: TrainState
 
     def taken(self, settings: Settings, rank_info: RankInfo) -> tuple[TaskWorkload, TrainState]:
-        """For the rank that it was built for. Raises RuntimeError for any other."""
+        """Return the parts for the rank that they were built for. Raises RuntimeError for any other."""
         # What is resumed is known last, and nothing that is built follows from it.
         same = replace(settings, run=replace(settings.run, resume=self.settings.run.resume))
         own, wanted = self.rank_info, rank_info

@@ -1,4 +1,4 @@
-"""What a launch computes otherwise than the checkpoint that it goes on from. Refuses nothing."""
+"""Compares a launch's recipe with that of the checkpoint it resumes from. Refuses nothing."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _schedule_end(recipe: Mapping[str, Any]) -> int:
 
 
 def _same_rates(old: Mapping[str, Any], new: Mapping[str, Any], *, step: int) -> bool:
-    """Whether no step from ``step`` on has another learning rate."""
+    """Return True if no step from ``step`` on has another learning rate."""
     end = int(new[TOTAL_STEPS])
     corners = [corner for recipe in (old, new) for corner in _corners(recipe)]
     probes = {step + (end - step) * number // _PROBES for number in range(_PROBES)}

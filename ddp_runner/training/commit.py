@@ -20,7 +20,7 @@ from ddp_runner.training.state import TrainState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What all ranks know alike of a step that may change the state.
+    """The facts that all ranks share about a step that may change the state.
 
     ``signals``: by :class:`Signal`, summed over ranks; ``measured``: what was measured of the gradients,
     if anything was; ``all_used``: every rank had a gradient for every parameter, where that is watched.
@@ -51,12 +51,12 @@ class Commit:
         while_reducing: Callable[[], None] = lambda: None,
         may_commit: Callable[[], bool] = lambda: True,
     ) -> Agreed | None:
-        """After backward: return once nothing stands between this rank and the update.
+        """Return after backward, once nothing keeps this rank from the update.
 
-        None where ``may_commit``, asked on every rank, says no. Raises whatever keeps the step from being
-        whole; nothing that survives has been changed then. ``scale``: of the gradients. ``measure``: a
-        number of the reduced gradients, which is read with the signals, since each look at a device waits
-        for it. ``while_reducing`` is called once all work of the step is on its way to the device, just
+        None if ``may_commit``, asked on every rank, returns False. Raises the errors that keep the step from being
+        complete; nothing that survives has been changed then. ``scale``: of the gradients. ``measure``: a
+        number of the reduced gradients, which is read with the signals, since each read from a device waits
+        for it. ``while_reducing`` is called once all work of the step is enqueued on the device, just
         before the host waits for it.
         """
         state, replica, slot = self._state, self._replica, self._slot

@@ -46,7 +46,7 @@ _INDUCTOR = {"compile_threads": 1, "fx_graph_cache": True}
 
 
 class Compiler:
-    """Of one model in one process. Compiles nothing before the model is called."""
+    """Compiles one model in one process. Compiles nothing before the model is called."""
 
     def __init__(self, settings: RunSettings, model: nn.Module, *, slot: Slot) -> None:
         """``slot``: where it stands that this rank compiles."""
@@ -73,7 +73,7 @@ class Compiler:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the settings ask for it."""
+        """True if the settings ask for compilation."""
         return self._call is not None
 
     def turn(self, *, on: bool) -> None:
@@ -84,9 +84,9 @@ class Compiler:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """In the block the model is called as it was written.
+        """Call the model uncompiled in the block.
 
-        For evaluations: their shapes and weights, perhaps an average, are none that steps compile for.
+        For evaluations: steps do not compile for their shapes and weights, which may be an average.
         """
         was_on = self._model._compiled_call_impl is not None  # noqa: SLF001
         self.turn(on=False)
@@ -129,7 +129,7 @@ def _configure(folder: Path) -> None:
 
 
 def _set(module: str, values: dict[str, Any]) -> None:
-    """What the installed torch knows of them."""
+    """Set the values that the installed torch knows."""
     config = importlib.import_module(module)
     for name, value in values.items():
         if hasattr(config, name):

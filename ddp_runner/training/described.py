@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself beside its state, for people and tools, and what its task describes."""
+"""Describes a checkpoint for people and tools, beyond its state, and holds its task's description."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def about_file(
     place: StagePlace | None = None,
     trackers: Mapping[str, JsonValue] = _NONE,
 ) -> dict[str, JsonValue]:
-    """What people and tools want to know of a file without reading it.
+    """Return the facts that people and tools want to know about a file without reading it.
 
-    ``loss``: of the last step. ``settings``: without secrets. ``monitor``: what the best is judged by. What is no number is left out. ``place``: the
-    stage, by which a run of stages knows where it goes on. ``trackers``: of :func:`tracker_ids`.
+    ``loss``: of the last step. ``settings``: without secrets. ``monitor``: the figure that the best is
+    judged by. Values that are no numbers are left out. ``place``: the stage, by which a run of stages knows where it resumes.
+    ``trackers``: of :func:`tracker_ids`.
     """
     shown: dict[str, object] = {n: value for n, value in settings.items() if n != "stage"}
     found: dict[str, JsonValue] = {"settings": shown}
@@ -53,7 +54,7 @@ def about_file(
 
 
 def tracker_ids(settings: Settings) -> dict[str, JsonValue]:
-    """What each tracker that has runs of its own calls this one, and its link, as far as it is known by now."""
+    """Return each tracker's id and link for this run, as far as they are known."""
     found: dict[str, JsonValue] = {}
     for name in settings.log.trackers:
         kept = read_position(position_path(Path(settings.run.log_dir), name)).get("kept")

@@ -51,7 +51,7 @@ from ddp_runner.values.generators import seed_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workers:
-    """What the block says of a loader, which a dry run has none of: it loads in its own process."""
+    """Stands for a loader in the start block: a dry run has none, as it loads in its own process."""
 
     workers: int
     notes: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class _Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Built:
-    """What rank 0 of the run would train with."""
+    """The parts that rank 0 of the run would train with."""
 
     settings: Settings
     workload: TaskWorkload
@@ -242,7 +242,7 @@ def _storages(tensors: Any, device: torch.device) -> dict[int, int]:
 
 
 def _modules(model: nn.Module) -> Iterator[ModuleFacts]:
-    """Those with parameters of their own; a parameter that several share is the first one's."""
+    """Yield the modules that have parameters; a parameter that several share is the first one's."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         own = [one for one in module.parameters(recurse=False) if id(one) not in seen]

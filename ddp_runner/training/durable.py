@@ -17,7 +17,7 @@ from ddp_runner.core.faults import Fault
 
 
 class Keep(Enum):
-    """How the state of a boundary is kept."""
+    """The ways to keep the state of a boundary."""
 
     FILE = auto()  # in the background, once it is judged
     COPY = auto()  # the same, in memory that outlives this process, without a file
@@ -26,7 +26,7 @@ class Keep(Enum):
 
 
 class Trust(Enum):
-    """What is known of the state that is being kept."""
+    """The verdict on the state that is being kept."""
 
     SOUND = auto()
     WRONG = auto()  # it is never written
@@ -35,7 +35,7 @@ class Trust(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepVotes:
-    """What a rank wants to be kept after the next step."""
+    """The votes of a rank on what to keep after the next step."""
 
     file: bool
     copy: bool
@@ -43,10 +43,10 @@ class KeepVotes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owed:
-    """What should have been kept by now, as one rank knows it.
+    """The saves that are due but not kept yet, as one rank knows them.
 
-    ``is_due``: the newest that was due is nowhere. A person has asked for one at ``wanted_step``; what was
-    asked for up to ``covered_step`` is answered.
+    ``is_due``: the newest save that was due is nowhere. ``wanted_step``: the step at which a person asked for one;
+    ``covered_step``: requests up to this step are answered.
     """
 
     is_due: bool
@@ -66,7 +66,7 @@ class Durable(Protocol):
         ...
 
     def vote(self, *, is_asked: bool) -> KeepVotes:
-        """Between two steps: what to keep after the next. ``is_asked``: a person has asked for a file since the last vote."""
+        """Vote on what to keep after the next step. ``is_asked``: a person asked for a file since the last vote."""
         ...
 
     def committed(self, step: int, *, step_s: float, is_wanted: bool, is_mine: bool) -> None:

@@ -50,7 +50,7 @@ OF_NO_USE = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_I
 
 
 class Client(Protocol):
-    """Whose loop it is, and what is trained there. Every rank calls its methods at the same places."""
+    """The loop that the engine runs, and what is trained there. Every rank calls its methods at the same places."""
 
     def compare(self, group: Group) -> None:
         """Compare with the other ranks what must be alike before one has another's state."""
@@ -114,12 +114,12 @@ class Engine:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this rank is to leave its generation, if it still is in there."""
+        """True if this rank has to leave its generation, if it is still in it."""
         return self._generation is not None and self._generation.switch.tripped
 
     @property
     def goes_on(self) -> bool:
-        """Whether this process joins another generation after the step that has just broken."""
+        """True if this process joins another generation after the step that has just failed."""
         return self._fault is None or self._runtime.survives(self._fault)
 
     @property
@@ -150,10 +150,10 @@ class Engine:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[StepInHand]:
-        """Around the making of the step that was yielded, whose result is to be set.
+        """Return a context for making the step that was yielded; the caller sets its result.
 
-        What breaks in the block is reported and goes no further: a ``for`` hands no exception to its
-        iterator, so this does, and :meth:`steps` goes on from there.
+        An error in the block is reported and goes no further: a ``for`` hands no exception to its
+        iterator, so this does, and :meth:`steps` continues from there.
         """
         assert self._session is not None, "a step is made where steps() has yielded it"
         assert self._step is not None, "as above"
@@ -329,7 +329,7 @@ class Engine:
             logger.error(f"{fault.cause}\n{fault.detail}", step=fault.step)
 
     def _get_over_fault(self) -> None:
-        """Before another generation: make sure of this process and its device. Raises FaultError."""
+        """Check this process and its device before another generation. Raises FaultError."""
         fault, self._fault = self._fault, None
         if fault is None:
             return

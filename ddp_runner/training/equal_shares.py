@@ -1,4 +1,4 @@
-"""Whether all ranks run equally many micro-batches, as layers that wait for each other in forward need it."""
+"""Refuses unequal numbers of micro-batches per rank for layers that wait for each other in forward."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ class Validation:
             )
 
     def _figures(self, data: str, evaluation: Evaluation, *, loss: float) -> dict[str, float]:
-        """By the names that they have everywhere. What the task measures goes before what follows from its loss."""
+        """Return the figures by their full names. The task's own values replace those derived from its loss."""
         found = {
             LOSS: loss,
             **self._helpers.figures(loss),
@@ -247,7 +247,7 @@ class Validation:
         return {figure_name(data, name): value for name, value in found.items()}
 
     def _warn_once(self, text: str) -> None:
-        """What holds on every rank alike is said by one."""
+        """Log a warning on one rank only, as it holds on every rank."""
         if self._group.rank == 0:
             self._parts.runtime.logger.warning(text)
 

@@ -74,12 +74,12 @@ class BestWeights:
 
     @property
     def to_use(self) -> Mapping[str, Any]:
-        """What a model is used with."""
+        """The weights to use a model with."""
         return self.weights if self.average is None else self.average
 
 
 def best_weights(parts: RankParts) -> BestWeights | None:
-    """Those that ``run.load_best_at_end`` asks for; None without, or where no checkpoint is judged or whole.
+    """Return the weights for ``run.load_best_at_end``; None without it, or without a judged intact checkpoint.
 
     Reads the file: the state that is trained stays as it is. For rank 0.
     """

@@ -1,4 +1,4 @@
-"""Whether a task's data can be preloaded at all, by its kind. Looks at no sample."""
+"""Refuses a task's data that cannot be preloaded because of its kind. Reads no sample."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether what a file holds fits what is trained here: structure, names, shapes, types, values.
+"""Checks that a file's content fits the training state: structure, names, shapes, types, values.
 
-A file may be of another model, of a version that is yet to come, or made by hand: nothing of it is
-taken over before it was looked at here. Changes nothing but room for buffers that are filled late.
+A file may be of another model, of a future version, or made by hand: nothing of it is
+used before it was checked here. Changes nothing but room for buffers that are filled late.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_values(weights: Mapping[str, Any], state: TrainState, *, option: str, 
 
 
 def misfit(saved: Mapping[str, Any], state: TrainState) -> str:
-    """What of a captured state cannot be taken over here, in words; empty if it all can.
+    """Return the parts of a captured state that cannot be used here, in words; empty if it all can.
 
     ``model`` is for :func:`check_weights`. Parts that an earlier version did not write are no misfit.
     """
@@ -69,7 +69,7 @@ def misfit(saved: Mapping[str, Any], state: TrainState) -> str:
 
 
 def _differing(found: Any, like: Any, *, where: str) -> Iterator[str]:
-    """Where ``found`` is built otherwise than ``like``, as far as both go."""
+    """Yield the differences in structure between ``found`` and ``like``, in their common entries."""
     if isinstance(like, Mapping):
         if not isinstance(found, Mapping):
             yield f"{where} is {_kind(found)} instead of a dict"
@@ -123,7 +123,7 @@ def _differing_optimizer(captured: Mapping[str, Any], state: TrainState) -> Iter
 
 
 def _is_shaped(value: Tensor, parameter: Tensor) -> bool:
-    """Whether it has the parameter's shape, or is its rows' or columns' alone, as Adafactor's are."""
+    """Return True if it has the parameter's shape, or only that of its rows or columns, as Adafactor's state."""
     pairs = zip(value.shape, parameter.shape, strict=False)
     return value.dim() == parameter.dim() and all(own in (1, size) for own, size in pairs)
 

@@ -1,8 +1,8 @@
-"""What the threads of a rank ask of torch, asked once before there is any thread.
+"""Makes torch's first calls of a rank once before any thread starts, so that forks are safe.
 
-The first call of nearly everything in torch registers something with the C and C++ runtimes, under
-locks of theirs (``__cxa_guard_acquire``, and the one of ``__cxa_atexit``) that a fork copies as they are.
-A loader worker that is forked while another thread is in such a first call has them locked for ever,
+The first call of nearly everything in torch registers something with the C and C++ runtimes, under their
+locks (``__cxa_guard_acquire``, and the one of ``__cxa_atexit``), which a fork copies as they are.
+A loader worker that is forked while another thread is in such a first call has them locked permanently,
 and sleeps at its own first call: seen as a worker that loads its first sample until its time is up.
 """
 

@@ -44,7 +44,7 @@ DETAIL_CHARACTERS = 20_000  # a message has room for more, but not for any numbe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """Who brought about a step that cannot be applied, in ranks and in words, and what to suspect."""
+    """The ranks that caused a step that cannot be applied, with the words for it, and the suspected part."""
 
     ranks: tuple[int, ...]
     words: str
@@ -136,7 +136,7 @@ class NumericsGuard:
         raise FaultError(self._hopeless(result, what, micro_batches, origin))
 
     def _origin(self, result: StepResult, recompute: Callable[[], float | None]) -> _Origin:
-        """Where it came from. A rank's own loss shows it; a sum of gradients does not."""
+        """Find the origin of a bad step. A rank's own loss shows it; a sum of gradients does not."""
         ranks, found = result.broken_ranks, bool(result.broken_ranks)
         if not found and math.isfinite(result.loss):
             mine = recompute()
@@ -192,10 +192,10 @@ class NumericsGuard:
         self._begun_ns = self._counted_ns(began_ns)
 
     def may_commit(self) -> bool:
-        """Whether the step in hand, whose reduction is complete, may change the state.
+        """Return True if the current step, whose reduction is complete, may change the state.
 
-        False where it is now another one, after a roll-back. Raises FaultError where ranks differ from
-        a majority: on those, and on the others too, for the step's gradient is partly of the odd ones.
+        False if the state was rolled back, so that the step is another one. Raises FaultError if ranks differ from
+        a majority: on those, and on the others too, since the step's gradient is partly of the odd ones.
         """
         hashing, self._hashing = self._hashing, None
         if hashing is None:
@@ -248,14 +248,14 @@ class NumericsGuard:
             self._hashing.drop()
 
     def _counted_ns(self, began_ns: int) -> int:
-        """How long training has waited since then for a comparison, which the board adds up."""
+        """Return the time that training has waited since ``began_ns`` for a comparison; the board adds it up."""
         took_ns = time.monotonic_ns() - began_ns
         self._runtime.slot.add(Cell.COMPARISON_NS, took_ns)
         return took_ns
 
     @contextlib.contextmanager
     def _comparing(self) -> Iterator[None]:
-        """On the board: a large state takes longer than a step may."""
+        """Show the comparison on the board: a large state takes longer than a step may."""
         slot = self._runtime.slot
         before = Phase(slot.get(Cell.PHASE))
         slot.stamp(Phase.COMPARE, time.monotonic_ns())
@@ -311,10 +311,10 @@ class NumericsGuard:
         )
 
     def _was_only_written(self, hashes: Mapping[str, str], step: int) -> bool:
-        """Whether the ranks differ no more: the step's forward wrote what was being hashed beside it.
+        """Return True if the ranks no longer differ: the step's forward wrote what was being hashed meanwhile.
 
-        Through ``.data`` or numpy, say, for the first time: torch does not count that. It is followed
-        from here on; the save, which may be half of each, is made at a later boundary.
+        Forward may write through ``.data`` or numpy, for example, which torch does not count. The tensor is followed
+        from now on; the save, which may have parts of both, is made at a later boundary.
         """
         now = state_hashes(self._state.replicated())
         if len(set(self._exchange(f"again/{step}", combined(list(now.values()))))) > 1:
@@ -371,7 +371,7 @@ class NumericsGuard:
         self._rollbacks_there += 1
 
     def _step_to_go_back_to(self) -> int:
-        """As rank 0's disk says, or EMPTY_STEP; every rank must ask."""
+        """Return the newest step on rank 0's disk, or EMPTY_STEP; every rank must call it."""
         # All wait for rank 0's disk from here to the next step, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         newest = EMPTY_STEP
@@ -457,7 +457,7 @@ class NumericsGuard:
 
 
 def _in_batch(found: Sequence[Mapping[str, list[int]]]) -> str:
-    """What the batches of all ranks hold that is no number, in words; empty: nothing."""
+    """Return the non-finite values in the batches of all ranks, in words; empty if there are none."""
     for kind in (NAN, INF):
         indices = [index for one in found for index in one.get(kind, ())]
         if indices:

@@ -1,4 +1,4 @@
-"""What a task computes for people: figures of a loss, a sample at the end. Hurts no training."""
+"""Calls the optional methods of a task: figures of a loss, a sample at the end. They cannot harm training."""
 
 from __future__ import annotations
 

@@ -102,20 +102,20 @@ class LastSave:
         return saved, replace(fault, cause=f"{fault.cause}; {action}")
 
     def _is_of_disk(self, error: FaultError) -> bool:
-        """Whether a disk has refused it, and not the fence of a rank that is about to be killed."""
+        """Return True if a disk has refused the save, not the fence of a rank that is about to be killed."""
         is_of_disk = error.fault.kind is FaultKind.STORAGE_FAILED
         return is_of_disk and not self._runtime.slot.get(Cell.FENCED)
 
 
 def rescue_folder(settings: Settings, run_id: str) -> Path:
-    """Where a save goes that its own disk refuses: of this run alone, since it sets nothing aside there."""
+    """Return the folder for a save that its own disk refuses; of this run alone, as nothing is set aside there."""
     base = settings.checkpoint.rescue_dir or settings.run.log_dir
     return Path(base) / f"rescued_{run_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRoom:
-    """What one checkpoint takes, what is free on its disk, and what those that will go have taken."""
+    """The size of one checkpoint, the free bytes on its disk, and the bytes of those that will be deleted."""
 
     needed_bytes: int
     free_bytes: int
@@ -139,7 +139,7 @@ def existing_folder(folder: Path) -> Path:
 
 
 def checkpoint_room(state: TrainState, store: CheckpointStore, disk: Disk) -> CheckpointRoom | None:
-    """What there is for the checkpoints to come; None where the disk does not say: the first save will show it."""
+    """Return the room for future checkpoints; None if the disk does not tell: the first save will show it."""
     try:
         return CheckpointRoom(
             needed_bytes=checkpoint_bytes(state),

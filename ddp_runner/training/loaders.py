@@ -53,7 +53,7 @@ from ddp_runner.training.workload import Workload
 
 
 def waiting(runtime: Runtime, *, is_leaving: Callable[[], bool]) -> Callable[[], None]:
-    """What a loader calls while it waits. ``is_leaving``: whether the rank is to leave its generation."""
+    """Return the callback of a loader that waits. ``is_leaving``: returns whether the rank must leave."""
 
     def on_wait() -> None:
         # The loader keeps deadlines of its own; beaten from the main thread, so not while it is stuck.
@@ -159,7 +159,7 @@ def _source(
 def _bad_places(
     settings: Settings, workload: Workload, *, world_size: int
 ) -> tuple[tuple[int, int], ...]:
-    """At which rank and step a sample is to be bad. Raises BadInputError where none has an index."""
+    """Return the rank and step of each sample to be made bad. Raises BadInputError if samples have no index."""
     length = workload.length
     bad = bad_sample_places(
         settings.run.inject, world_size=world_size, total_steps=length.total_steps

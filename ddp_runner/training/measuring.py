@@ -1,4 +1,4 @@
-"""What a task measures in evaluations beside its loss: each batch on its rank, and figures of all ranks together."""
+"""Computes a task's own evaluation figures: each batch on its rank, and figures of all ranks together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EXPECTED = (
 
 
 class OverRanks(Protocol):
-    """How ranks hear of each other's part; every rank calls it at the same places."""
+    """The exchange between ranks; every rank calls it at the same places."""
 
     @property
     def rank(self) -> int:
@@ -98,7 +98,7 @@ def build_objects(task: Task, settings: Settings, device: torch.device) -> dict[
 
 
 def measures(task: Task) -> bool:
-    """Whether the task has a ``metrics(model, batch)``; one of its own with other arguments is none."""
+    """Return True if the task has a ``metrics(model, batch)``; a method with other arguments does not count."""
     if not isinstance(task, Measures) or not callable(task.metrics):
         return False
     try:
@@ -120,7 +120,7 @@ class Meter:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to measure."""
+        """True if there is anything to measure."""
         return self._measure is not None
 
     def begin(self) -> None:
@@ -154,7 +154,7 @@ class Meter:
             raise _user_error(f"metrics() gave more than {FIGURES_MAX} names")
 
     def figures(self, over: OverRanks) -> dict[str, float]:
-        """By name, of all ranks' samples, the same on each. Every rank must call it."""
+        """Return the figures by name, of all ranks' samples, the same on each. Every rank must call it."""
         problem, name = "", ""
         changes: dict[str, dict[str, State]] = {}
         try:
@@ -256,7 +256,7 @@ def _user_error(cause: str) -> FaultError:
 
 
 def user_fault(cause: str) -> Fault:
-    """Of what a task may not give; no retry repairs it."""
+    """Return the fault of an illegal result of the task; no retry repairs it."""
     return Fault(
         kind=FaultKind.RANK_RAISED,
         rank=-1,

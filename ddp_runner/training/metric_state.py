@@ -53,7 +53,7 @@ class MetricState:
                 self._others[path] = kept_of(value, skipped=_is_metric)
 
     def changes(self) -> dict[str, State]:
-        """What updates have added, by path; of a state that is not summed all it has. Raises NotSummableError."""
+        """Return what updates have added, by path; for an unsummed state all of it. Raises NotSummableError."""
         found: dict[str, State] = {}
         for path, value, reduction in self._attributes():
             if _is_put_together(reduction):
@@ -123,7 +123,7 @@ def prepare(of: Any) -> None:
 
 
 def form_of(value: State) -> Form:
-    """What a state is, for other ranks: plain."""
+    """Return a plain description of a state, for other ranks."""
     if isinstance(value, list):
         return [_OF_PARTS, [form_of(one) for one in value]]
     if isinstance(value, Tensor):
@@ -147,7 +147,7 @@ def joined_form(forms: Sequence[Form]) -> Form:
 
 
 def is_whole(form: Form) -> bool:
-    """Whether a state of that joined form is summed in whole numbers."""
+    """Return True if a state of that joined form is summed in whole numbers."""
     if form[0] == _OF_PARTS:
         return all(is_whole(one) for of_rank in form[1] for one in of_rank)
     return form == ["int"] or (
@@ -191,7 +191,7 @@ def _shaped(numbers: Tensor, form: Form) -> Tensor:
 
 
 def _numbers(form: Form) -> list[int]:
-    """How many numbers a state has; of parts for each one."""
+    """Return the number of elements of a state; of parts, for each one."""
     if form[0] == _OF_PARTS:
         return [number for of_rank in form[1] for one in of_rank for number in _numbers(one)]
     return [torch.Size(form[1]).numel() if len(form) == 2 else 1]
@@ -238,7 +238,7 @@ def _is_other(before: Sum, value: Sum) -> bool:
 
 
 def _begin_of(before: Sum | None, *, like: Sum) -> Any:
-    """What there was before updates of a state that is now ``like`` this."""
+    """Return the value before updates of a state that is now ``like`` this."""
     if before is None or isinstance(before, Tensor) != isinstance(like, Tensor):
         return 0 if before is None or isinstance(before, Tensor) else before
     if isinstance(before, Tensor) and isinstance(like, Tensor):
@@ -251,7 +251,7 @@ def _name_of(reduction: object) -> str:
 
 
 def _is_put_together(reduction: object) -> bool:
-    """Whether the object itself makes one state of those of all ranks: what is summed is none of these."""
+    """Return True if the object itself joins the states of all ranks, instead of summing them."""
     return reduction is not None and _name_of(reduction).endswith(_PUT_TOGETHER)
 
 

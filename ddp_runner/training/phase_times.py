@@ -1,4 +1,4 @@
-"""How long each part of a step takes: by the stamps that the board has anyway, waited for on a device."""
+"""Measures how long each part of a step takes, by the stamps on the board; waits for a device at each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TimedSlot(Slot):
         self._sums_ns = dict.fromkeys(NAME_OF_PHASE, 0)
 
     def stamp(self, phase: Phase, now_ns: int) -> None:
-        """Once the device has done what came before: then it is the phase's own time."""
+        """Stamp once the device has completed the previous phase, so that each phase gets its own time."""
         self._await_device()
         now_ns = max(now_ns, time.monotonic_ns())
         self._close(now_ns)

@@ -58,7 +58,7 @@ class PlainRecord:
         self._is_written = False
 
     def take(self, message: Message) -> None:
-        """What this rank reports."""
+        """Record a report of this rank."""
         match message:
             case Metrics(step=step, rank=rank, values=values):
                 self._metrics.write(step, rank, values)

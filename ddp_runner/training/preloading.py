@@ -204,7 +204,7 @@ def _notes(found: dict[str, SampleMemory]) -> list[str]:
 
 
 def _watched_notes(given: Mapping[str, Any]) -> list[str]:
-    """Of data that does not say that its samples are the same each time: why it was taken."""
+    """Return a note on data that is not declared deterministic, and why it was preloaded nevertheless."""
     named = [
         what for what, dataset in given.items() if not getattr(dataset, "deterministic", False)
     ]

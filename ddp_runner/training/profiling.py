@@ -26,7 +26,7 @@ _HISTORY_ENTRIES_MAX = 100_000
 
 
 class StepProfile(Protocol):
-    """What hears where a step begins and ends, on one rank."""
+    """Receives the begin and end of each step, on one rank."""
 
     def before(self, step: int) -> None:
         """The step comes next of whose predecessors ``step`` are committed."""
@@ -49,22 +49,22 @@ class NoProfile:
     """Nobody has asked for one."""
 
     def before(self, step: int) -> None:
-        """As of a profile."""
+        """See :meth:`StepProfile.before`."""
 
     def after(self, step: int) -> None:
-        """As of a profile."""
+        """See :meth:`StepProfile.after`."""
 
     def leave(self) -> None:
-        """As of a profile."""
+        """See :meth:`StepProfile.leave`."""
 
     def conclude(self) -> None:
-        """As of a profile."""
+        """See :meth:`StepProfile.conclude`."""
 
 
 def step_profile(
     settings: Settings, runtime: Runtime, *, device: torch.device, total_steps: int
 ) -> StepProfile:
-    """What ``log.profile`` asks for. Raises BadInputError where the run ends before.
+    """Return the profile that ``log.profile`` asks for. Raises BadInputError if the run ends before it.
 
     A stage, which ends after ``total_steps`` of the run, is trained all the same: others follow it, or have
     been trained before it.

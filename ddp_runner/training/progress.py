@@ -1,4 +1,4 @@
-"""What a rank knows of its run beyond the trained state; kept from generation to generation."""
+"""Holds a rank's facts about its run beyond the trained state; kept from generation to generation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Progress:
-    """What a rank knows of its run beyond the trained state; kept from generation to generation."""
+    """A rank's facts about its run beyond the trained state; kept from generation to generation."""
 
     loss: float = math.nan
     checkpoint: str = ""

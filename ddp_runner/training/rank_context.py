@@ -1,4 +1,4 @@
-"""What one rank trains with, from its start to its end, whatever the generation."""
+"""The parts that one rank trains with, from its start to its end, in any generation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddp_runner.training.workload import TaskWorkload, Workload
 
 
 class Feed(Protocol):
-    """Where a step's batches come from."""
+    """The source of a step's batches."""
 
     @property
     def waited_s(self) -> float:
@@ -33,7 +33,7 @@ class Feed(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
-    """What one rank trains with, from its start to its end, whatever the generation."""
+    """The parts that one rank trains with, from its start to its end, in any generation."""
 
     settings: Settings
     workload: Workload

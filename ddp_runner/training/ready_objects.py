@@ -50,7 +50,7 @@ _AS_BY_HAND: Mapping[str, object] = {"optim.precision": "fp32", "optim.max_grad_
 
 
 class Objects(TypedDict, total=False):
-    """What ``DDPTrainer(model=..., train_loader=...)`` takes by these names."""
+    """The arguments of ``DDPTrainer(model=..., train_loader=...)``."""
 
     model: nn.Module
     train_loader: DataLoader[Any] | SafeDataLoader
@@ -75,7 +75,7 @@ _UNSAID: Mapping[str, object] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Given:
-    """What is somebody else's to follow: the engine has model and optimizer, and the loader is replaced."""
+    """The given objects that others use: the engine takes model and optimizer, and the loader is replaced."""
 
     model: nn.Module
     datasets: Datasets
@@ -116,9 +116,9 @@ class ReadyObjects:
         self.__qualname__ = type(model).__name__  # which names the run
 
     def train_in(self, runtime: Runtime, *, folder: str) -> None:
-        """Once it is known where this rank trains. Raises BadInputError for a loader of another number of ranks.
+        """Adapt to the place where this rank trains. Raises BadInputError for a loader of another number of ranks.
 
-        As DistributedDataParallel has it, all ranks begin with the weights of rank 0. ``folder``: of checkpoints.
+        As with DistributedDataParallel, all ranks begin with the weights of rank 0. ``folder``: of checkpoints.
         """
         info = runtime.rank_info
         runtime.rank_info = replace(info, loads=info.rank == 0)
@@ -142,11 +142,11 @@ class ReadyObjects:
         return self.given.model
 
     def build_datasets(self) -> Datasets:
-        """Those of the loaders."""
+        """Return the datasets of the loaders."""
         return self.given.datasets
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """As it was given: of model and batch, of outputs and targets, or the model's own."""
+        """Compute the given loss: of model and batch, of outputs and targets, or the model's own."""
         if self._loss is not None:
             return self._loss(model, batch)
         if self._criterion is None:
@@ -175,7 +175,7 @@ class ReadyState(TrainState):
         self.rates = rates
 
     def own_rate(self, *, factors: tuple[float, ...]) -> float | None:
-        """As the optimizer and its scheduler have it."""
+        """Return the learning rate of the optimizer and its scheduler."""
         return self.rates.lowered_at(self.own_step, factors=factors)
 
     def apply_own_rate(self) -> bool:
@@ -184,10 +184,10 @@ class ReadyState(TrainState):
         return True
 
     def train_unfrozen(self) -> None:
-        """What a loop by hand unfreezes and does not give its optimizer is not updated either."""
+        """Do nothing: as in a loop by hand, unfrozen parameters that the optimizer lacks are not updated."""
 
     def update_captured(self, names: list[str]) -> None:
-        """As of :meth:`train_unfrozen`."""
+        """Do nothing, like :meth:`train_unfrozen`."""
 
 
 def own_optimizer(task: object, length: RunLength) -> tuple[torch.optim.Optimizer, OwnRates] | None:
@@ -212,7 +212,7 @@ def _not_repaired(world_size: int, folder: str) -> str:
 
 
 def recipe_of(task: object) -> dict[str, str]:
-    """What a program's own optimizer and scheduler begin with, in a checkpoint: others make other weights."""
+    """Return a record of how a program's own optimizer and scheduler begin: others make other weights."""
     if not isinstance(task, ReadyObjects) or task.given.optimizer is None:
         return {}
     return {"optimizer": OwnRates(task.given.optimizer, task.given.scheduler, every=1).record()}
@@ -262,7 +262,7 @@ def _fit(optimizer: Any, model: nn.Module) -> tuple[str, ...]:
 
 
 def _is_by_epoch(optimizer: Any, scheduler: Any, interval: str | None) -> bool:
-    """Whether the scheduler is stepped after each epoch. Raises BadInputError where that is not said."""
+    """Return True if the scheduler is stepped after each epoch. Raises BadInputError if that is not given."""
     if scheduler is None:
         if interval is not None:
             raise BadInputError("scheduler_interval", interval, "needs scheduler= as well")
@@ -311,7 +311,7 @@ def _loss_of(
 
 
 def _models_own(model: nn.Module, batch: Batch) -> Tensor:
-    """As models of transformers have it: with labels in the batch their output has a loss."""
+    """Return the loss of a model's output, as models of transformers give it for a batch with labels."""
     outputs = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
@@ -344,7 +344,7 @@ def _composed(
 
 
 class _Loader:
-    """What of a DataLoader, or a SafeDataLoader, is taken over: its data, how batches are made, and its settings."""
+    """The parts of a DataLoader, or a SafeDataLoader, that are used: its data, its collation, and its settings."""
 
     def __init__(self, loader: Any, word: str) -> None:
         """Raise BadInputError for what cannot be. ``word``: what the program calls it."""
@@ -363,7 +363,7 @@ class _Loader:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What it says that is a setting here, by key."""
+        """The loader's values that are settings here, by key."""
         loader = self._loader
         found: dict[str, object] = {
             "data.batch_size": self.batch_size,
@@ -413,7 +413,7 @@ class _Loader:
         raise self._refused(expected)
 
     def _order_of(self, sampler: Any) -> dict[str, Any]:
-        """What of :class:`Datasets` says in which order the samples come."""
+        """Return the arguments of :class:`Datasets` for the order of the samples."""
         size = None if is_stream(self.dataset) else self._size()
         if size is None or (sampler is None and isinstance(self._loader, SafeDataLoader)):
             return {"shuffle": getattr(self._loader, "shuffle", True)}

@@ -1,4 +1,4 @@
-"""Where a run begins and what it goes back to: checkpoints that are read, compared and taken over."""
+"""Finds the checkpoint that a run begins with or rolls back to, compares it, and restores it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _leave_amid_skipped(settings: Settings, state: TrainState, store: Checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenUp:
-    """Where a process begins: ``loaded`` is None at the very first start, and where it loads nothing.
+    """The start of a process: ``loaded`` is None at the very first start, and if it loads nothing.
 
     ``run_id``: of the run that is resumed; empty where none is.
     """
@@ -246,7 +246,7 @@ def _forget_other_end(settings: Settings, workload: Workload, state: TrainState)
 
 
 def is_complete(workload: Workload, state: TrainState) -> bool:
-    """Whether ``state`` is one after which this run trains no step."""
+    """Return True if the run trains no further step from ``state``."""
     return state.committed_step >= workload.length.total_steps or (
         state.committed_step > 0 and (state.monitor.target_reached or state.improvement.is_over)
     )

@@ -1,6 +1,6 @@
-"""What surrounds a trainer: who forms generations, who hears of progress and faults.
+"""The surroundings of a trainer: they form generations, and hear of progress and faults.
 
-``rank`` implements it for supervised runs; :class:`LocalRuntime` serves a single process and an
+``rank`` implements them for supervised runs; :class:`LocalRuntime` serves a single process and an
 outside launcher, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
@@ -54,12 +54,12 @@ STORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Where a rank stands. ``loads``: whether it starts from the newest checkpoint or empty.
+    """The place of a rank in its run. ``loads``: it starts from the newest checkpoint or empty.
 
     ``short_of_memory_in``: the phase in which its predecessor ended for lack of memory, if it did;
-    ``learnt``: what that one changed, and reported, before it ended. ``device_free_bytes``: what was free
-    on its GPU when the first process of this rank came, where the GPU is its own; 0: nobody knows.
-    ``preload``: where the memory of the run's training and validation samples is; empty without a supervisor.
+    ``learnt``: the changes that the predecessor reported before it ended. ``device_free_bytes``: the free memory
+    of its GPU when the first process of this rank started, if the rank has the GPU alone; 0: unknown.
+    ``preload``: the memory of the run's training and validation samples; empty without a supervisor.
     """
 
     rank: int
@@ -91,12 +91,12 @@ class RankInfo:
 
     @property
     def devices(self) -> int:
-        """How many devices have a part of each of this rank's batches."""
+        """The number of devices that share each of this rank's batches."""
         return 1 + len(self.other_devices)
 
     @property
     def computing_devices(self) -> int:
-        """Of all ranks: the ``batch_size`` is that of each."""
+        """The number of devices of all ranks: the ``batch_size`` is that of each."""
         return self.world_size * self.devices
 
 
@@ -131,11 +131,11 @@ class Runtime(Protocol):
         ...
 
     def stop_asked(self) -> StopReason | None:
-        """Whether this rank should vote for the run to stop after the step."""
+        """Return the reason why this rank should vote for the run to stop after the step, or None."""
         ...
 
     def save_asked(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Return True if a checkpoint was asked for since the last call."""
         ...
 
     def order(self, order: WriteCopy) -> CopyWritten:
@@ -143,15 +143,15 @@ class Runtime(Protocol):
         ...
 
     def take_owed(self) -> WriteCopy | None:
-        """What a rank before this one has ordered, and is still to be answered; asked once."""
+        """Return the order of a previous rank process that is still unanswered; asked once."""
         ...
 
     def survives(self, fault: Fault) -> bool:
-        """Whether this process goes on after ``fault``; else the trainer raises it."""
+        """Return True if this process continues after ``fault``; else the trainer raises it."""
         ...
 
     def training_loss(self, loss: Loss) -> Loss:
-        """What training computes: ``loss``, with what is injected into it where that was asked for."""
+        """Return the loss that training computes: ``loss``, with injected faults if they were asked for."""
         ...
 
 
@@ -444,7 +444,7 @@ class ProgressLine:
 
 
 def _can_redraw() -> bool:
-    """Whether the reader takes a carriage return as one: a terminal, or a notebook's output."""
+    """Return True if the reader handles a carriage return: a terminal, or a notebook's output."""
     if "ipykernel" in sys.modules:
         return True
     try:

@@ -137,7 +137,7 @@ class SaveRoom:
                 slots.clear()
 
     def _has_room_for(self, needed_bytes: int) -> bool:
-        """Whether a copy of the state fits beside it. What is held for copies may be of a smaller state."""
+        """Return True if a copy of the state fits into memory. The memory held for copies may be of a smaller state."""
         if self.slots is not None:
             more_bytes = COPIES_HELD * needed_bytes - self.saver.memory.size_bytes
             if self._fits(more_bytes) and not self._has_been_short():
@@ -151,7 +151,7 @@ class SaveRoom:
         return False
 
     def _has_been_short(self) -> bool:
-        """Whether memory is short, as it was at the save before: what another program takes for a moment counts for nothing."""
+        """Return True if memory is short now and was at the last save: a short peak does not count."""
         was_short, self._was_short = self._was_short, self._memory.host_is_short
         return was_short and self._was_short
 

@@ -177,7 +177,7 @@ class Saving:
         return self._save_last(reason.value, compare_s=compare_s)
 
     def _begin_file(self) -> None:
-        """While another save is under way this one is put off: made of a later step, once that ended."""
+        """Begin a save, or put it off while another one is under way: it is then made of a later step."""
         # One that was dropped has put this one off, and has ended by now.
         self._collect(timeout_s=0.0 if self.policy.is_put_off else PATIENCE_S)
         match self.policy.comes_due(is_busy=self._saver.is_busy):
@@ -240,7 +240,7 @@ class Saving:
         return not self._is_copying
 
     def _has_to_make_up(self) -> bool:
-        """Whether the newest save that was due is on no disk, nor on its way there."""
+        """Return True if the newest save that was due is on no disk, nor on its way there."""
         policy, formed_again = self.policy, self._runtime.slot.get(Cell.GENERATION) > 1
         if policy.saves_by_time and formed_again and not policy.is_pausing:
             self._take_over_interval()
@@ -258,7 +258,7 @@ class Saving:
         return max((entry.step for entry in self._store.catalog.entries()), default=0)
 
     def _wants_file(self) -> bool:
-        """Whether a save should come after the next step; one that has ended is reported."""
+        """Return True if a save should follow the next step; one that has ended is reported."""
         self._collect(timeout_s=0.0)
         now_s, step_s = time.monotonic(), self._step_s
         if news := self.policy.news(now_s=now_s, step_s=step_s):
@@ -266,7 +266,7 @@ class Saving:
         return self.policy.wants_file(now_s=now_s, step_s=step_s, is_busy=self._saver.is_busy)
 
     def _wants_copy(self) -> bool:
-        """Whether the state should be copied into memory after the next step."""
+        """Return True if the state should be copied into memory after the next step."""
         return self._room.slots is not None and self.policy.wants_copy(
             self._state.committed_step + 1,
             now_s=time.monotonic(),
@@ -379,7 +379,7 @@ class Saving:
         return {**self._state.capture_for_file(), "versions": versions()}
 
     def facts(self, state: Mapping[str, Any], reason: str) -> CheckpointFacts:
-        """What a file with ``state``, captured now, says of itself."""
+        """Return the facts about a file with ``state``, captured now."""
         step, workload = self._state.committed_step, self._workload
         monitor = self._state.monitor
         return CheckpointFacts(
@@ -509,7 +509,7 @@ class Saving:
 
     @contextlib.contextmanager
     def _at_disk(self) -> Iterator[None]:
-        """Around what the training thread gives to a save: shown, and counted."""
+        """Show and count the time that the training thread spends on a save."""
         began_ns = time.monotonic_ns()
         self._runtime.slot.stamp(Phase.CHECKPOINT, began_ns)
         try:

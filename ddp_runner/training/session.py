@@ -47,7 +47,7 @@ class StepInHand:
 
 
 class Outcome(Enum):
-    """What a step that was made leads to."""
+    """What the session does after a finished step."""
 
     GOES_ON = auto()
     WENT_BACK = auto()  # to an older state, of which nothing is due
@@ -55,11 +55,11 @@ class Outcome(Enum):
 
 
 class StepMaker(Protocol):
-    """What is trained in a generation. Every rank calls its methods at the same places."""
+    """Makes the steps of a generation. Every rank calls its methods at the same places."""
 
     @property
     def at_end(self) -> bool:
-        """Whether all steps of the run are made."""
+        """True if all steps of the run are made."""
         ...
 
     def bucket_sizes(self) -> str:
@@ -67,11 +67,11 @@ class StepMaker(Protocol):
         ...
 
     def settle(self) -> None:
-        """Before the first step: bring DDP's bucket layout to its final form."""
+        """Bring DDP's bucket layout to its final form before the first step."""
         ...
 
     def adapt(self) -> None:
-        """Before a step: try what may be faster."""
+        """Try, before a step, a change that may be faster."""
         ...
 
     @property
@@ -88,11 +88,11 @@ class StepMaker(Protocol):
         ...
 
     def wrap_again(self) -> None:
-        """After a step that raised WrapAgainError, which is begun again."""
+        """Wrap the model again after a step that raised WrapAgainError, and that is repeated."""
         ...
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
-        """After a step that was made, with what is due after it."""
+        """Handle the result of a step, and do what is due after it."""
         ...
 
     def evaluate(self) -> StopReason | None:
@@ -100,11 +100,11 @@ class StepMaker(Protocol):
         ...
 
     def must_keep(self) -> bool:
-        """Whether the evaluation of now has found the best so far, which the run's end needs."""
+        """Return True if the present evaluation has found the best so far, which the run's end needs."""
         ...
 
     def gather(self) -> None:
-        """Before the state is captured: learn what of it each rank alone knows."""
+        """Collect, before the state is captured, the parts that each rank alone knows."""
         ...
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class Session:
 
     @contextlib.contextmanager
     def step(self, step: StepInHand) -> Iterator[None]:
-        """Around the making of a step that was begun. What it raises passes, but for WrapAgainError."""
+        """Return a context for making a step that was begun. Its errors pass, except for WrapAgainError."""
         try:
             yield
         except WrapAgainError:
@@ -203,7 +203,7 @@ class Session:
         self._account(step, step.result)
 
     def _pass_boundary(self) -> StopReason | None:
-        """What is due after the step in hand; before the first one, what was cut short."""
+        """Do what is due after the current step; before the first one, what was cut short."""
         step, self._step = self._step, None
         if step is None:
             return self._take_up()
@@ -214,7 +214,7 @@ class Session:
         return self._after(step, step.result)
 
     def _take_up(self) -> StopReason | None:
-        """Before the first step of a generation, or after a roll-back at the end of training."""
+        """Prepare for the first step of a generation, or for the end of training after a roll-back."""
         if self._state.monitor.target_reached:  # by the run that is being resumed
             return StopReason.COMPLETED
         self._runtime.slot.set(Cell.COLLECTIVES, collectives_begun())
@@ -246,7 +246,7 @@ class Session:
         self._side.compare([json.loads(answer) for answer in answers])
 
     def _aside_ns(self) -> int:
-        """What of steps was given to saves and comparisons, so far."""
+        """Return the time of steps that saves and comparisons have taken so far."""
         slot = self._runtime.slot
         return slot.get(Cell.CHECKPOINT_NS) + slot.get(Cell.COMPARISON_NS)
 
@@ -313,7 +313,7 @@ class Session:
     def _run_due(
         self, *, evaluate_now: bool, save_now: bool, copy_now: bool, compare_now: bool
     ) -> StopReason | None:
-        """What is due at this boundary. What is to be saved is compared too."""
+        """Do what is due at this boundary. A state that is saved is compared too."""
         if evaluate_now:
             stop = self._maker.evaluate()
             if stop is not None:
@@ -380,5 +380,5 @@ class Session:
         return True
 
     def _count_done(self) -> None:
-        """At the end of a run no step can be committed: to have come further than before is progress."""
+        """Count the step as progress at the end of a run, when no step can be committed."""
         self._runtime.slot.count_done(self._state.committed_step)

@@ -1,4 +1,4 @@
-"""Where a stage of a run begins: with which weights and counts, or in which other stage the run goes on."""
+"""Finds the start of a stage: its weights and counts, or the other stage in which the run resumes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def of_this_stage(settings: Settings, loaded: Loaded | None) -> Loaded | None:
 
 
 def is_of_stage(settings: Settings, loaded: Loaded) -> bool:
-    """Whether a state was captured in the stage of ``settings``; always, without stages."""
+    """Return True if a state was captured in the stage of ``settings``; always, without stages."""
     stage, place = StageOfFile.from_about(loaded.manifest.about), settings.stage
     if place is None or stage is None:
         return place is None and stage is None
@@ -86,7 +86,7 @@ def note_changed_stages(settings: Settings, state: TrainState, loaded: Loaded) -
 
 
 def begin_of(settings: Settings) -> Manifest | None:
-    """What the checkpoint says at which the stage begins; None where the run begins with it."""
+    """Return the manifest of the checkpoint with which the stage begins; None if the run begins with it."""
     if not steps_before(settings.stage):
         return None
     folder = Path(settings.run.checkpoint_dir)
@@ -100,7 +100,7 @@ def begin_of(settings: Settings) -> Manifest | None:
 
 @contextlib.contextmanager
 def of_its_stage(settings: Settings) -> Iterator[None]:
-    """Around the reading of what a stage begins with: a BadInputError from there says of which one it is."""
+    """Name the stage in a BadInputError that is raised while its start weights are read."""
     try:
         yield
     except BadInputError as error:

@@ -212,7 +212,7 @@ class TrainState:
         self.start = record_of(frozen, init_from=init_from)
 
     def capture_for_file(self) -> dict[str, Any]:
-        """As :meth:`capture`, without what is left out of files. Reads all of that, to see that it is unchanged."""
+        """Capture without the weights that files leave out; reads these, to see that they are unchanged."""
         captured = self.capture()
         if not self.only_trained or not self.start:
             return captured
@@ -225,9 +225,9 @@ class TrainState:
         return without(captured, names)
 
     def steady_tensors(self) -> list[Tensor]:
-        """What of a captured state only a commit or a restore changes, never forward or backward.
+        """Return the tensors of a captured state that only a commit or a restore changes, never forward or backward.
 
-        A tensor that shares its memory with what forward may write is none of them.
+        A tensor that shares its memory with what forward may write is not among them.
         """
         tensors = [parameter.detach() for parameter in self.model.parameters()]
         for parameter in self.optimizer.state:
@@ -246,7 +246,7 @@ class TrainState:
         return {storage_key(one) for one in changing}
 
     def replicated(self) -> dict[str, Tensor]:
-        """What must be the same on every rank after a commit, by name; references, in one order."""
+        """Return the tensors that must be equal on every rank after a commit, by name; references, in one order."""
         weights, learnt = self.replicated_parts()
         return {**weights, **learnt}
 
@@ -383,7 +383,7 @@ class TrainState:
             self.model.train()
 
     def flags(self) -> list[bool]:
-        """Which parameters require a gradient, in the model's order; asked for in every forward."""
+        """Return which parameters require a gradient, in the model's order; asked for in every forward."""
         return [parameter.requires_grad for parameter in self._parameters]
 
     def put_flags(self, flags: list[bool]) -> None:
@@ -467,7 +467,7 @@ class TrainState:
         return self.monitored(monitor) if is_judged else None
 
     def judge(self, value: float, *, monitor: Monitor) -> None:
-        """What an evaluation of the state as it is has found may be the best; once more, it takes its own place."""
+        """Judge the present state by its evaluation: it may be the best; judged again, it replaces itself."""
         # INVARIANT best-of-the-course: which state is the best follows from the steps and evaluations of the run, not
         # from what else was saved: a state is judged at its own evaluation, and never by that of another.
         # Broken if: a file between two evaluations is judged by the older one's figure.
@@ -484,7 +484,7 @@ class TrainState:
         self.judged_step = EMPTY_STEP
 
     def take_lost(self) -> list[str]:
-        """What of a given-up step, or of another process, could not be put back, since this was asked."""
+        """Return what could not be restored of a given-up step, or of another process, since the last call."""
         found, self.lost = [f"model.{name}" for name in self.lost], []
         return found + self.side.take_lost()
 

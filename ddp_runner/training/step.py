@@ -33,7 +33,7 @@ _NO_VOTES = (0.0,) * len(Signal)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
-    """What stays the same for every step of a generation."""
+    """The values that stay the same for every step of a generation."""
 
     seed: int
     rank: int
@@ -48,7 +48,7 @@ class StepRules:
 
     @property
     def unit(self) -> float:
-        """Of totals and weights that are summed: a power of two, so that no bit of them is lost, and small enough."""
+        """The factor of summed totals and weights: a power of two, so that no bit is lost, and small enough."""
         return 2.0 ** -(self.global_batch - 1).bit_length()
 
 
@@ -121,7 +121,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[ShareNotes]:
-        """For the length of a step that is run inside: what this rank's own share of it comes to."""
+        """Note the results of this rank's own share of a step that is run inside."""
         if self._notes is not None:  # somebody else wants them too
             yield self._notes
             return
@@ -235,7 +235,7 @@ class Stepper:
         return norm
 
     def _measure(self, scale: float) -> Tensor | None:
-        """After the sum over ranks: means of totals. The norm, but of scaled gradients: not before they are not."""
+        """Return the gradient norm after the sum over ranks, unless gradients are still scaled; divide totals first."""
         if self._replica.sums_totals:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             self._replica.divide_by_weight(gradients, scale=scale)
@@ -260,7 +260,7 @@ class Stepper:
         return torch.nn.utils.get_total_norm(gradients)
 
     def _learning_rate(self) -> float:
-        """Of the step in hand, as the schedule has it and what was lowered since."""
+        """Return the learning rate of the current step: the schedule's, with all reductions since."""
         state = self._state
         spikes = state.loss_spikes.rate_factor(state.own_step)
         factors = (state.tuning.rate_factor, spikes, state.improvement.rate_factor)
@@ -421,7 +421,7 @@ def agreed_votes(signals: Sequence[float], *, ranks: int = 1) -> Votes:
 
 
 def agreed_save(votes: float) -> bool:
-    """Whether the sum of all votes has one for a file, and not only that for a copy in memory."""
+    """Return True if the sum of all votes has one for a file, and not only that for a copy in memory."""
     return votes > (1.0 + COPY_VOTE) / 2
 
 

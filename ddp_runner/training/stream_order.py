@@ -1,4 +1,4 @@
-"""How long an iterable dataset is, in steps, and what of its order is part of a run's state."""
+"""Determines the length of an iterable dataset in steps, and the part of its order that is a run's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_runner.data.workers.count import AUTO
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether it gives items one after the other, and none by its number."""
+    """Return True if the dataset gives items one after the other, and none by its number."""
     return (
         isinstance(dataset, IterableDataset)
         or is_sharded(dataset)
@@ -28,12 +28,12 @@ def is_stream(dataset: Any) -> bool:
 
 
 def position_in(order: StreamOrder) -> StreamPosition | ShardPositions:
-    """Where a run stands in its stream, at its begin."""
+    """Return a run's position at the beginning of its stream."""
     return ShardPositions() if order.is_sharded else StreamPosition()
 
 
 def named_data(order: SampleOrder, dataset: Any) -> str:
-    """What a resume is held against where data has no fingerprint: its kind and size."""
+    """Return the kind and size of the data, which a resume compares if data has no fingerprint."""
     if not isinstance(order, StreamOrder):
         return f"{order.dataset_size} samples"
     return f"a stream of {dataset.shards} shards" if order.is_sharded else "a stream"

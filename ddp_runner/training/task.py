@@ -58,13 +58,13 @@ class Datasets:
 
     @property
     def validates_by_default_collate(self) -> bool:
-        """Whether training has a collate function, and evaluations take torch's."""
+        """True if training has a collate function, and evaluations take torch's."""
         is_alone = self.collate is not None and self.validation_collate is None
         return is_alone and bool(self.validation_sets)
 
     @property
     def validation_sets(self) -> dict[str, Dataset[Any]]:
-        """By name, in order: none, one without a name, or several."""
+        """The validation data by name, in order: none, one without a name, or several."""
         given = self.validation
         if given is None:
             return {}
@@ -76,7 +76,7 @@ class Datasets:
 
 @runtime_checkable
 class Task(Protocol):
-    """What to train. An instance is made once per rank process: ``NAME(settings)``, ``NAME(**task)`` or ``NAME()``.
+    """The interface of a task. A rank makes one instance: ``NAME(settings)``, ``NAME(**task)`` or ``NAME()``.
 
     A model may be built on any rank and must not depend on it: seeds are set before the call.
     """
@@ -147,7 +147,7 @@ class Measures(Protocol):
 
 @runtime_checkable
 class BuildsMetrics(Protocol):
-    """What a task with :class:`Measures` may also have, for figures that are no sum over a weight."""
+    """An optional interface of a task with :class:`Measures`, for figures that are no sum over a weight."""
 
     def build_metrics(self) -> Mapping[str, Any]:
         """Name -> an object with ``reset()``, ``update(...)`` and ``compute()``, made once for a process.
@@ -189,7 +189,7 @@ class TakesSettings(Protocol):
 
 
 def checked_datasets(given: object, *, task: str) -> Datasets:
-    """What ``build_datasets()`` returned. Raises BadInputError, which says what to write, for anything else."""
+    """Return the result of ``build_datasets()``. Raises BadInputError, which says what to write, if it is illegal."""
     if not isinstance(given, Datasets):
         write = "Datasets(train=...)"
         if given is None:
@@ -217,7 +217,7 @@ def checked_datasets(given: object, *, task: str) -> Datasets:
 
 
 def checked_model(given: object, *, task: str) -> nn.Module:
-    """What ``build_model()`` returned. Raises BadInputError, which says what to write, for anything else."""
+    """Return the result of ``build_model()``. Raises BadInputError, which says what to write, if it is illegal."""
     if isinstance(given, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         write = "the module inside it: this run wraps it"
     elif isinstance(given, nn.Module):

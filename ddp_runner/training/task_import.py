@@ -108,7 +108,7 @@ def import_task_module(spec: str) -> ModuleType:
 
 
 def task_sha256(spec: str) -> str:
-    """Of the file that ``spec`` was imported from in this process, or in the one that it was forked from.
+    """Return the digest of the file that ``spec`` was imported from in this process, or in the one it was forked from.
 
     Empty for a built-in task, and for a module without a file.
     """
@@ -116,7 +116,7 @@ def task_sha256(spec: str) -> str:
 
 
 def task_modules(spec: str) -> Mapping[str, str]:
-    """Of the files that the task's file imports and nobody installed, by name; as :func:`task_sha256`."""
+    """Return the digests of the uninstalled files that the task's file imports, by name; as :func:`task_sha256`."""
     return _MODULES_OF_SPEC.get(spec, {})
 
 
@@ -361,7 +361,7 @@ def _evaluated(parameter: inspect.Parameter, names: dict[str, Any]) -> inspect.P
 
 
 def unfit(value: object, parameter: inspect.Parameter) -> str:
-    """What ``value`` should be for ``parameter``, in words; empty where it fits."""
+    """Return what ``value`` should be for ``parameter``, in words; empty if it fits."""
     annotation, default = parameter.annotation, parameter.default
     if annotation is not parameter.empty:
         return "" if _fits(value, annotation) or value is default else _in_words(annotation)

@@ -91,7 +91,7 @@ def slips(kind: type) -> list[tuple[str, str]]:
 
 
 def _fits(kind: type, name: str, hook: str) -> bool:
-    """Whether it could be called as the hook is."""
+    """Return True if the method can be called like the hook."""
     method = inspect.getattr_static(kind, name)
     is_bound = inspect.isfunction(method)
     if not is_bound and not isinstance(method, (staticmethod, classmethod)):
@@ -105,7 +105,7 @@ def _fits(kind: type, name: str, hook: str) -> bool:
 
 
 def _uncalled(kind: type, names: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Those of ``names`` that are methods of the user's, and that no file of the user's names."""
+    """Yield those of ``names`` that are the user's methods, and that none of the user's files mentions."""
     own = {name for one in _users_classes(kind) for name in vars(one)}
     wanted = [name for name in names if name in own and callable(getattr(kind, name))]
     if not wanted:
@@ -121,7 +121,7 @@ def _users_classes(kind: type) -> list[type]:
 
 
 def _names_in_files(kind: type) -> set[str] | None:
-    """What the task's file, and the user's modules in its folder, call or mention; None where that cannot be read."""
+    """Return the names that the task's file and the user's modules in its folder mention; None if unreadable."""
     paths = {path for one in _users_classes(kind) if (path := _file_of(one))}
     folders = {path.parent for path in paths}
     for module in list(sys.modules.values()):

@@ -100,7 +100,7 @@ class TaskSteps:
 
     @property
     def at_end(self) -> bool:
-        """Whether all steps of the run are made."""
+        """True if all steps of the run are made."""
         return self._state.committed_step >= self._workload.length.total_steps
 
     def make(self, micro_batches: list[MicroBatch], *, votes: Votes) -> StepResult | None:
@@ -147,9 +147,9 @@ class TaskSteps:
         raise _flips()
 
     def wrap_again(self) -> None:
-        """After forward has changed which parameters require a gradient, which DDP does not expect.
+        """Wrap the model after forward has changed which parameters require a gradient, which DDP does not expect.
 
-        Raises FaultError where a step does so again and again.
+        Raises FaultError if a step does so again and again.
         """
         self._wraps += 1
         if self._wraps == WRAPS_MAX:
@@ -251,7 +251,7 @@ class TaskSteps:
         self._loader.gather(self._peers, step=self._state.committed_step)
 
     def _go_back(self) -> None:
-        """After a roll-back: its state may have the shards of other ranks than those of this generation."""
+        """Reset the loader after a roll-back: the state may have other ranks' shards than this generation."""
         self._loader.go_back(self._peers, step=self._state.committed_step)
 
     def evaluate(self) -> StopReason | None:
@@ -260,9 +260,9 @@ class TaskSteps:
         return self._watch_improvement() if stop is None else stop
 
     def must_keep(self) -> bool:
-        """Whether the evaluation of now has found the best so far, and that is to be the run's end, or a stage's begin.
+        """Return True if the present evaluation has found the best so far, and the run's end or a later stage uses it.
 
-        Not what a run or a stage begins with: that is in another file.
+        False for the state that a run or a stage begins with: it is in another file.
         """
         state = self._state
         is_best = state.best.step == state.committed_step and state.own_step > 0
@@ -270,7 +270,7 @@ class TaskSteps:
         return is_best and uses_best(settings.stage, load_best_at_end=settings.run.load_best_at_end)
 
     def _watch_improvement(self) -> StopReason | None:
-        """After an evaluation: COMPLETED where the figure has not improved for too long, on all ranks alike."""
+        """Return COMPLETED after an evaluation if the figure has not improved for too long; the same on all ranks."""
         state, monitor = self._state, self._workload.monitor
         value = state.monitored(monitor)
         if value is None:
@@ -303,7 +303,7 @@ class TaskSteps:
             report_inexact(parts, compiler.inexact_reason)
 
     def bucket_sizes(self) -> str:
-        """As the replica's."""
+        """Return the bucket sizes of the replica."""
         return self._replica.bucket_sizes()
 
     def _wrap(self) -> None:
@@ -350,7 +350,7 @@ class TaskSteps:
         self._wrap()
 
     def _own_gradient_norm(self, step: int) -> float | None:
-        """Of ``step``, from what it was given; None where that cannot be had again in short time."""
+        """Return the gradient norm of ``step`` from its own batches; None if these cannot be loaded again soon."""
         if self._workload.norms.names or not self._loader.gives_again(step):
             return None  # of layers over ranks also where one rank has no batches any more
         return self._stepper.own_gradient_norm(self.take(step))
@@ -411,7 +411,7 @@ class TaskSteps:
         )
 
     def _watch_scale(self, result: StepResult) -> None:
-        """In fp16: say that its loss scale only falls, on all ranks alike, and once."""
+        """Warn once if the loss scale of fp16 only falls; it is the same on all ranks."""
         if result.loss_scale is None:
             return
         warning = self._state.precision.watch(step=result.step, before=result.loss_scale)
@@ -451,7 +451,7 @@ class _Peers:
         self._group, self._slot = group, slot
 
     def exchange(self, name: str, value: str) -> list[str]:
-        """As the group's."""
+        """Exchange values through the group."""
         with waiting_for_peers(self._slot):
             return self._group.exchange(name, value)
 
@@ -474,12 +474,11 @@ class StreamWatch:
         self._has_warned = False
 
     def compare(self, place: tuple[int, int, str] | None, *, step: int, is_due: bool) -> None:
-        """After ``step``, on all ranks; at a generation's steps 1, 2, 4, 8 and so on, and where it ``is_due``.
+        """Compare all ranks' streams after ``step``: at a generation's steps 1, 2, 4, 8 ..., and if it ``is_due``.
 
         ``place``: see :meth:`Source.place`; of None nothing is compared.
-
         Warns once of streams that give other items at the same place, which is not exact; raises
-        FaultError where they do not stand at the same place, as streams of different lengths do after
+        FaultError if they are not at the same place, as streams of different lengths are after
         an epoch.
         """
         done = step - self._first_step

@@ -1,4 +1,4 @@
-"""What a rank has to say before it trains, and how its training ended. Never decides when."""
+"""Builds a rank's messages before it trains, and about the end of its training. Never decides when."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """How a rank's training ended. ``loss`` is of the last committed step over all ranks.
+    """The result of a rank's training. ``loss`` is of the last committed step over all ranks.
 
     ``model`` is the trained one, ready for use (``eval()``, with the average where ``ema_decay`` keeps
     one); None under a supervisor, whose ranks end with their processes.
@@ -59,11 +59,11 @@ class TrainReport:
 
 
 class Built(Protocol):
-    """What a rank has built, as far as people are shown it before training."""
+    """The parts that a rank has built, as far as people are shown them before training."""
 
     @property
     def settings(self) -> Settings:
-        """Of the run."""
+        """The settings of the run."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class Built(Protocol):
 
     @property
     def state(self) -> TrainState:
-        """As it was built or loaded."""
+        """The state as it was built or loaded."""
         ...
 
     @property
@@ -83,17 +83,17 @@ class Built(Protocol):
 
     @property
     def store(self) -> CheckpointStore:
-        """Where checkpoints go."""
+        """The store of the checkpoints."""
         ...
 
     @property
     def runtime(self) -> Runtime:
-        """Of this rank."""
+        """The runtime of this rank."""
         ...
 
 
 def start_notes(parts: Built) -> tuple[str, ...]:
-    """What data, precision and loader have to say before training, a line each; secrets are ``***``."""
+    """Return the notes of data, precision and loader before training, a line each; secrets are ``***``."""
     hidden = parts.runtime.logger.hidden
     found = (
         *parts.workload.notes,
@@ -105,7 +105,7 @@ def start_notes(parts: Built) -> tuple[str, ...]:
 
 
 def block_of(parts: Built) -> tuple[str, ...]:
-    """What runs, in lines for people."""
+    """Return a description of the run, in lines for people."""
     settings, workload, state = parts.settings, parts.workload, parts.state
     ranks, on_cpu = parts.runtime.rank_info.world_size, workload.device.type == "cpu"
     is_task = isinstance(workload, TaskWorkload)
@@ -154,13 +154,13 @@ def _schedule_words(settings: Settings, workload: Workload) -> str:
 
 
 def _left_out(state: TrainState) -> int:
-    """How many numbers of parameters checkpoints leave out, as far as anybody can say before."""
+    """Return the number of elements that checkpoints leave out, as far as it is known before."""
     hashes = state.start.get("hashes", {}) if state.only_trained else {}
     return sum(one.numel() for name, one in state.named_parameters() if name in hashes)
 
 
 def ready_message(parts: RankParts, run_id: str, *, is_first: bool) -> Ready:
-    """What this rank has, as the supervisor gets it. ``run_id``: of what is resumed, if anything is.
+    """Return this rank's message for the supervisor. ``run_id``: of the resumed run, if any.
 
     ``is_first``: this process has trained in no generation yet.
     """
@@ -190,7 +190,7 @@ def ready_message(parts: RankParts, run_id: str, *, is_first: bool) -> Ready:
 
 
 def report_of(parts: RankParts, reason: StopReason) -> TrainReport:
-    """What there is to say now; every rank computes the digest of its own weights."""
+    """Return the report at this time; every rank computes the digest of its own weights."""
     state, length = parts.state, parts.workload.length
     return TrainReport(
         reason=reason,

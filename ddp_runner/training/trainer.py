@@ -105,7 +105,7 @@ class DDPTrainer:
         self._parts: TaskParts | None = None  # the same
 
     def info(self) -> dict[str, Any]:
-        """What is trained, where and how, as plain values; may be called at any time.
+        """Return the task, device, run and model as plain values; may be called at any time.
 
         ``task``, ``name``, ``rank``, ``world_size``, ``device``, ``mode``, ``gpu_count`` (of all ranks), ``log_dir``, ``checkpoint_dir``,
         ``versions``; once :meth:`train` has built it also ``run_id``, ``precision``, ``parameters`` and ``trained_parameters`` (numbers
@@ -117,7 +117,7 @@ class DDPTrainer:
         return info_of(self.settings, self._runtime, self._parts)
 
     def performance(self) -> dict[str, float | None]:
-        """How fast this process trains, and what it needs, since it began; may be called at any time.
+        """Return the speed of this process and its resources since it began; may be called at any time.
 
         ``steps`` that it made, ``train_s`` in them (seconds; the wait for data included, saves and evaluations
         not), ``data_wait_s``, ``checkpoint_s``, ``comparison_s`` and ``evaluation_s``; ``steps_per_s``, ``samples_per_s``
@@ -180,7 +180,7 @@ class DDPTrainer:
 
 
 def info_of(settings: Settings, runtime: Runtime, parts: TaskParts | None) -> dict[str, Any]:
-    """Of :meth:`DDPTrainer.info`; ``parts``: what was built, once it is."""
+    """Return the values of :meth:`DDPTrainer.info`; ``parts``: what was built, once it is."""
     info = runtime.rank_info
     found: dict[str, Any] = {
         "task": settings.run.task,
@@ -246,7 +246,7 @@ def device_record(device: torch.device) -> dict[str, Any]:
 
 
 def performance_of(runtime: Runtime, parts: TaskParts | None) -> dict[str, float | None]:
-    """Of :meth:`DDPTrainer.performance`."""
+    """Return the values of :meth:`DDPTrainer.performance`."""
     slot, reading = runtime.slot, runtime.slot.read()
     steps = slot.get(Cell.OWN_STEPS)
     train_s = (reading.productive_ns + reading.data_wait_ns) / 1e9

@@ -1,4 +1,4 @@
-"""What a logged step says of a rank's memory and of its speed in tokens, beside its losses. Changes nothing."""
+"""Computes a logged step's figures of memory and of speed in tokens, next to its losses. Changes nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ddp_runner.training.rank_context import TaskParts
 
 
 class UseFigures:
-    """Of one generation, whose model trains and freezes the same parameters; another after a change.
+    """The figures of one generation, whose model trains and freezes the same parameters; a change makes another one.
 
-    With ``log.gpu_watch_s=0`` it has nothing to say.
+    With ``log.gpu_watch_s=0`` it has no figures.
     """
 
     def __init__(self, parts: TaskParts, *, world_size: int) -> None:
@@ -25,7 +25,7 @@ class UseFigures:
         self._costs = costs_of(parts)
 
     def take(self, *, seconds: float) -> dict[str, float]:
-        """Of the time since the call before, which was ``seconds`` long."""
+        """Return the figures of the time since the previous call, which was ``seconds`` long."""
         if not self._is_on:
             return {}
         values = memory_figures(self._parts.memory)
@@ -41,7 +41,7 @@ class UseFigures:
 
 
 def memory_figures(memory: MemoryManager) -> dict[str, float]:
-    """By the newest look at memory, in bytes: of the process, of its loader workers, on its device."""
+    """Return the newest memory readings in bytes: of the process, of its loader workers, on its device."""
     reading = memory.newest()
     used = None
     if reading.device_total_bytes is not None and reading.device_free_bytes is not None:
@@ -70,7 +70,7 @@ def tokens_of(parts: TaskParts) -> float | None:
 
 
 def tokens_per_sample(task: object) -> float | None:
-    """What the task says of all its samples alike; None where it says no number above 0."""
+    """Return the task's number of tokens for each sample; None if it gives no number above 0."""
     each = getattr(task, "tokens_per_sample", None)
     if isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 < each < math.inf:
         return None
@@ -93,7 +93,7 @@ def costs_of(parts: TaskParts) -> tuple[float, float] | None:
 
 
 def speed_report(parts: TaskParts) -> dict[str, float]:
-    """What the summary makes tokens per second of, and the share of the peak, as far as it is known."""
+    """Return the figures from which the summary computes tokens per second, and the share of the peak."""
     if not parts.settings.log.gpu_watch_s:
         return {}
     found: dict[str, float] = {}
@@ -142,10 +142,10 @@ _PEAKS: tuple[tuple[tuple[str, ...], Mapping[str, float]], ...] = (
 
 
 def peak_flops(device: str, arithmetic: str) -> float | None:
-    """Of a device by torch's name for it, in one of ``fp32``, ``tf32``, ``bf16``, ``fp16``; FLOP per second.
+    """Return a device's peak FLOP per second in ``fp32``, ``tf32``, ``bf16`` or ``fp16``, by torch's name for it.
 
-    None for a device that is not in the table, an arithmetic that it is not made for, and a part of a
-    GPU (MIG), whose share of it nobody has written down.
+    None for a device that is not in the table, an arithmetic that it does not support, and a part of a
+    GPU (MIG), whose share of the peak is not published.
     """
     words = device.replace("-", " ").split()
     if "MIG" in words:
@@ -157,7 +157,7 @@ def peak_flops(device: str, arithmetic: str) -> float | None:
 
 
 def arithmetic_of(precision: str, matmul_precision: str) -> str | None:
-    """What multiplies matrices: ``precision`` as the run has it, and how torch multiplies float32.
+    """Return the arithmetic of matrix products: the run's ``precision``, or how torch multiplies float32.
 
     None for ``medium``, where torch takes what the device has.
     """
@@ -167,7 +167,7 @@ def arithmetic_of(precision: str, matmul_precision: str) -> str | None:
 
 
 def flops_per_token(*, trained: int, frozen: int) -> float:
-    """What a step needs for a token, by the parameters: 6 for a trained one, 2 for one that is frozen.
+    """Return the FLOP that a step needs for a token, by the parameters: 6 for a trained one, 2 for a frozen one.
 
     Two in forward, two for the gradient of the weight, two for that of its input: 6N of Kaplan et al.
     (2020, section 2.1). Attention over the sequence and activations that are computed again are left out,

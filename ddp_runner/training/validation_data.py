@@ -84,10 +84,10 @@ def monitor_for(
     objects: Mapping[str, Any],
     device: torch.device,
 ) -> Monitor:
-    """What ``checkpoint.monitor`` means here. Raises BadInputError where nothing gives such a figure, or it is a loss that is to rise.
+    """Return the figure of ``checkpoint.monitor``. Raises BadInputError if it does not exist, or is a loss to maximize.
 
-    The losses are known by name. For any other one batch is evaluated, which leaves nothing behind; so it is where
-    the batches of training and of evaluations are made by other functions, so that what does not fit is refused now.
+    The losses are known by name. For any other figure one batch is evaluated, which leaves no trace; also if
+    training and evaluations have different collate functions, so that a mismatch is refused now.
     """
     wanted, mode = settings.checkpoint.monitor, settings.checkpoint.mode
     sets = {name: one for name, one in datasets.validation_sets.items() if len(one)}  # type: ignore[arg-type] # map-style

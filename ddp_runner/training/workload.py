@@ -114,7 +114,7 @@ class Workload:
     def first_state(
         self, settings: Settings, state: TrainState, store: CheckpointStore
     ) -> dict[str, Any]:
-        """What the run began with, made once more. Raises FaultError where that cannot be."""
+        """Return the state that the run began with, made once more. Raises FaultError if that is impossible."""
         del settings, state
         raise FaultError(nothing_left(f"there is no checkpoint in {store.directory} yet"))
 
@@ -135,19 +135,19 @@ class TaskWorkload(Workload):
 
     @property
     def later_names(self) -> frozenset[str]:
-        """Those of ``optim.unfreeze``."""
+        """The names of the parameters of ``optim.unfreeze``."""
         return self.layers.later_names()
 
     @property
     def validation_samples(self) -> dict[str, int]:
-        """How many there are, by the name of the data; nothing without validation."""
+        """The number of samples by the name of the validation data; empty without validation."""
         sizes = {name: len(one) for name, one in self.datasets.validation_sets.items()}  # type: ignore[arg-type] # map-style
         return {name: size for name, size in sizes.items() if size}
 
     def first_state(
         self, settings: Settings, state: TrainState, store: CheckpointStore
     ) -> dict[str, Any]:
-        """As of any workload; for that time there are two models."""
+        """See :meth:`Workload.first_state`; for that time there are two models."""
         seed_all(settings.run.seed)
         # A task may keep the model that it makes, for its loss: the one that is trained must stay there.
         task = copy.copy(self.task)
@@ -486,7 +486,7 @@ def _empty_state(
 
 
 def empty_quarantine(settings: Settings, dataset_size: int) -> Quarantine:
-    """Of a dataset of which no bad sample is known yet."""
+    """Return the quarantine of a dataset with no known bad sample."""
     may_replace = settings.data.on_bad_sample == "substitute"
     bad_max = settings.data.max_bad_samples if may_replace else 0
     return Quarantine(seed=settings.run.seed, dataset_size=dataset_size, bad_max=bad_max)
@@ -509,5 +509,5 @@ def nothing_left(cause: str) -> Fault:
 
 
 def versions() -> dict[str, str]:
-    """What a checkpoint was made with."""
+    """Return the versions that a checkpoint is made with."""
     return {"python": platform.python_version(), "torch": str(torch.__version__)}

@@ -33,7 +33,7 @@ def mix64(value: int) -> int:
 
 
 def _next_mixed(value: int) -> int:
-    """One output of SplitMix64 for the state ``value`` (taken modulo 2**64)."""
+    """Return one output of SplitMix64 for the state ``value`` (taken modulo 2**64)."""
     return mix64((value + _GOLDEN) & MASK64)
 
 
@@ -81,7 +81,7 @@ def seed_offset(generator: torch.Generator, *, first: int, offset: int) -> None:
 
 
 class HostGenerators:
-    """Where the host's generators are now, to be given back any number of times.
+    """Captures the state of the host's generators, to restore it any number of times.
 
     ``with_torch``: torch's CPU generator too, and not Python's and NumPy's alone. ``also``: other generators of torch's.
     """

@@ -33,7 +33,7 @@ _LEAVES = frozenset({Tensor, torch.nn.Parameter, Hole, type(None), bool, int, fl
 
 
 class Records(Enum):
-    """What becomes of a dataclass."""
+    """The handling of a dataclass."""
 
     CLOSED = "it is left as it is"
     COPIED = "a copy, with every field replaced"
@@ -47,7 +47,7 @@ class _Opened(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Containers:
-    """Which containers are looked into besides a dict, list or tuple of exactly that type.
+    """The containers that are looked into besides a dict, list or tuple of exactly that type.
 
     ``mappings``: those of these classes; ``keeps_mappings``: they are copied with their type and attributes, else
     they become dicts. ``subclasses``: any of list and tuple, made of their entries; named tuples have their own word.
@@ -60,7 +60,7 @@ class Containers:
     records: Records = Records.CLOSED
 
     def opened(self, value: Any) -> _Opened | None:
-        """What is in ``value``, which is of another type than dict, list and tuple; None for what is not looked into."""
+        """Return the content of ``value``, which is no plain dict, list or tuple; None if it is not looked into."""
         if isinstance(value, Tensor):
             return None
         if isinstance(value, self.mappings):
@@ -122,7 +122,7 @@ def rebuilt(
 
 
 def leaves_in(value: Any, containers: Containers) -> Iterator[Any]:
-    """Every leaf, in the order in which :func:`rebuilt` comes to them."""
+    """Yield every leaf, in the order in which :func:`rebuilt` reaches them."""
     kind = type(value)
     parts: Iterable[Any] = value
     if kind is dict:
@@ -141,7 +141,7 @@ def leaves_in(value: Any, containers: Containers) -> Iterator[Any]:
 
 
 def tensors_in(value: Any, containers: Containers) -> Iterator[Tensor]:
-    """Every tensor, in the same order; one that is there twice, twice."""
+    """Yield every tensor, in the same order; one that occurs twice is yielded twice."""
     return (leaf for leaf in leaves_in(value, containers) if isinstance(leaf, Tensor))
 
 
@@ -200,7 +200,7 @@ def own_places(skeleton: Any, own: Any, found: dict[int, list[Tensor]]) -> None:
 
 
 def _are_one(value: Tensor, other: Tensor) -> bool:
-    """Whether two that begin at one place in memory are the same tensor."""
+    """Return True if two tensors that begin at one place in memory are the same tensor."""
     return (
         value.dtype == other.dtype
         and value.shape == other.shape

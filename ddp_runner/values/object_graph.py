@@ -147,7 +147,7 @@ def _once_a_kind(judge: Callable[[type], _T]) -> Callable[[type], _T]:
 
 
 class Closed(NamedTuple):
-    """What is not looked into: ``value`` is opaque, or there is too much in it."""
+    """A value that is not looked into: ``value`` is opaque, or there is too much in it."""
 
     value: Any
 
@@ -206,7 +206,7 @@ def _own_bases(kind: type) -> tuple[type, ...]:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether it changes when it is used and cannot be looked into: an iterator, a file that is read."""
+    """Return True if use changes ``value`` and it cannot be looked into: an iterator, a file that is read."""
     kind = type(value)
     if issubclass(kind, (set, frozenset)):  # of objects: two processes have no common order of them
         return 1 < len(value) <= SCANNED_MAX and any(map(_may_change, value))
@@ -261,17 +261,17 @@ class _Plain(NamedTuple):
 
 
 class _TooManyError(Exception):
-    """More than are looked at in one attribute."""
+    """Raised for more objects than are looked at in one attribute."""
 
 
 class _Scan:
-    """Of one attribute."""
+    """The scan of one attribute."""
 
     def __init__(self) -> None:
         self._left = SCANNED_MAX
 
     def objects(self, value: Any, path: str) -> list[tuple[str, Any]]:
-        """With their paths."""
+        """Return the objects in ``value`` with their paths."""
         found: list[tuple[str, Any]] = []
         try:
             for one in self._in(value, path, 0):
@@ -351,7 +351,7 @@ def _called_by(function: types.FunctionType, path: str) -> Iterator[tuple[str, A
 
 
 def _is_foreign(function: types.FunctionType) -> bool:
-    """Whether its code is of a library that is not looked into, whatever name it has."""
+    """Return True if its code is of a library that is not looked into, whatever name it has."""
     name = function.__globals__.get("__name__")
     return isinstance(name, str) and name != "__main__" and _root(name) in _NOT_WALKED
 
@@ -364,7 +364,7 @@ def _wrapped_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
 
 
 def _functions_of(value: Any) -> tuple[Any, ...]:
-    """Of an entry of a class."""
+    """Return the functions in an entry of a class."""
     if isinstance(value, (types.FunctionType, type)):
         return (value,)
     if isinstance(value, (staticmethod, classmethod)):
@@ -425,7 +425,7 @@ def _has_followed_attributes(kind: type) -> bool:
 
 
 def _is_users(kind: type) -> bool:
-    """Whether a class stands in a file of the user's, and not among installed packages."""
+    """Return True if a class is defined in a user's file, not in an installed package."""
     return _is_users_module(kind.__module__)
 
 
@@ -441,7 +441,7 @@ def _is_users_module(name: str) -> bool:
 
 
 def _is_class_state(key: str, value: Any) -> bool:
-    """Whether a class's attribute is something that its methods may count or collect in."""
+    """Return True if methods of a class may count or collect in this attribute of it."""
     if key.startswith(("__", "_abc_")):
         return False
     is_code = isinstance(value, (type, types.FunctionType, staticmethod, classmethod, property))
@@ -472,7 +472,7 @@ def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
 
 
 def _of_function(function: types.FunctionType) -> dict[str, Any]:
-    """Its attributes, what it remembers of the function around it, and defaults that may change.
+    """Return a function's attributes, the variables of its enclosing function, and defaults that may change.
 
     Nothing of a wrapper of a library's, as of ``torch.no_grad`` or ``singledispatch``: its caches are no state.
     """

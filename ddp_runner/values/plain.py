@@ -44,7 +44,7 @@ def to_plain(value: Any, *, where: str = "state_dict()") -> Any:
 
 
 def _converted(value: Any, where: str) -> Any:
-    """What is no leaf, dict, list or tuple."""
+    """Convert a value that is no leaf, dict, list or tuple."""
     kind = type(value)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return value.detach().clone()
@@ -74,7 +74,7 @@ def _plain_key(key: Any, where: str) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What was given to :func:`to_plain`, copied."""
+    """Return a copy of the value that was given to :func:`to_plain`."""
     kind = type(value)
     if kind is torch.Tensor:
         return value.clone()

@@ -1,4 +1,4 @@
-"""Who may ask the live page for what: host, origin and token, before anything else sees a request. Knows no page."""
+"""Checks host, origin and token of each request to the live page, before anything else sees it. Knows no page."""
 
 from __future__ import annotations
 

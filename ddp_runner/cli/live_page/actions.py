@@ -1,4 +1,4 @@
-"""What a page may do, each asked for by POST and with the token: save, stop, inject, verify, start. Draws nothing."""
+"""Performs a page's actions, each by POST and with the token: save, stop, inject, verify, start. Draws nothing."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Plot:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether the browser has gone on."""
+        """True if the browser has left the page."""
         return bool(self._plot.is_deleted)
 
     def show(self, drawn: Drawn) -> None:

@@ -62,7 +62,7 @@ class RunStarter:
         return ["train", *([] if is_usual else [f"--log-dir={folder}"]), *given]
 
     def shown(self, words: list[str]) -> str:
-        """As a person types it."""
+        """Return the command as a person types it."""
         return shlex.join([start.COMMAND, *words])
 
     async def start(self, values: Mapping[str, str]) -> str:

@@ -26,7 +26,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is looked at (``key``), and as of when: ``at_once`` must be that of now, ``version`` may be a little older."""
+    """The wanted figure (``key``), and its time: ``at_once`` must be current, ``version`` may be a little older."""
 
     key: Hashable
     at_once: Hashable

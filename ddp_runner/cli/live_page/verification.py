@@ -19,14 +19,14 @@ COLUMNS = ("step", "state", "verified", "size", MONITORED, "epoch", WRITTEN)
 
 
 class Verifications:
-    """What is known of the content of checkpoint files, by path and time of their manifests."""
+    """The results of verified checkpoint files, by path and time of their manifests."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Path, float], str] = {}
         self._is_busy = threading.Lock()
 
     def of(self, entry: Entry) -> str:
-        """What reading it has shown: empty where nobody has asked."""
+        """Return the result of reading the file: empty if nobody has asked."""
         return self._found.get(_key(entry), "")
 
     def begin(self, folder: Path) -> bool:

@@ -27,7 +27,7 @@ _NO = frozenset({"false", "no", "off", "0"})
 
 
 class OnResume(Enum):
-    """What it means that a setting differs from the run's that is resumed. Each setting has one of these."""
+    """The meaning of a setting that differs from the resumed run's. Each setting has one of these."""
 
     REFUSED = "another run"  # part of resume_key()
     REPORTED = (
@@ -37,7 +37,7 @@ class OnResume(Enum):
 
 
 class Mark(Enum):
-    """What else is true of a setting that has it."""
+    """Further properties of a setting."""
 
     PER_MACHINE = "on several machines each has its own value; else the coordinator's holds for all"
     PER_STAGE = "a stage may have its own value; else the value belongs to the run"
@@ -97,7 +97,7 @@ class Alias:
 
     @property
     def is_switch(self) -> bool:
-        """Whether true and false mean something else than the setting's own values."""
+        """True if true and false are translated to values of the setting, as for a switch."""
         return self.on is not None or self.off is not None
 
 
@@ -120,7 +120,7 @@ class DeviceDefault:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How people write the values of a type: the words for it in messages, and the function that reads them.
+    """The written form of a type's values: the words for it in messages, and the function that reads them.
 
     ``read`` takes text or a native value, and raises ValueError. Pydantic calls it before it checks type and range, so
     this note stands behind the limits: ``Annotated[int, Ge(1), WHOLE]``.
@@ -137,7 +137,7 @@ class Written:
 
 
 def read_switch(value: object) -> bool:
-    """Whether ``value``, text or native, means on. Raises ValueError if it is neither."""
+    """Return True if ``value``, text or native, means on. Raises ValueError if it is neither on nor off."""
     word = str(value).strip().lower()
     if not isinstance(value, (bool, int, str)) or word not in _YES | _NO:
         raise ValueError(value)

@@ -177,7 +177,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
 class LogSettings:
-    """What is written and shown, how often."""
+    """Metrics, evaluations, trackers and the live page: what is written and shown, and how often."""
 
     log_interval: Annotated[
         Positive, CANNOT_MATTER, PER_STAGE, Alias("logging_steps", "log_every_n_steps")

@@ -63,7 +63,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
 class DataSettings:
-    """What is read and how it is fed."""
+    """The data, and how it is fed to the model."""
 
     path: Annotated[
         Text,

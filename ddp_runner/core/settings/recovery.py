@@ -29,7 +29,7 @@ STOPPED_MAX_S = 2.0  # that the system may hold a process stopped, however long 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
 class RecoverySettings:
-    """How much is repaired before giving up."""
+    """Limits how much is repaired before the run gives up."""
 
     max_restarts: Annotated[
         NonNegative,
@@ -138,5 +138,5 @@ class RecoverySettings:
 
     @property
     def stopped_max_s(self) -> float:
-        """How long the system may hold a process stopped: what it says is certain, so less than hang_min_s."""
+        """Seconds that the system may hold a process stopped; below hang_min_s, as such a report is certain."""
         return min(self.hang_min_s, STOPPED_MAX_S)

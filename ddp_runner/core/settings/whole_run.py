@@ -41,7 +41,7 @@ StartWeights = Annotated[str, TEXT, AfterValidator(_no_scratch)]
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
 class RunSettings:
-    """What is run, how long, and where its files go."""
+    """The task, the length of the run, and the folders of its files."""
 
     task: Annotated[
         Text,

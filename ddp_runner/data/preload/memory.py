@@ -31,16 +31,16 @@ class Unread:
 
 
 class UnreadSampleError(Exception):
-    """What such a sample raises when it is asked for."""
+    """Raised for a sample that could not be read at the start."""
 
 
 class OtherSamplesError(Exception):
-    """What is there is of a dataset of another length."""
+    """Raised if the stored samples are of a dataset of another length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
-    """How far a file is filled: its first ``done`` samples are there, of which ``unread`` could not be read.
+    """The progress of a file: its first ``done`` samples are there, of which ``unread`` could not be read.
 
     ``first_unread`` is one of these, -1 where there is none.
     """
@@ -62,7 +62,7 @@ class SampleMemory:
         self._data_begin = aligned(_HEADER_BYTES + (samples + 1) * _OFFSET_BYTES)
 
     def filling(self) -> Filling:
-        """How far it is filled. Raises OtherSamplesError where it is another dataset's."""
+        """Return how far the file is filled. Raises OtherSamplesError if it is another dataset's."""
         found = os.pread(self._descriptor, _HEADER_BYTES, 0)
         # Nothing stands there yet where the first samples are being written, or their reader was killed at that.
         if len(found) < _HEADER_BYTES or not any(found):
@@ -75,12 +75,12 @@ class SampleMemory:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every sample is there."""
+        """True if every sample is there."""
         return self.filling().done == self.samples
 
     @property
     def size_bytes(self) -> int:
-        """How much memory it takes."""
+        """The memory in use, in bytes."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     def try_lock(self) -> bool:

@@ -96,7 +96,7 @@ def new_memory(size_bytes: int) -> memoryview:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether there is nothing to it but type, shape and bytes."""
+    """Return True if type, shape and bytes describe ``tensor`` completely."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -107,7 +107,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie side by side, each once, in whatever order of the dimensions."""
+    """Return True if the elements are contiguous, each once, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

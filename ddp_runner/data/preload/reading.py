@@ -59,7 +59,7 @@ class NoRoomError(MemoryError):
 
 
 class Reading:
-    """One process's reading of ``dataset`` into ``memory``, whose lock it has.
+    """Reads ``dataset`` into ``memory`` for one process, which holds the memory's lock.
 
     ``room`` says how many bytes are available; ``on_sample`` is given each index before it is read, and
     ``on_progress`` how many are there.
@@ -160,7 +160,7 @@ class Reading:
         return [self._alone(index) for index in indices]
 
     def _alone(self, index: int) -> Any:
-        """One sample, or what stands for it. Raises MemoryError where it could not be read for want of memory."""
+        """Return one sample, or its placeholder. Raises MemoryError if it could not be read for want of memory."""
         source, key = self._source.one_by_one(), BatchKey(epoch=0, indices=(index,))
         tries = TRIES if self._filling.unread < _TRIED_AGAIN else 1
         for left in reversed(range(tries)):
@@ -228,15 +228,15 @@ def probes(samples: int) -> tuple[int, ...]:
 
 
 def estimated_bytes(sizes: Sequence[int], *, samples: int) -> int:
-    """What ``samples`` need, of which some have these ``sizes``."""
+    """Return the estimated bytes of ``samples`` samples, from the ``sizes`` of some."""
     return -(-sum(sizes) * samples // len(sizes)) if sizes else 0
 
 
 def fits(needed_bytes: int, *, available_bytes: int) -> bool:
-    """Whether so much may be taken of what is available before the first sample is read."""
+    """Return True if ``needed_bytes`` may be taken; asked before the first sample is read."""
     return needed_bytes <= SHARE_MAX * available_bytes
 
 
 def may_go_on(available_bytes: int, *, first_available_bytes: int) -> bool:
-    """Whether there is still enough beside what was taken: samples may be larger than estimated."""
+    """Return True if enough memory is left: samples may be larger than estimated."""
     return available_bytes >= (1 - SHARE_MAX) * first_available_bytes / 2

@@ -210,7 +210,7 @@ def fingerprint(files: Sequence[Path], sizes: Sequence[int], root: Path) -> str:
 
 
 def summary(scanned: ScannedFiles) -> str:
-    """One line for people: what was found and what was left out, by reason."""
+    """Return a line on what was found and what was left out, by reason."""
     kinds = Counter(path.suffix or "no suffix" for path in scanned.files)
     common = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
     line = f"{len(scanned.files)} text files ({common}), {scanned.total_bytes / 1e6:.1f} MB"

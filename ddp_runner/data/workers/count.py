@@ -1,4 +1,4 @@
-"""How many loader workers a rank has: what was asked for, or its part of the cores. Starts none."""
+"""Computes the number of loader workers of a rank: as asked for, or its part of the cores. Starts none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ONLY = "so many only help where data waits for disks or networks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersTotal:
-    """So many over all ranks of a machine, as one rank of them asks: the first ranks have the remainder."""
+    """A number of workers for all ranks of a machine, as one rank asks for it: the first ranks get the remainder."""
 
     total: int
     local_rank: int
@@ -26,14 +26,14 @@ WorkersAsked = int | Literal["auto"] | WorkersTotal
 
 
 def asked_workers(data: DataSettings, *, local_rank: int) -> WorkersAsked:
-    """What the settings ask for, as seen by one rank of a machine."""
+    """Return the workers that the settings ask for, as seen by one rank of a machine."""
     if data.workers_total is None:
         return data.num_workers
     return WorkersTotal(total=data.workers_total, local_rank=local_rank)
 
 
 def may_have_workers(data: DataSettings) -> bool:
-    """Whether any rank has one: a peer may then wait for it."""
+    """Return True if any rank has a worker: a peer may then wait for it."""
     return bool(data.num_workers if data.workers_total is None else data.workers_total)
 
 
@@ -59,7 +59,7 @@ def worker_count(asked: WorkersAsked, *, local_world_size: int, cores: int) -> i
 
 
 def worker_notes(asked: WorkersAsked, *, local_world_size: int, cores: int) -> tuple[str, ...]:
-    """What to show people of that count: where it is cut, or more than the cores are good for."""
+    """Return notes on that count: that it was reduced, or that it exceeds the cores."""
     count = worker_count(asked, local_world_size=local_world_size, cores=cores)
     ranks = "1 rank" if local_world_size == 1 else f"{local_world_size} ranks"
     has = f"{cores} core{'' if cores == 1 else 's'} for {ranks}"

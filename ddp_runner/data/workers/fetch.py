@@ -41,7 +41,7 @@ Key_contra = TypeVar("Key_contra", bound=Key, contravariant=True)
 
 
 class Reader(Protocol[Key_contra]):
-    """What a worker reads by; each worker has its own copy."""
+    """Reads keys in a worker; each worker has its own copy."""
 
     @property
     def dataset(self) -> Any:
@@ -53,7 +53,7 @@ class Reader(Protocol[Key_contra]):
         ...
 
     def load(self, key: Key_contra, *, on_sample: Callable[[int], None]) -> Any | SampleFailed:
-        """What ``key`` names, or why there is none; no ``Exception`` of the dataset escapes.
+        """Return the data of ``key``, or the reason why there is none; no ``Exception`` of the dataset escapes.
 
         ``on_sample`` is called before each sample.
         """
@@ -161,7 +161,7 @@ class SampleReader:
 
     @property
     def gives_many(self) -> bool:
-        """Whether the dataset loads a batch at once, so that nobody knows at which sample it is."""
+        """True if the dataset loads a batch at once, so that the sample being read is unknown."""
         return self._many is not None
 
     def load(self, key: BatchKey, *, on_sample: Callable[[int], None]) -> Any:
@@ -216,9 +216,9 @@ class SampleReader:
             return failed(error, indices=key.indices)
 
     def load_here(self, key: BatchKey, *, on_sample: Callable[[int], None] = unobserved) -> Any:
-        """As :meth:`load`, in the rank's own process: the caller's generators stay untouched.
+        """Load ``key`` like :meth:`load` in the rank's own process: the caller's generators stay untouched.
 
-        No more than one of a worker is the batch then part of the dataset.
+        As with a worker's batch, no tensor of the batch shares memory with the dataset.
         """
         if self._here is None:
             self._here = copy.copy(self)

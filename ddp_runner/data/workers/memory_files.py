@@ -61,7 +61,7 @@ class MemoryFiles:
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """As torch.save distinguishes storages; stable while ``storage`` is alive."""
+    """Return the identity by which torch.save distinguishes storages; stable while ``storage`` is alive."""
     return int(storage._cdata)  # noqa: SLF001
 
 
@@ -78,7 +78,7 @@ BATCH = MemoryFiles()  # of the batch that this process is making: a worker make
 
 
 def collate_batch(samples: list[Any]) -> Any:
-    """As torch's ``default_collate``; in a loader worker tensors are stacked into memory files."""
+    """Collate like torch's ``default_collate``; in a loader worker tensors are stacked into memory files."""
     return collate(samples, collate_fn_map=_COLLATE)  # type: ignore[no-untyped-call,unused-ignore]
 
 
@@ -99,7 +99,7 @@ def _stacked(samples: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
 
 
 def _are_of_one_kind(samples: list[Tensor]) -> bool:
-    """Whether they are plain tensors that fill one storage; costs as much as stacking small ones."""
+    """Return True if they are plain tensors of one shape and type; costs as much as stacking small ones."""
     first = samples[0]
     plain = first.layout is torch.strided and not first.is_nested and first.device.type == "cpu"
     alike = all(one.shape == first.shape and one.dtype == first.dtype for one in samples)

@@ -72,7 +72,7 @@ _LONG_MESSAGE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """How to run the workers. ``prefetch_factor`` is in micro-batches per worker.
+    """The settings of the workers. ``prefetch_factor`` is in micro-batches per worker.
 
     ``by_value``: batches are copied through a pipe, which needs no open file for each tensor.
     """
@@ -269,7 +269,7 @@ class WorkerPool:
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """What loads count up in a worker's copy of the dataset, as far as that is known."""
+        """The attributes that loads count up in a worker's copy of the dataset, as far as they are known."""
         return self._inboxes.counted
 
     @property
@@ -279,7 +279,7 @@ class WorkerPool:
 
     @property
     def arrived(self) -> int:
-        """How many batches are here in pinned memory; 0 where none are pinned."""
+        """The number of batches that are here in pinned memory; 0 if none are pinned."""
         return 0 if self._pins is None else self._pins.arrived
 
     def next(self, *, timeout_s: float, on_wait: Callable[[], None]) -> tuple[Key, Any]:
@@ -312,7 +312,7 @@ class WorkerPool:
         return self._stamps.peak_bytes(worker)
 
     def activity(self, worker: int) -> str:
-        """What ``worker`` is loading, or was when it died, for people."""
+        """Return a description of what ``worker`` is loading, or was loading when it died."""
         suspect = self.suspect(worker)
         _, last = self._stamps.read(worker)
         if suspect is None:
@@ -330,7 +330,7 @@ class WorkerPool:
         return "nothing"
 
     def stack(self, worker: int) -> str:
-        """Where ``worker`` is, by its own account; empty where it gives none soon, as one that is stopped."""
+        """Return the stack of ``worker`` as it reports it; empty if it does not answer soon, as when stopped."""
         give_up_s = time.monotonic() + _STACK_S
         os.ftruncate(self._stacks, 0)
         os.lseek(self._stacks, 0, os.SEEK_SET)

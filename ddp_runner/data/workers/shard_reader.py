@@ -58,7 +58,7 @@ class LaneEmptyError(Exception):
 
 
 class _LaneReader:
-    """One lane, being read."""
+    """Reads one lane."""
 
     def __init__(self, dataset: Any, lane: Lane, mark: LaneMark, *, left_out_max: int) -> None:
         self._at = mark  # but for the next two, which each item changes
@@ -76,7 +76,7 @@ class _LaneReader:
 
     @property
     def mark(self) -> LaneMark:
-        """Where the lane stands."""
+        """The current position of the lane."""
         return self._at._replace(position=self._position, drawn=self._drawn)
 
     def _go_to(self, mark: LaneMark) -> None:
@@ -111,7 +111,7 @@ class _LaneReader:
             self.left_out.append(Left(self._first + self._drawing, reason))
 
     def where(self) -> str:
-        """For people: which item was drawn last, or was to be."""
+        """Return a description of the item that was drawn last, or is being drawn."""
         if self._at.place >= len(self._parts):
             return f"lane {self._lane.number}"
         shard, names = self._parts[self._at.place].shard, getattr(self._dataset, "names", None)
@@ -193,7 +193,7 @@ class ShardReader:
         self._readers: dict[int, _LaneReader] = {}
 
     def enter_worker(self, worker: int) -> None:
-        """As :meth:`Reader.enter_worker`."""
+        """See :meth:`Reader.enter_worker`."""
 
     def load(
         self, key: ShareKey, *, on_sample: Callable[[int], None] = unobserved

@@ -1,8 +1,8 @@
-"""What each loader worker is loading right now, in memory that outlives the worker.
+"""Records what each loader worker is loading right now, in memory that outlives the worker.
 
 A worker stamps before every sample, with plain stores; the rank reads after the worker's death.
-Without it only the oldest undelivered batch is known, and a worker that dies takes finished ones
-with it that were not sent yet.
+Otherwise only the oldest undelivered batch would be known, and a dead worker may also have held
+finished batches that were not sent yet.
 """
 
 from __future__ import annotations

@@ -25,18 +25,18 @@ def raise_open_file_limit() -> tuple[int, int]:
 
 
 def open_file_limit() -> str:
-    """That it is reached, and what it is, for people."""
+    """Return a message that the limit of open files is reached, with the limit."""
     return f"too many open files (ulimit -n is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
 
 
 def shared_memory_room(path: Path = SHARED_MEMORY) -> str:
-    """What is free of the file system that locks between processes are made in, for people."""
+    """Return a description of the free space for shared memory, in which locks between processes are made."""
     usage = shutil.disk_usage(path)
     return f"{path} has {in_mb(usage.free)} free of {in_mb(usage.total)}"
 
 
 def can_pin() -> bool:
-    """Whether there is a device for whose copies memory can be pinned."""
+    """Return True if there is a device for whose copies memory can be pinned."""
     return torch.cuda.is_available()
 
 

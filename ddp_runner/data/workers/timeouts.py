@@ -1,4 +1,4 @@
-"""How long the rank waits for a batch, and what it looks at meanwhile. Never receives one."""
+"""Limits the rank's wait for a batch, and checks the workers meanwhile. Never receives one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WorkerDiedError(PoolError):
 
 
 class FilesUsedUpError(PoolError):
-    """No batch could be handed over: each of its tensors needs an open file, and none is left."""
+    """Raised if no batch could be handed over: each of its tensors needs an open file, and none is left."""
 
 
 class BatchLateError(PoolError):
@@ -36,10 +36,10 @@ class BatchLateError(PoolError):
 
 
 class Patience(Protocol):
-    """What a receiver asks while it waits."""
+    """Decides how long a receiver waits."""
 
     def slice_s(self) -> float:
-        """How long to wait before the next :meth:`look`."""
+        """Return the seconds to wait before the next :meth:`look`."""
         ...
 
     def look(self) -> None:
@@ -48,18 +48,18 @@ class Patience(Protocol):
 
 
 class Endless:
-    """For a thread that receives for ever: somebody else keeps the time."""
+    """Lets a thread receive without a deadline: another one keeps the time."""
 
     def slice_s(self) -> float:
-        """As :class:`Patience`."""
+        """See :meth:`Patience.slice_s`."""
         return SLICE_S
 
     def look(self) -> None:
-        """Never enough."""
+        """Do nothing: the wait has no limit."""
 
 
 class Wait:
-    """One wait of the rank's main thread for the workers ``pids``, ``timeout_s`` at most.
+    """Limits one wait of the rank's main thread for the workers ``pids`` to ``timeout_s``.
 
     ``on_wait`` is called at each look, for what shows that the rank is alive; what it raises ends
     the wait.
@@ -76,11 +76,11 @@ class Wait:
         self._stopped_since_s: dict[int, float] = {}
 
     def slice_s(self) -> float:
-        """As :class:`Patience`; the last slice ends with the time."""
+        """See :meth:`Patience.slice_s`; the last slice ends at the deadline."""
         return min(max(self._deadline_s - time.monotonic(), 0.0), SLICE_S)
 
     def look(self) -> None:
-        """As :class:`Patience`. Time in which the whole job was stopped is not held against anyone."""
+        """See :meth:`Patience.look`. Time in which the whole job was stopped does not count."""
         now_s = time.monotonic()
         paused_s = now_s - self._looked_s - SLICE_S
         self._looked_s = now_s

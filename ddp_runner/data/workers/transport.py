@@ -139,7 +139,7 @@ def _refused(key: Key, why: str) -> SampleFailed:
 
 
 class PackedSource:
-    """What the torch DataLoader sees as its dataset: ``(number, key)`` -> :class:`PackedBatch`."""
+    """The dataset that the torch DataLoader sees: ``(number, key)`` -> :class:`PackedBatch`."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class PackedSource:
         self._stamps = stamps
 
     def enter_worker(self, worker: int) -> None:
-        """As :meth:`Reader.enter_worker`."""
+        """See :meth:`Reader.enter_worker`."""
         self._reader.enter_worker(worker)
 
     def __getitem__(self, numbered: tuple[int, Key]) -> PackedBatch:

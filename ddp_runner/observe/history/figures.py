@@ -77,9 +77,9 @@ _PANEL_PX, _MARKS_PX, _AROUND_PX = 190, 46, 90
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """How curves are wanted. ``by_time``: over hours since the first point, not steps. ``of_use``: of what is used.
+    """The display of curves. ``by_time``: over hours since the first point, not steps. ``of_use``: resources in use.
 
-    ``shown``: that part of the axis, as number ``revision`` that was asked for by other means than the plot's own.
+    ``shown``: the visible part of the axis; ``revision``: its number if it was not chosen in the plot itself.
     """
 
     smoothing: float = 0.0
@@ -91,7 +91,7 @@ class Look:
 
 
 def points_max(look: Look) -> int:
-    """Of a curve: what is beside the shown part has as many more."""
+    """Return the maximum number of a curve's points; outside the visible part there are as many more."""
     return POINTS_MAX if look.shown is None else 2 * POINTS_MAX
 
 
@@ -106,7 +106,7 @@ def extent(curves: Curves, *, by_time: bool) -> tuple[float, float]:
 
 
 def panels(names: Sequence[str], *, of_use: bool = False) -> list[list[str]]:
-    """Which figures share a panel: the losses do, and a figure of several validation data; in a fixed order."""
+    """Return the figures of each panel, in a fixed order: losses share one, as does a figure of several data sets."""
     if of_use:
         return [[name] for name in OF_USE if name in names]
     names = [name for name in names if name not in OF_USE or name in _IN_BOTH]
@@ -193,7 +193,7 @@ def _shown(curves: Curves, *, of_use: bool) -> list[list[str]]:
 
 
 def is_anything_used(curves: Curves) -> bool:
-    """Whether the panels of what is used show anything."""
+    """Return True if the panels of resources in use show anything."""
     return bool(_shown(curves, of_use=True))
 
 
@@ -218,7 +218,7 @@ def _title(names: Sequence[str]) -> str:
 
 
 def _colour_of(name: str, place: int) -> str:
-    """That of a curve which is drawn once; ``place``: in its panel."""
+    """Return the colour of a curve that is drawn once; ``place``: its number in its panel."""
     if name == figure_name(ALONE, LOSS):
         return _ORANGE
     return _LINE_COLOURS[place % len(_LINE_COLOURS)]
@@ -454,7 +454,7 @@ Points = tuple[list[float], list[float]]
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], *, points_max: int) -> Points:
-    """At most ``points_max`` of the points: first, lowest, highest and last of each stretch.
+    """Return at most ``points_max`` of the points: first, lowest, highest and last of each stretch.
 
     So a single spike among a million points is still there, at its place.
     """

@@ -26,7 +26,7 @@ _LINE_CHARACTERS_MAX = 2_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewLines:
-    """What has come. ``is_fresh``: the file is another one than before, and these are its first lines."""
+    """The new records of a file. ``is_fresh``: the file was replaced, and these are its first lines."""
 
     records: list[dict[str, Any]]
     is_fresh: bool = False
@@ -72,7 +72,7 @@ class GrowingLines:
 
 
 def read_at(descriptor: int, offset: int, size_bytes: int) -> bytes:
-    """Those bytes; fewer at the end of the file, none where it cannot be read."""
+    """Return the bytes; fewer at the end of the file, none if it cannot be read."""
     try:
         return os.pread(descriptor, size_bytes, offset)
     except OSError:

@@ -22,7 +22,7 @@ _ABOUT_THE_LINE = ("step", "rank", "utc")
 
 @dataclass(slots=True)
 class Series:
-    """One figure of one rank: steps rise. ``times`` are seconds since 1970, NaN stands for "not finite"."""
+    """A figure of one rank: steps rise. ``times`` are seconds since 1970, NaN stands for "not finite"."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     times: array[float] = field(default_factory=lambda: array("d"))
@@ -74,11 +74,11 @@ class Curves:
         return list(self._series)
 
     def ranks(self, name: str) -> Mapping[int, Series]:
-        """That figure of each rank."""
+        """Return the figure's series of each rank."""
         return self._series.get(name, {})
 
     def longest(self) -> int:
-        """How many points the series with most has."""
+        """Return the number of points of the longest series."""
         every = (one for ranks in self._series.values() for one in ranks.values())
         return max((len(one.steps) for one in every), default=0)
 
@@ -100,7 +100,7 @@ class Curves:
         return {rank: one.values[-1] for rank, one in sorted(self.ranks(name).items())}
 
     def between(self, first: float, last: float) -> Curves:
-        """Only those steps."""
+        """Return the curves of these steps only."""
         cut = Curves()
         cut.is_thinned = self.is_thinned
         for name, ranks in self._series.items():
@@ -139,7 +139,7 @@ class MetricsHistory:
             return self._end > begin
 
     def window(self, first: float, last: float) -> Curves:
-        """Those steps, with every line of the file where that is no more than can be read at once."""
+        """Return the curves between two steps, with every line of the file unless that is too much to read at once."""
         if not self.curves.is_thinned:
             return self.curves.between(first, last)
         stretches = self._stretches(first, last)
@@ -155,7 +155,7 @@ class MetricsHistory:
         return found.between(first, last)
 
     def _stretches(self, first: float, last: float) -> list[tuple[int, int]]:
-        """Where in the file those steps stand: once for each time that they were done."""
+        """Return the file's stretches with those steps: one for each time that they were done."""
         found: list[tuple[int, int]] = []
         places = [*self._places, (self._end, self._places[-1][1] if self._places else 0)]
         for number in range(len(places) - 1):

@@ -1,4 +1,4 @@
-"""One run, from what it writes into its log folder: its state, curves, faults and timeline. Never raises for a file."""
+"""Reads a run from its log folder: its state, curves, faults and timeline. Never raises for a file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SETTINGS_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStanding:
-    """How a run stands. ``what``: running, recovering, ..., completed, failed, lost."""
+    """The status of a run. ``what``: running, recovering, ..., completed, failed, lost."""
 
     name: str
     what: str
@@ -67,7 +67,7 @@ class RunStanding:
 
     @property
     def shown(self) -> dict[str, str]:
-        """Its figures as people are shown them, by name."""
+        """Return the figures as people are shown them, by name."""
         total = f" / {count(self.max_steps)}" if self.max_steps else ""
         return {
             "step": f"{count(self.step)}{total}",
@@ -110,7 +110,7 @@ class RunHistory:
 
     @property
     def is_due(self) -> bool:
-        """Whether a read would look at the files again."""
+        """True if a read would check the files again."""
         return time.monotonic() - self._read_s >= _READ_AGAIN_S
 
     def read(self) -> None:
@@ -131,15 +131,15 @@ class RunHistory:
             self._read_s = time.monotonic()
 
     def read_status(self) -> None:
-        """Only how it stands: for a list of many."""
+        """Read only the run's status: for a list of many runs."""
         self.status = _record(self.folder / "status.json")
         self.summary = _record(self.folder / "summary.json")
         self.state = self._state()
 
     def settings(self) -> list[SettingRow]:
-        """Those of the newest launch; what somebody has set first.
+        """Return the settings of the newest launch; chosen ones come first.
 
-        What a stage has of its own stands as ``stages.NAME.section.name``, without its secrets.
+        A stage's own settings are named ``stages.NAME.section.name``, and have no secrets.
         """
         try:
             text = read_small(self.folder / "config.yaml", bytes_max=_SETTINGS_BYTES_MAX)
@@ -157,7 +157,7 @@ class RunHistory:
         return sorted(rows, key=lambda row: (not row.differs, row.key))
 
     def checkpoint_folder(self) -> Path | None:
-        """Where the run saves, by its own settings; a relative one as seen from where the run was started."""
+        """Return the checkpoint folder by the run's settings; a relative one is resolved where the run started."""
         found = {row.key: row.value for row in self.settings()}
         saved, logs = found.get("run.checkpoint_dir"), found.get("run.log_dir")
         if not isinstance(saved, str) or not isinstance(logs, str):
@@ -182,7 +182,7 @@ class RunHistory:
         )
 
     def stacks(self, row: FaultRow) -> list[tuple[str, str]]:
-        """What ranks were at when that fault was noticed, by their logs, with the log's name."""
+        """Return the ranks' stacks when that fault was noticed, by their logs, with the log's name."""
         known = "\n".join(detail for _, detail in row.details)
         first = f"rank_{row.rank}.log"
         names = [name for name in self.log_names() if name.startswith("rank_")]
@@ -237,7 +237,7 @@ class RunHistory:
         )
 
     def _is_held(self, pid: int) -> bool:
-        """Whether its supervisor lives: it holds the folder, or writes its status on another machine."""
+        """Return True if its supervisor lives: it holds the folder, or writes its status on another machine."""
         if pid > 0 and holder_of(self.folder) == pid:
             return True
         return time.time() - modified_s(self.folder / "status.json") < _BEATS_S
@@ -320,7 +320,7 @@ _LOOK_BYTES = 64 * 1024
 
 
 def stacks_in(path: Path, at_s: float) -> str:
-    """Those of one log. ``at_s``: seconds since 1970."""
+    """Return the stacks in one log. ``at_s``: seconds since 1970."""
     with opened(path) as descriptor:
         if descriptor is None:
             return ""

@@ -85,7 +85,7 @@ class FaultRow:
 
     @property
     def details(self) -> list[tuple[str, str]]:
-        """What was written about it, with whose it is: tracebacks, and the stacks of ranks that were killed."""
+        """The written details, each with its source: tracebacks, and the stacks of ranks that were killed."""
         found = [(self.text, self.detail)] if self.detail else []
         for event in self.others.values():
             detail = str(event.get("detail", ""))
@@ -108,7 +108,7 @@ class FaultRows:
     _of_cause: dict[int, FaultRow] = field(default_factory=dict)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """One event more."""
+        """Add an event."""
         at_s = epoch_s(event.get("utc")) or 0.0
         self.step = max(self.step, whole(event.get("step")))
         row = self._of_cause.get(whole(event.get("cause")))
@@ -262,7 +262,7 @@ def rank_rows(
 
 
 def shown_columns(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Without those that say the same nothing in every row."""
+    """Return the columns without those that are empty in every row."""
     return tuple(
         (key, label) for key, label in columns if any(row[key] not in ("-", "") for row in rows)
     )

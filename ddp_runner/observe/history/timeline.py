@@ -1,4 +1,4 @@
-"""Who trained, who waited and who was gone, and when: spans of each rank, from the events. Pure."""
+"""Makes spans of each rank from the events: when it trained, waited, or was lost. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Timeline:
     _open: dict[int, Span] = field(default_factory=dict)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """One event more."""
+        """Add an event."""
         at_s = epoch_s(event.get("utc"))
         if at_s is None:
             return

@@ -1,4 +1,4 @@
-"""What is made of a run's files for people: lines for a terminal, one page to send, a comparison of two runs.
+"""Makes reports for people from a run's files: lines for a terminal, an HTML page, a comparison of two runs.
 
 ``improvements`` has the rules of what to change first. Nothing here reads a file or writes one.
 """

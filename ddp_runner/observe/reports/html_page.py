@@ -305,7 +305,7 @@ def page(*, title: str, body: str, figures: Mapping[str, object], plotly: str) -
 
 
 def text(value: object) -> str:
-    """What a run says, as text of HTML."""
+    """Return a run's value as text of HTML."""
     return escape(str(value))
 
 

@@ -38,7 +38,7 @@ class EndedRun:
 
     @classmethod
     def of(cls, history: RunHistory, summary: RunSummary) -> EndedRun:
-        """From a folder that has been read."""
+        """Return the facts of a folder that has been read."""
         return cls(
             name=summary.name or history.name,
             summary=summary,
@@ -54,17 +54,17 @@ class EndedRun:
 
     @property
     def steps(self) -> int:
-        """That this launch has done."""
+        """The number of steps of this launch."""
         return max(0, self.summary.steps - self.resumed_step)
 
     @property
     def steps_per_s(self) -> float | None:
-        """Over all of the time since the start-up, repairs and saves included."""
+        """The steps per second over all time since the start-up, repairs and saves included."""
         return self.steps / self.trained_s if self.trained_s > 0 else None
 
     @property
     def faults_total(self) -> int:
-        """Also those that the summary does not list."""
+        """The number of faults, with those that the summary does not list."""
         return len(self.summary.faults) + self.summary.faults_left_out
 
 

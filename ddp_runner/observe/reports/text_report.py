@@ -84,7 +84,7 @@ def gpu_use(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def improvement_lines(found: Sequence[Improvement], *, labels: int) -> Iterator[str]:
-    """What to change first, the setting below what it costs; a line that says so where nothing stands out."""
+    """Yield the suggested changes, each setting below its cost; or a line that says that nothing stands out."""
     if not found:
         yield f"{'improve':<{labels}}nothing stands out: data, saves, ranks and restarts took little"
     for place, one in enumerate(found[:IMPROVEMENTS_SHOWN_MAX]):

@@ -41,11 +41,11 @@ class CsvTracker:
 
     @property
     def link(self) -> str:
-        """Where a person looks."""
+        """The path of the file."""
         return str(self._path)
 
     def take(self, record: Record) -> None:
-        """One line of the run's files."""
+        """Take one line of the run's files."""
         fields = record.fields
         if record.kind == EVENTS:
             if fields.get("event") == "run_begins":
@@ -75,7 +75,7 @@ class CsvTracker:
         self._is_changed = False
 
     def _write_open_rows(self) -> None:
-        """From the first that has changed on; the oldest of too many are closed."""
+        """Write the rows from the first changed one on; the oldest of too many are closed."""
         keys = list(self._open)
         at, is_same = self._closed_bytes, True
         for number, key in enumerate(keys):
@@ -155,7 +155,7 @@ class CsvTracker:
 
 
 def _remove_left_over(path: Path) -> None:
-    """What a process of before was writing when it was killed."""
+    """Remove the file that a previous process was writing when it was killed."""
     for leftover in left_over(path.parent)[0]:
         if leftover.name.startswith(f".{path.name}."):
             leftover.unlink(missing_ok=True)

@@ -46,7 +46,7 @@ class LineFollower:
         self._file = 0
 
     def read(self) -> tuple[list[Record], bool]:
-        """What is new, a chunk at most, and whether that is all."""
+        """Return the new records, a chunk at most, and whether these are all."""
         if self._fd is None and not self._open():
             return [], True
         assert self._fd is not None
@@ -84,7 +84,7 @@ class LineFollower:
 
 
 class Follower:
-    """Both files as one stream. Owned by a tracker's process."""
+    """Reads both files as one stream. Owned by a tracker's process."""
 
     def __init__(self, log_dir: Path) -> None:
         self._metrics = LineFollower(log_dir / "metrics.jsonl", METRICS)
@@ -93,7 +93,7 @@ class Follower:
         self._held: deque[Record] = deque()
 
     def read(self) -> Iterator[Record]:
-        """Everything that is new, in order."""
+        """Return everything that is new, in order."""
         while True:
             # INVARIANT events-first: an event is handed out after every line of metrics that was written
             # before it. Broken if: metrics are read to their end first.
@@ -115,7 +115,7 @@ class Follower:
 
 
 def values_of(record: Record) -> Values:
-    """Its figures; None stands for one that is not finite."""
+    """Return the record's figures; None stands for one that is not finite."""
     return {
         name: None if value is None else float(value)
         for name, value in record.fields.items()
@@ -150,25 +150,25 @@ class Position:
         self.is_first = not record
 
     def is_new(self, record: Record) -> bool:
-        """Whether this line was not at the tracker for certain when the position was read."""
+        """Return True unless the tracker certainly had this line when the position was read."""
         self._read[record.kind] = (record.file, record.end)
         file, end = self._reached.get(record.kind, (record.file, 0))
         return file != record.file or record.end > end
 
     def save(self, *, link: str) -> None:
-        """All that was read is at the tracker. Raises OSError."""
+        """Save the position once the tracker has everything that was read. Raises OSError."""
         replace_file(
             self._path, encode_record({"link": link, "reached": self._read, "kept": self.kept})
         )
 
 
 def position_path(log_dir: Path, name: str) -> Path:
-    """Where a tracker's position is kept."""
+    """Return the path of a tracker's position."""
     return log_dir / f".tracker_{name}.json"
 
 
 def read_position(path: Path) -> Mapping[str, Any]:
-    """What stands there; empty where there is nothing of use."""
+    """Return the stored position; empty if there is none, or it is of no use."""
     try:
         record = from_json(read_small(path))
     except (OSError, ValueError):

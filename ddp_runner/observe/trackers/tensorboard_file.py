@@ -30,11 +30,11 @@ class TensorboardTracker:
 
     @property
     def link(self) -> str:
-        """Where a person looks."""
+        """The path of the folder."""
         return str(self._folder)
 
     def take(self, record: Record) -> None:
-        """One line of the run's files."""
+        """Take one line of the run's files."""
         is_new = self._position.is_new(record)
         if record.kind == EVENTS:
             self._hear(record, is_new=is_new)
@@ -76,9 +76,9 @@ class TensorboardTracker:
             self._newest = (undone + 1, {}, when_s(record))  # what stands before it stays
 
     def _go_on(self) -> None:
-        """Before the first new line: what a process of before may have written of it is dropped.
+        """Drop, before the first new line, what a previous process may have written of it.
 
-        The newest step that it has for certain goes with that, and is written again.
+        The newest step that it certainly has is dropped too, and written again.
         """
         if not self._goes_on:
             return

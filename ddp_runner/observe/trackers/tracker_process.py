@@ -22,17 +22,17 @@ _NICE = 10  # ranks come first
 
 
 class Tracker(Protocol):
-    """What writes points. Any of these may raise: the process ends, and is started again."""
+    """Writes points. Any method may raise: the process then ends, and is started again."""
 
     @property
     def link(self) -> str:
-        """Where a person looks; empty while that is not known."""
+        """The address for a person; empty while it is not known."""
 
     def take(self, record: Record) -> None:
-        """One line of the run's files, from their beginning on."""
+        """Take one line of the run's files, from their beginning on."""
 
     def flush(self) -> None:
-        """What was taken is to be where it belongs."""
+        """Write everything that was taken to its destination."""
 
     def close(self, exit_code: int) -> None:
         """The run has ended."""

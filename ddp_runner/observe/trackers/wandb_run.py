@@ -39,11 +39,11 @@ class WandbTracker:
 
     @property
     def link(self) -> str:
-        """Where a person looks: the page, or offline the folder that ``wandb sync`` takes."""
+        """The address of the page, or offline the folder that ``wandb sync`` takes."""
         return str(self._kept.get("link", ""))
 
     def take(self, record: Record) -> None:
-        """One line of the run's files."""
+        """Take one line of the run's files."""
         is_new = self._position.is_new(record)
         if record.kind == EVENTS:
             self._hear(record, is_new=is_new)
@@ -99,7 +99,7 @@ class WandbTracker:
 
     @property
     def _part(self) -> int:
-        """Which W&B run of this run is written to, from 1."""
+        """The number of the W&B run in use, from 1."""
         return int(self._kept.get("part", 1))
 
     @property
@@ -146,14 +146,14 @@ class WandbTracker:
         self._is_changed = True
 
     def _settings(self) -> dict[str, Any]:
-        """As config.yaml has them: without their secrets."""
+        """Return the settings of config.yaml, which has no secrets."""
         with contextlib.suppress(OSError, ValueError):
             return dict(config.read_yaml(read_small(self._log_dir / "config.yaml").decode()))
         return {}
 
 
 def _own(wandb: Any) -> dict[str, object]:
-    """What of our choice this version of W&B knows: no figures of this process, and files that are up to date."""
+    """Return our options that this version of W&B knows: no figures of this process, and up-to-date files."""
     wanted = {"x_disable_stats": True, "x_transaction_log_flush_interval": 1.0}
     known = getattr(wandb.Settings, "model_fields", {})
     return {name: value for name, value in wanted.items() if name in known}

@@ -116,14 +116,14 @@ class SaverKeeper:
         self._computed = None if pid is None else self._node.system.cpu_ticks(pid)
 
     def _does_nothing(self, saver: Helper) -> bool:
-        """Whether it has computed nothing since then; while it waits for a disk, to end it frees nothing."""
+        """Return True if it has used no CPU since then; while it waits for a disk, ending it would free nothing."""
         system, pid = self._node.system, saver.pid
         if pid is None:
             return False
         return system.cpu_ticks(pid) == self._computed and not system.waits_for_disk(pid)
 
     def _nobody_writes(self, now_s: float) -> None:
-        """Whoever has made the copies writes them itself."""
+        """Refuse all owed saves: the rank that has made the copies writes them itself."""
         while self.owed:
             self._refuse("nobody", "no process is there that writes checkpoints", now_s)
 

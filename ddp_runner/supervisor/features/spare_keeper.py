@@ -88,7 +88,7 @@ class SpareKeeper:
         self._newest = self._keeper.start(now_s, SpareSpec(**around, kind=self._kind))
 
     def _wanted_kind(self) -> SpareKind:
-        """On the CPU one that builds ahead, where that is wanted and there is memory for it."""
+        """Return the wanted kind; on the CPU one that builds ahead, if that is wanted and memory suffices."""
         if not self._is_on_cpu:
             return SpareKind.LIBRARIES
         # Of other machines as well: they build the same.
@@ -105,7 +105,7 @@ class SpareKeeper:
         return SpareKind.MODEL if is_built else SpareKind.CPU
 
     def _may_go_on(self, spare: Helper, *, fault_free: bool) -> bool:
-        """Whether what it builds is of this run's stage, and takes no time from a repair."""
+        """Return True if it builds for this run's stage, and takes no time from a repair."""
         if self._kind is not SpareKind.MODEL:
             return True
         return self._node.fits(spare) and (spare.is_ready or fault_free)

@@ -1,7 +1,7 @@
-"""From one stage of a run to another: what the ranks that come next are to train. Decides nothing else.
+"""Changes from one stage of a run to the next: it says what new ranks must train. Decides nothing else.
 
 The change is a planned loss of all ranks: they have ended, or are ended, and the first of their successors
-reads the checkpoint at which the stage begins. So a rank that is killed meanwhile is replaced as ever.
+reads the checkpoint at which the stage begins. So a rank that is killed meanwhile is replaced as usual.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StageChange:
     def why_the_run_ends(
         self, plan: LaunchPlan, finished: Finished, *, stop: StopReason | None
     ) -> StopReason | None:
-        """Once all ranks have finished; None where the next stage follows. ``stop``: what they were asked for."""
+        """Return why the run ends once all ranks have finished; None if a stage follows. ``stop``: as requested."""
         if finished.reason is not StopReason.COMPLETED or plan.is_last_stage:
             return finished.reason
         return stop

@@ -333,7 +333,7 @@ class Follower:
                 pass
 
     def _as_ready(self, rank: int, ready: Ready) -> bytes:
-        """What the coordinator hears: one that was parked is of the run that it has come from."""
+        """Return the message for the coordinator; a rank that was parked gets this run's id."""
         return encode(replace(ready, run_id=self._run_id) if rank in self._moved else ready)
 
     def _from_rank(self, rank: int, packet: bytes) -> None:

@@ -173,7 +173,7 @@ class RemoteNode:
             self.broken = self.broken or str(lost)
 
     def _order_of(self, rank: int, message: NodeMessage) -> None:
-        """What is meant for the process before this one is not for one that is parked there."""
+        """Order ``message``, unless the process is parked there and the order is for its predecessor."""
         if self._processes[rank].is_wanted:
             self.order(message)
 

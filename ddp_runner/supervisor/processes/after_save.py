@@ -51,7 +51,7 @@ class AfterSave:
 
     @property
     def is_owed(self) -> bool:
-        """Whether a command runs, or is still to be run."""
+        """True if a command runs, or is still to be run."""
         return self._keeper.process is not None or bool(self._next)
 
     def take(self, event: events.Event) -> None:
@@ -60,7 +60,7 @@ class AfterSave:
             self.saved(event.path)
 
     def saved(self, path: str) -> None:
-        """There is a checkpoint, for which the command is to be run."""
+        """Note a new checkpoint, for which the command must be run."""
         if not self._command:
             return
         if self._next and self._next != path:
@@ -135,7 +135,7 @@ class AfterSave:
             self._over(code)
 
     def _over(self, code: int) -> None:
-        """It has ended, with this exit code, or of a signal where that is below 0."""
+        """Note the end of the command, with its exit code, or minus its signal."""
         program = self._keeper.process
         assert program is not None
         last = program.last_line()
@@ -151,6 +151,6 @@ class AfterSave:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child of ours has ended, which stays to be reaped."""
+    """Return True if a child has ended; it still has to be reaped."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     return found is not None

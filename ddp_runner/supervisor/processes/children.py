@@ -42,7 +42,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """For people."""
+        """The exit status in words."""
         return (
             f"signal {self.signal_number}" if self.signal_number else f"exit code {self.exit_code}"
         )
@@ -61,7 +61,7 @@ def read_output(descriptor: int, limit_bytes: int = OUTPUT_SHOWN_BYTES) -> str:
 
 
 def file_size(path: Path) -> int:
-    """How long the file is; 0 where there is none."""
+    """Return the size of the file in bytes; 0 if there is none."""
     try:
         return path.stat().st_size
     except OSError:
@@ -92,7 +92,7 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     def send_import(self, wanted: str) -> None:
@@ -115,7 +115,7 @@ class Zygote:
 
 
 def reap_children() -> Iterator[Ended]:
-    """Every child that has ended since the last call, orphans that we adopted included."""
+    """Yield every child that has ended since the last call, adopted orphans included."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -134,7 +134,7 @@ def reap_children() -> Iterator[Ended]:
 
 
 def is_killed(pid: int | None) -> bool:
-    """Whether a child that is not reaped has got SIGKILL; also while the kernel still frees its memory."""
+    """Return True if an unreaped child has got SIGKILL; also while the kernel still frees its memory."""
     fields = stat_fields(pid)
     if not fields:
         return False

@@ -1,4 +1,4 @@
-"""How a rank's process ended, from its exit status, the board and what it wrote last. Decides nothing."""
+"""Diagnoses the end of a rank's process by its exit status, the board and its last output. Decides nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def place_in(text: str) -> str:
-    """Where the user's code was, by a traceback or stack."""
+    """Return the place in the user's code, by a traceback or stack."""
     return user_frame(text, own=_PACKAGE)
 
 
@@ -34,7 +34,7 @@ def exit_of(
     was_asked: bool,
     keeps_all: bool,
 ) -> RankExit:
-    """Everything that is known of the end of a rank's process; ``reading`` is its slot's.
+    """Return everything that is known of the end of a rank's process; ``reading`` is that of its slot.
 
     ``was_asked``: it was made to say where it hangs; ``keeps_all``: what it said is in no file.
     """
@@ -75,5 +75,5 @@ def store_died(ended: Ended, *, output: str, step: int) -> Fault:
 
 
 def is_self_made(signal_number: int) -> bool:
-    """Whether a process brings this signal upon itself, as by reading what is not there."""
+    """Return True if a process causes this signal itself, for example by reading invalid memory."""
     return signal_name(signal_number) in SELF_MADE_SIGNALS

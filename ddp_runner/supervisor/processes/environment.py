@@ -87,7 +87,7 @@ def training_environment(
 
 
 def _for_scripts(threads: str, own: Mapping[str, str]) -> dict[str, str]:
-    """What a script finds is what torchrun leaves it, NCCL's error handling too; and forks must work."""
+    """Return a script's environment: as under torchrun, with NCCL's error handling; forks must work."""
     added = {
         "OMP_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": "1",  # as above
@@ -106,13 +106,13 @@ def probe_environment(own: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_gpus(*, is_deterministic: bool, is_alone: bool = True) -> dict[str, str]:
-    """What NCCL and CUDA are to find where nobody has set it. ``is_alone``: all ranks are on one machine."""
+    """Return the defaults for NCCL and CUDA. ``is_alone``: all ranks are on one machine."""
     network = _ONE_MACHINE if is_alone else {}
     return {**_NCCL, **network, **_FORKS, **(_NCCL_IN_ORDER if is_deterministic else {})}
 
 
 def kept_against_advice(own: Mapping[str, str], *, is_deterministic: bool) -> tuple[str, ...]:
-    """For people: which variables of a user's make repairs on GPUs impossible, slow or inexact."""
+    """Return a line for each of the user's variables that make repairs on GPUs impossible, slow or inexact."""
     wanted = _of_gpus(is_deterministic=is_deterministic)
     return tuple(
         f"{name}={own[name]} of your environment is kept; {value} is what repairs on GPUs need"

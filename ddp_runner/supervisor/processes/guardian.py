@@ -63,7 +63,7 @@ class Guardian:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None while there is none."""
+        """The process id; None if there is no process."""
         return None if self._process is None else self._process.pid
 
     def watch(self, rank_pid: int) -> None:
@@ -102,7 +102,7 @@ class Guardian:
 
 
 def _below(pid: int, *, leave_out: Collection[int | None]) -> Iterator[int]:
-    """Everything that descends from ``pid``, but for ``leave_out`` and what descends from those."""
+    """Yield all descendants of ``pid``, without ``leave_out`` and its descendants."""
     for child in _children(pid):
         if child not in leave_out:
             yield child

@@ -31,7 +31,7 @@ _STOPS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGTS
 
 
 def belongs(pid: int, mark: str, sessions: Collection[int]) -> bool:
-    """Whether the process was started with ``mark``, NAME=TOKEN, or is in one of ``sessions``.
+    """Return True if the process was started with ``mark``, NAME=TOKEN, or is in one of ``sessions``.
 
     The variable's value may be a list with commas: a run inside another one's rank carries both marks.
     """
@@ -55,9 +55,9 @@ def belongs(pid: int, mark: str, sessions: Collection[int]) -> bool:
 
 
 def tidies_up(pid: int) -> bool:
-    """Whether it is Python's own that removes semaphores and shared memory once all that used them have ended.
+    """Return True for Python's resource tracker, which removes semaphores and shared memory after their last user.
 
-    It ends by itself then, in milliseconds; killed, it leaves them in /dev/shm for good.
+    It ends by itself then, in milliseconds; if it is killed, they stay in /dev/shm.
     """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123 - as above

@@ -45,12 +45,12 @@ class Helper:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has said so. Never taken back."""
+        """True once the process has reported that it is ready. Never taken back."""
         return self.ready is not None
 
     @property
     def request(self) -> Fork:
-        """What the zygote is asked for."""
+        """The request to the zygote."""
         assert self.role.fork is not None
         return Fork(token=self.token, kind=self.role.fork, spec=self.spec)
 
@@ -90,7 +90,7 @@ class PromotedZygote:
         self.channel.send(request, descriptors=descriptors)
 
     def mark_reaped(self, exit_code: int) -> None:
-        """Nobody else waits for it."""
+        """Do nothing: no other code waits for the process."""
         del exit_code
 
     def close(self) -> None:

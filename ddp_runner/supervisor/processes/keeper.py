@@ -19,15 +19,15 @@ class Kept(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None while it is not known."""
+        """The process id; None while it is unknown."""
 
     @property
     def since_s(self) -> float:
-        """Since when it runs, for all that is known."""
+        """The time since which it runs, as far as is known."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has said that it is."""
+        """True once the process has reported that it is ready."""
 
 
 ProcessT = TypeVar("ProcessT", bound=Kept)
@@ -35,11 +35,11 @@ SpecT_contra = TypeVar("SpecT_contra", contravariant=True)
 
 
 class Host(Protocol[ProcessT, SpecT_contra]):
-    """Whoever starts and signals processes of roles."""
+    """Starts and signals processes of roles."""
 
     @property
     def can_fork(self) -> bool:
-        """Whether a process can be started at once."""
+        """True if a process can be started at once."""
 
     def helper(self, role: Role) -> ProcessT | None:
         """The process of a role; None where there is none."""
@@ -51,7 +51,7 @@ class Host(Protocol[ProcessT, SpecT_contra]):
         """SIGKILL it, if it is there; its end follows."""
 
     def helper_stopped_s(self, helper: ProcessT | None, now_s: float) -> float:
-        """How long it has been seen stopped without a break; 0.0 where it is not now."""
+        """Return how long it has been seen stopped without a break; 0.0 if it is not stopped now."""
 
 
 class Stuck(enum.Enum):
@@ -69,18 +69,18 @@ class Awake:
         self._looked_at_s = self._since_s = 0.0
 
     def look(self, now_s: float) -> None:
-        """At each tick."""
+        """Note the time; called at each tick."""
         if now_s - self._looked_at_s > BLINK_S:
             self._since_s = now_s
         self._looked_at_s = now_s
 
     def has_passed(self, limit_s: float, since_s: float, now_s: float) -> bool:
-        """Whether there was so much time since then in which this process ran."""
+        """Return True if this process has run for longer than ``limit_s`` since ``since_s``."""
         return now_s > max(since_s, self._since_s) + limit_s
 
 
 class Keeper(Generic[ProcessT, SpecT_contra]):
-    """Of one role, from one process to the next. ``stopped_max_s``: longer stopped, it is ended."""
+    """Keeps the process of one role running. ``stopped_max_s``: one that is stopped for longer is ended."""
 
     def __init__(
         self, role: Role, host: Host[ProcessT, SpecT_contra], *, stopped_max_s: float = math.inf
@@ -96,17 +96,17 @@ class Keeper(Generic[ProcessT, SpecT_contra]):
 
     @property
     def process(self) -> ProcessT | None:
-        """Its process, also while it is owed; None where there is none."""
+        """The process, also while it is still owed by the zygote; None if there is none."""
         return self._host.helper(self.role)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether one that is wanted may be started now."""
+        """Return True if a process that is wanted may be started now."""
         is_free = self.process is None and self._host.can_fork
         return is_free and self.tries.allow(self.role, now_s)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether none follows any more."""
+        """True if no further process is started."""
         return self.tries.failures >= self.role.tries
 
     def give_up(self) -> None:
@@ -119,7 +119,7 @@ class Keeper(Generic[ProcessT, SpecT_contra]):
         return self._host.start_helper(self.role, spec, *inherited)
 
     def heard(self, now_s: float) -> None:
-        """It has done what it is for."""
+        """Note that the process has done its work."""
         self.heard_s = now_s
         self.tries.was_of_use()
 
@@ -141,11 +141,11 @@ class Keeper(Generic[ProcessT, SpecT_contra]):
             self._host.kill(process)
 
     def ended(self, now_s: float) -> None:
-        """It has ended, or could not be started, and was not asked to: another one is due after a while."""
+        """Note an unexpected end or a failed start: another process is due after a while."""
         self.tries.ended(self.role, now_s, lived_s=now_s - self.began_s)
 
     def refused(self, now_s: float) -> None:
-        """There was no room for its process."""
+        """Note that there was no room for a process."""
         self.tries.refused(self.role, now_s)
 
     def _why_stuck(self, process: ProcessT, now_s: float) -> Stuck | None:

@@ -101,7 +101,7 @@ class Node:
 
     @property
     def host(self) -> str:
-        """Its name; empty where there is only one machine."""
+        """The host's name; empty if there is only one machine."""
         return "" if self._plan.nodes is None else socket.gethostname()
 
     @property
@@ -116,12 +116,12 @@ class Node:
 
     @property
     def can_fork(self) -> bool:
-        """Whether the zygote is ready."""
+        """True if the zygote is ready."""
         return self._zygote is not None and self._zygote.ready
 
     @property
     def has_ready_store(self) -> bool:
-        """Whether ranks can find each other."""
+        """True if the store is ready, so that ranks can find each other."""
         store = self.helper(STORE)
         return store is not None and store.is_ready
 
@@ -132,7 +132,7 @@ class Node:
 
     @property
     def zygote_output(self) -> int | None:
-        """What the zygote writes to; None while there is none."""
+        """The descriptor that the zygote writes to; None if there is no zygote."""
         return None if self._zygote is None else self._zygote.output
 
     @property
@@ -190,7 +190,7 @@ class Node:
         return helper
 
     def helper_is_ready(self, role: Role, message: Message) -> None:
-        """Its process has said so."""
+        """Note that the helper's process is ready."""
         if (helper := self.helper(role)) is not None:
             helper.ready = message
 
@@ -225,12 +225,12 @@ class Node:
 
     @property
     def has_spare(self) -> bool:
-        """Whether a process waits that may become a rank."""
+        """True if a process waits that may become a rank."""
         spare = self.helper(SPARE)
         return spare is not None and self._is_warm(spare) and self.fits(spare)
 
     def forked_helper(self, forked: Forked) -> Helper | None:
-        """Whose fork the zygote answers for; None: of none that is waited for."""
+        """Return the helper whose fork the zygote reports; None if none is waited for."""
         helpers = self._helpers.values()
         return next((one for one in helpers if one.token == forked.token), None)
 
@@ -254,7 +254,7 @@ class Node:
         return its_rank, ended
 
     def forget_owed(self) -> None:
-        """What was asked of a zygote that died, without an answer, will never come; ranks aside."""
+        """Forget helpers that a dead zygote was asked for and has not started; ranks are handled apart."""
         for helper in [one for one in self._helpers.values() if one.pid is None]:
             self._close(helper)
 
@@ -275,7 +275,7 @@ class Node:
         return packet, rank
 
     def last_packets(self, pid: int) -> Iterator[tuple[bytes, int | None]]:
-        """What a process that has ended had sent and nobody has read yet; with its rank, if any."""
+        """Yield the unread messages of a process that has ended, with its rank, if any."""
         found = [(one.channel, one.rank) for one in self.processes.values() if one.pid == pid]
         channel, rank = found[0] if found else (None, None)
         for helper in self._helpers.values():
@@ -292,11 +292,11 @@ class Node:
             yield packet, rank
 
     def reap(self) -> Iterator[Ended]:
-        """Every child that has ended since the last call, orphans that we adopted included."""
+        """Yield every child that has ended since the last call, adopted orphans included."""
         return self.system.reap()
 
     def departed(self, ended: Ended) -> Departure | None:
-        """Whose process ended; None for an orphan that we merely adopted."""
+        """Return the owner of the process that ended; None for an orphan that was merely adopted."""
         if self._zygote is not None and ended.pid == self._zygote.pid:
             zygote, self._zygote = self._zygote, None
             output = read_output(zygote.output)
@@ -338,7 +338,7 @@ class Node:
         self.pass_on(rank, encode(message))
 
     def pass_on(self, rank: int, packet: bytes) -> None:
-        """As :meth:`send`, of a message that is encoded."""
+        """Send an encoded message like :meth:`send`."""
         channel = self.processes[rank].channel
         if channel is not None:
             # One that is stopped may have a full buffer; it will be found hung.
@@ -368,7 +368,7 @@ class Node:
             self.system.signal_main_thread(pid, STACKS_SIGNAL)
 
     def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
-        """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each."""
+        """Return True if the kernel most likely sent the SIGKILL that ended a process; asked once for each."""
         return self.kernel_kills.claim(now_s, before_it=before_it)
 
     def fence(self, rank: int, *, is_fenced: bool) -> None:
@@ -376,20 +376,20 @@ class Node:
         self.slot(rank).set(Cell.FENCED, int(is_fenced))
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether the system holds the process of this rank stopped."""
+        """Return True if the system holds the process of this rank stopped."""
         return self.system.is_stopped(self.processes[rank].pid)
 
     def stopped_s(self, rank: int, now_s: float) -> float:
-        """How long it has been seen stopped without a break; 0.0 where it is not now."""
+        """Return how long it has been seen stopped without a break; 0.0 if it is not stopped now."""
         return self._stopped.stopped_s(self.processes[rank].pid, now_s)
 
     def unheard_s(self, now_s: float) -> float:
-        """What is known of a rank of this machine is of now."""
+        """Return 0: the facts about a rank of this machine are always current."""
         del now_s
         return 0.0
 
     def is_killed(self, rank: int) -> bool:
-        """Whether somebody has sent SIGKILL to the process of this rank, which has not been reaped."""
+        """Return True if the unreaped process of this rank was sent SIGKILL."""
         return self.system.is_killed(self.processes[rank].pid)
 
     def resident_bytes(self, rank: int) -> int:
@@ -398,11 +398,11 @@ class Node:
         return 0 if pid is None else self.system.resident_bytes(pid)
 
     def helper_stopped_s(self, helper: Helper | None, now_s: float) -> float:
-        """As :meth:`stopped_s`, of a process that is no rank."""
+        """Return the time like :meth:`stopped_s`, for a helper process."""
         return self._stopped.stopped_s(None if helper is None else helper.pid, now_s)
 
     def zygote_stopped_s(self, now_s: float) -> float:
-        """As :meth:`stopped_s`, of the zygote."""
+        """Return the time like :meth:`stopped_s`, for the zygote."""
         return self._stopped.stopped_s(self.zygote_pid, now_s)
 
     def kill_zygote(self) -> None:
@@ -441,7 +441,7 @@ class Node:
             self._program.close()
 
     def _of_rank(self, rank: int, start: RankStart) -> tuple[ForkKind, RankSpec | ScriptSpec]:
-        """What the process of a rank is, and what it gets."""
+        """Return the kind of a rank's process, and its specification."""
         surroundings = self.surroundings(rank)
         if start.script is not None:
             spec = ScriptSpec(**surroundings, call=start.script, log_seal=self.log_seal)
@@ -468,13 +468,13 @@ class Node:
         }
 
     def fits(self, spare: Helper) -> bool:
-        """Whether it may become a rank: what it may have built is of its settings, and of no others."""
+        """Return True if the spare may become a rank: a model that it may have built must be of these settings."""
         spec = spare.spec
         assert isinstance(spec, SpareSpec)
         return spec.kind is not SpareKind.MODEL or spec.settings is self.settings_record
 
     def _is_warm(self, spare: Helper) -> bool:
-        """Whether it waits, and is not stopped."""
+        """Return True if the spare waits, and is not stopped."""
         return spare.is_ready and spare.pid is not None and not self.system.is_stopped(spare.pid)
 
     def _spare_becomes(self, process: RankProcess, request: Fork, descriptors: list[int]) -> bool:
@@ -530,7 +530,7 @@ _NAME_IN_TASK = re.compile(r":\w+$")  # behind the file or module
 
 
 def what_to_import(plan: LaunchPlan) -> str:
-    """What the zygote is sent: the task, or that its forks run programs, and modules to import for them."""
+    """Return the first message to the zygote: the task, or the kind of its forks and modules to import."""
     if plan.script is not None:
         return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
     if plan.loop is not None:

@@ -1,4 +1,4 @@
-"""What a node asks of the operating system: starting, signalling and reaping processes. Decides nothing."""
+"""Starts, signals and reaps processes for a node, through the operating system. Decides nothing."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class ZygoteProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
 
     def fork(self, request: Fork, descriptors: Sequence[int]) -> None:
         """Ask for a fork; ``Forked`` with the same token answers. Raises ChannelClosedError."""
 
     def mark_reaped(self, exit_code: int) -> None:
-        """Its process is gone."""
+        """Note that the process was reaped."""
 
     def close(self) -> None:
         """Close channel and output."""
@@ -52,7 +52,7 @@ class GuardianProcess(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None while there is none."""
+        """The process id; None if there is no process."""
 
     def marked(self, environment: Mapping[str, str]) -> dict[str, str]:
         """``environment`` for the processes of this run."""
@@ -83,7 +83,7 @@ class OperatingSystem(Protocol):
         """Counts from now on what the kernel kills for memory."""
 
     def reap(self) -> Iterator[Ended]:
-        """Every child that has ended since the last call, orphans that we adopted included."""
+        """Yield every child that has ended since the last call, adopted orphans included."""
 
     def signal(self, pid: int, number: int) -> None:
         """Signal a child that has not been reaped."""
@@ -92,16 +92,16 @@ class OperatingSystem(Protocol):
         """Signal a child's main thread, which acts on it before its next instruction."""
 
     def is_stopped(self, pid: int | None) -> bool:
-        """Whether the kernel holds the process stopped by a signal."""
+        """Return True if the kernel holds the process stopped by a signal."""
 
     def is_killed(self, pid: int | None) -> bool:
-        """Whether a child that is not reaped has got SIGKILL."""
+        """Return True if an unreaped child has got SIGKILL."""
 
     def cpu_ticks(self, pid: int) -> int | None:
         """Time that all threads of the process have computed; None where there is none."""
 
     def waits_for_disk(self, pid: int) -> bool:
-        """Whether the kernel has it wait for a device, where no signal ends it before that answers."""
+        """Return True if the process waits for a device in the kernel, where no signal ends it before that answers."""
 
     def resident_bytes(self, pid: int) -> int:
         """Resident memory of a process; 0 where it is not known, as of one that ends."""
@@ -128,47 +128,47 @@ class Linux:
         return zygote
 
     def make_guardian(self) -> GuardianProcess:
-        """One whose process is not started yet."""
+        """Return a guardian whose process is not started yet."""
         return Guardian("" if self._ahead is None else self._ahead.mark)
 
     def kernel_kills(self) -> KernelKills:
-        """By the counters of this container."""
+        """Return a reader of this container's counters."""
         return KernelKills()
 
     def reap(self) -> Iterator[Ended]:
-        """By waitpid(2)."""
+        """Reap by waitpid(2)."""
         return children.reap_children()
 
     def signal(self, pid: int, number: int) -> None:
-        """By kill(2)."""
+        """Signal by kill(2)."""
         children.kill(pid, number)
 
     def signal_main_thread(self, pid: int, number: int) -> None:
-        """By tgkill(2)."""
+        """Signal by tgkill(2)."""
         children.signal_main_thread(pid, number)
 
     def is_stopped(self, pid: int | None) -> bool:
-        """By proc(5)."""
+        """Read the state from proc(5)."""
         return proc_state.is_stopped(pid)
 
     def is_killed(self, pid: int | None) -> bool:
-        """By proc(5)."""
+        """Read the exit status from proc(5)."""
         return children.is_killed(pid)
 
     def cpu_ticks(self, pid: int) -> int | None:
-        """By proc(5)."""
+        """Read the CPU time from proc(5)."""
         return proc_state.cpu_ticks(pid)
 
     def waits_for_disk(self, pid: int) -> bool:
-        """By proc(5)."""
+        """Read the state from proc(5)."""
         return proc_state.waits_for_disk(pid)
 
     def resident_bytes(self, pid: int) -> int:
-        """By proc(5)."""
+        """Read the resident memory from proc(5)."""
         with contextlib.suppress(psutil.Error):
             return int(psutil.Process(pid).memory_info().rss)
         return 0
 
     def free_bytes(self) -> int:
-        """Below every limit that is known."""
+        """Return the free memory below every known limit."""
         return free_bytes(container_limit())

@@ -31,10 +31,10 @@ class NoLogError(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a program is given: ``words`` behind its module's name, or a ``command`` for the shell.
+    """The input of a program: ``words`` after its module's name, or a ``command`` for the shell.
 
-    ``log``: what it writes is appended there, and else goes to memory. ``answers``: its standard output is read
-    here instead. ``environment``: None: ours.
+    ``log``: a file that its output is appended to; without one it goes to memory. ``answers``: its standard output
+    is read here instead. ``environment``: None: this process's.
     """
 
     words: tuple[str, ...] = ()
@@ -80,23 +80,23 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is its session's too."""
+        """The process id, which is also its session's."""
         return self._process.pid
 
     def send(self, text: bytes) -> None:
-        """To its standard input; one that has just ended is found when it is reaped."""
+        """Write to its standard input; a program that has just ended is found when it is reaped."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(text)
 
     def hang_up(self) -> None:
-        """Nothing more is sent."""
+        """Close its input."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
     def read(self) -> bytes:
-        """What it has answered since the last call."""
+        """Return its answers since the last call."""
         assert self._process.stdout is not None
         with contextlib.suppress(BlockingIOError):
             return os.read(self._process.stdout.fileno(), _READ_BYTES)
@@ -134,7 +134,7 @@ class Program:
 
 
 class Programs:
-    """Those of one owner, at most one of each role: a :class:`~.keeper.Host`."""
+    """Runs the programs of one owner, at most one of each role: a :class:`~.keeper.Host`."""
 
     can_fork = True
 
@@ -143,7 +143,7 @@ class Programs:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that live, for all that is known."""
+        """The pids of the programs that live, as far as is known."""
         return [program.pid for program in self._running.values()]
 
     def helper(self, role: Role) -> Program | None:
@@ -161,12 +161,12 @@ class Programs:
             kill(helper.pid)
 
     def helper_stopped_s(self, helper: Program | None, now_s: float) -> float:
-        """Nobody misses one that is stopped."""
+        """Return 0: a stopped program is left alone."""
         del helper, now_s
         return 0.0
 
     def forget(self, role: Role) -> None:
-        """It has ended, or is waited for no longer."""
+        """Forget a program that has ended, or that is no longer waited for."""
         program = self._running.pop(role.name, None)
         if program is not None:
             program.close()

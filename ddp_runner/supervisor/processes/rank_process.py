@@ -23,7 +23,7 @@ STACKS_QUIET_S = 0.15  # without another byte: it has written them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatItWrote:
-    """What a process that has ended had written."""
+    """The output of a process that has ended."""
 
     last: str  # the end of its log or, where it has not come so far, of what came before
     when_asked: str  # since it was asked where it hangs; empty where it was not
@@ -70,12 +70,12 @@ class RankProcess:
 
     @property
     def is_owed(self) -> bool:
-        """Whether the zygote was asked for it and has not answered."""
+        """True if the zygote was asked for the process and has not answered."""
         return self.asked_at_s is not None and self.pid is None
 
     @property
     def output(self) -> int | None:
-        """What the process writes to before it has a log file; None where there is no process."""
+        """The descriptor that the process writes to before it has a log file; None if there is no process."""
         return self._output if self._output >= 0 else None
 
     def open_lines(self, *, token: int, now_s: float) -> tuple[int, int]:
@@ -98,26 +98,26 @@ class RankProcess:
             self._output = -1
 
     def log_is_gone(self) -> bool:
-        """Whether somebody has removed its log file, or moved it away."""
+        """Return True if its log file was removed or moved away."""
         if os.path.lexists(self.log_path):
             return False
         self._log_begin = 0
         return True
 
     def mark_asked(self) -> None:
-        """From here on it shows where it hangs; asked twice for one fault, it counts once."""
+        """Note that it was asked for its stacks; asked twice for one fault, it counts once."""
         if self._asked_bytes is None:
             self._asked_bytes = self.written_bytes
             self._seen_bytes, self._seen_s = -1, 0.0
 
     def forget_asked(self) -> None:
-        """What it is asked next is another question."""
+        """Forget that it was asked for its stacks, so that it may be asked again."""
         self._asked_bytes = None
 
     def has_answered(self, now_s: float) -> bool:
-        """Whether it has written where it hangs, and is done with that; asked at each tick.
+        """Return True if it has written its stacks completely; asked at each tick.
 
-        A pause of the machine is no end: the main thread, which is written last, is what counts.
+        A pause of the machine is no end: the main thread's stack, which is written last, is what counts.
         """
         if self._asked_bytes is None:
             return False
@@ -128,7 +128,7 @@ class RankProcess:
         return is_quiet and bool(read_stack(self._written_since(self._asked_bytes)))
 
     def stack_when_asked(self) -> str:
-        """Where its main thread was when it was asked; empty where it has not said so."""
+        """Return the main thread's stack when it was asked; empty if it has not answered."""
         asked = self._asked_bytes
         return "" if asked is None else read_stack(self._written_since(asked))
 
@@ -145,12 +145,12 @@ class RankProcess:
 
     @property
     def written_bytes(self) -> int:
-        """How much there is of what the rank wrote, before it had a log file and since."""
+        """The bytes that the rank has written, before it had a log file and since."""
         before = os.fstat(self._output).st_size if self._output >= 0 else 0
         return file_size(self.log_path) + before
 
     def _written_since(self, written_bytes: int) -> str:
-        """What the rank wrote since there were so many bytes, to whichever place."""
+        """Return the output of the rank since there were ``written_bytes``, from either place."""
         more_bytes = min(self.written_bytes - written_bytes, WORDS_BYTES)
         before = read_output(self._output, more_bytes) if self._output >= 0 else ""
         return before + read_end(self.log_path, begin=file_size(self.log_path) - more_bytes)

@@ -1,4 +1,4 @@
-"""How the process of a rank begins, and where it comes from, as values."""
+"""Values that say how the process of a rank begins, and where it comes from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_runner.core.fork_specs import ScriptCall
 
 
 class StartedBy(enum.Enum):
-    """Where the process of a rank comes from."""
+    """The origin of a rank's process."""
 
     ZYGOTE = "zygote"  # a fork, which is owed until the zygote answers
     SPARE = "spare"  # one that waited; it is there
@@ -20,7 +20,7 @@ class StartedBy(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStart:
-    """What the process of a rank is to begin with."""
+    """The instructions that the process of a rank begins with."""
 
     # Whether it reads the checkpoint, because no other rank has a state to give it; and which one.
     loads: bool = False

@@ -1,4 +1,4 @@
-"""What a supervised run takes hold of on this machine: the store's port and the board."""
+"""The resources of a supervised run on this machine: the store's port and the board."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def bind_store_port(port: int, *, address: str = LOOPBACK) -> socket.socket:
 
 
 class StorePlace:
-    """Where the ranks of a run meet: a listening socket here, or an address on another machine."""
+    """The meeting place of a run's ranks: a listening socket here, or an address on another machine."""
 
     def __init__(self, host: str, port: int, *, listening: socket.socket | None = None) -> None:
         self.host, self.port = host, port
@@ -114,17 +114,17 @@ class SharedMemory:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """By which this process has them."""
+        """The descriptors of the memory in this process."""
         return tuple(self._descriptors)
 
     def close(self) -> None:
-        """No rank comes any more."""
+        """Close the memory: no further rank starts."""
         for descriptor in self._descriptors:
             os.close(descriptor)
 
 
 class SharedByRanks:
-    """All that the ranks of a machine share but the board: samples, copies of the state, what ails their disk.
+    """The memory that a machine's ranks share besides the board: samples, copies of the state, disk trouble.
 
     ``has_saver``: whether a process is to make files of the copies. On several machines who may write is a
     matter of leases, which only a rank has.
@@ -152,7 +152,7 @@ class SharedByRanks:
         return "".join(self._trouble.paths) if self.has_saver else ""
 
     def saver_spec(self, plan: LaunchPlan) -> SaverSpec:
-        """What the process that writes checkpoints is sent when it is forked."""
+        """Return the specification that the process that writes checkpoints is forked with."""
         return SaverSpec(
             folder=plan.settings.run.checkpoint_dir,
             memory_slots=self._copies.paths,
@@ -160,13 +160,13 @@ class SharedByRanks:
         )
 
     def close(self) -> None:
-        """No rank comes any more."""
+        """Close the memory: no further rank starts."""
         for held in (self._samples, self._copies, self._trouble):
             held.close()
 
 
 class ProgramMemory:
-    """What the user's program held at launch, for ranks that come later. ``program``: what they are sent."""
+    """The content of the user's program at launch, for ranks that start later. ``program``: its wire form."""
 
     def __init__(self, loop: LoopPlan) -> None:
         self._descriptor: int | None = None
@@ -181,6 +181,6 @@ class ProgramMemory:
         )
 
     def close(self) -> None:
-        """No rank comes any more."""
+        """Close the memory: no further rank starts."""
         if self._descriptor is not None:
             os.close(self._descriptor)

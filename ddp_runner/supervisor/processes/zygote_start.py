@@ -50,7 +50,7 @@ class StartedZygote:
 
 
 class ZygoteAhead:
-    """One that imports torch while this process still judges what it was asked for.
+    """A zygote that imports torch while this process still checks its arguments.
 
     ``mark`` is that of the run to come.
     """
@@ -62,7 +62,7 @@ class ZygoteAhead:
         self._started: StartedZygote | None = StartedZygote(start.ZYGOTE_AHEAD, self._environment)
 
     def take(self, environment: Mapping[str, str]) -> StartedZygote | None:
-        """It, where this is what it was started with; else it is ended. Can be had once."""
+        """Return the zygote if it was started for this, once; else end it."""
         # INVARIANT same-environment: ranks have the variables that the run's settings ask for, from before
         # torch was imported. Broken if: a process is taken that was started with others.
         # Guarded by: test_a_zygote_that_was_started_for_other_settings_is_replaced.

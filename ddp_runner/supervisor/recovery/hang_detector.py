@@ -118,7 +118,7 @@ class HangFinder:
         self._world.wake(self._world.ranks)
 
     def is_stopped(self, handle: RankHandle, now_s: float) -> bool:
-        """Whether the system has held the process stopped for too long."""
+        """Return True if the system has held the process stopped for too long."""
         return self._world.stopped_s(handle, now_s) > self._settings.stopped_max_s
 
     def _is_getting_on(self, handle: RankHandle) -> bool:
@@ -162,7 +162,7 @@ class HangFinder:
         )
 
     def hung(self, handle: RankHandle, what: str) -> Fault:
-        """That a rank hangs, as it stands on the board."""
+        """Return the fault that a rank hangs, with its place by the board."""
         reading, sample = handle.slot.read(), handle.slot.get(Cell.SAMPLE)
         preloads = handle.slot.get(Cell.STAGE) == Stage.PRELOAD
         if sample and (preloads or reading.phase in _IN_DATASET):

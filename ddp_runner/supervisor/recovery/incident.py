@@ -38,9 +38,9 @@ class OpenIncident:
     _tried_ahead: set[int] = field(default_factory=set)
 
     def may_fork_ahead(self, rank: int) -> bool:
-        """Whether nothing that is still to be heard can change how this rank, which is dead, is replaced.
+        """Return True if no further news can change how this dead rank is replaced.
 
-        Once an incident: more of them would count nowhere.
+        True once for a rank in an incident: more deaths of it would not be counted.
         """
         kinds = {fault.kind for fault in self.faults if fault.rank == rank} - VICTIM_KINDS
         return bool(kinds) and kinds <= _REPLACED_ALIKE and rank not in self._tried_ahead
@@ -92,7 +92,7 @@ class OpenIncident:
         return {rank: count for rank, (_, count) in self.collectives.items()} if is_same else {}
 
     def _places(self) -> dict[int, str]:
-        """Where each rank was when the collective broke, as far as that is known."""
+        """Return the place of each rank when the collective broke, as far as it is known."""
         victims = {fault.rank: fault for fault in self.faults if fault.kind in VICTIM_KINDS}
         return {
             rank: place_in(fault.detail) or f"in {fault.phase}"

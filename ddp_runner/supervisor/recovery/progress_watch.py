@@ -146,7 +146,7 @@ class ProgressWatch:
         return verdict
 
     def forget_pace(self) -> None:
-        """What is trained from now on has a pace of its own: none of what was learnt holds for it."""
+        """Forget all learnt times: what is trained from now on may have another pace."""
         self._step_s.clear()
         self._seen_step = self._best_step = -1
         self._verdicts_in_a_row = 0
@@ -172,14 +172,14 @@ class ProgressWatch:
         )
 
     def is_overdue(self, handle: RankHandle) -> bool:
-        """Whether a rank that was told to leave its generation has had its phase's time."""
+        """Return True if a rank that must leave its generation has exceeded its phase's time."""
         look = self._look_at(handle)
         if look.phase in (Phase.REDUCE, Phase.FORMING) or look.stopped:
             return True
         return look.age_s > phase_deadline_s(look, self._pace(), self._settings)
 
     def is_getting_on(self, handle: RankHandle, *, generation: int) -> bool:
-        """Whether a rank that forms ``generation`` is at work: on a first batch, a save, a transfer."""
+        """Return True if a rank that forms ``generation`` is at work: on a first batch, a save, a transfer."""
         look = self._look_at(handle)
         if look.stopped or handle.slot.get(Cell.GENERATION) != generation:
             return False
@@ -223,9 +223,9 @@ class ProgressWatch:
         self._looked_at_ns = now_ns
 
     def _notice_finished(self, finished: int) -> None:
-        """Whoever waited for a rank that has finished waits no longer: what all waited for has come.
+        """Restart the clock when a rank has finished: the others then wait for it no longer.
 
-        Perhaps for its last save, for longer than a step may take; it only has to wake up.
+        They may have waited for its last save, for longer than a step may take; they only have to wake up.
         """
         if finished != self._finished:
             self._awake_since_ns = self._clock.monotonic_ns()

@@ -25,7 +25,7 @@ _LEAVING = (RankState.ABORTING, RankState.LEAVING)
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """What is known of a slot that was given up at least once."""
+    """The record of a slot that was given up at least once."""
 
     step: int  # that the run had committed when it was given up, or its process was ready
     failed_returns: int = 0

@@ -1,6 +1,6 @@
-"""From the first sign of a fault to forked replacements.
+"""Repairs a run, from the first sign of a fault to forked replacements.
 
-Gathers what belongs together, asks core for a plan, and carries it out as ranks answer and die.
+Gathers the faults that belong together, asks core for a plan, and carries it out as ranks answer and die.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ class Repair:
 
     @property
     def is_open(self) -> bool:
-        """Whether an incident is being gathered or a rank still to be replaced: nothing may form."""
+        """True if an incident is being gathered or a rank still to be replaced: no generation may form."""
         return self._incident is not None or self._world.counts.is_any_missing
 
     def expects_end_of(self, handle: RankHandle) -> bool:
-        """Whether the rank was killed on purpose, so that its end is no news."""
+        """Return True if the rank was killed on purpose, so that its end is expected."""
         return handle.membership not in (Membership.MEMBER, Membership.HUNG)
 
     def schedule_respawn(self, handle: RankHandle) -> None:
@@ -140,7 +140,7 @@ class Repair:
         self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
 
     def note_action(self, message: events.TuningChanged) -> None:
-        """What a rank changes for its own fault, which it reports next, or for its predecessor's."""
+        """Note the change that a rank makes because of its own fault, which it reports next, or its predecessor's."""
         if message.fault_free:
             return
         self._plain_retry |= message.plain_retry
@@ -148,16 +148,16 @@ class Repair:
             self._actions.append(message.action)
 
     def note_collectives(self, answer: CollectivesBegun) -> None:
-        """How far a rank of the broken generation has come; it says so before it leaves it."""
+        """Note the progress of a rank of the broken generation; it is sent before the rank leaves that."""
         if self._incident is not None:
             self._incident.collectives[answer.rank] = (answer.step, answer.count)
 
     def was_asked(self, handle: RankHandle) -> bool:
-        """Whether the rank was made to write where it hangs."""
+        """Return True if the rank was made to write its stacks."""
         return handle.membership is Membership.HUNG
 
     def larger_ones_killed(self, handle: RankHandle) -> int:
-        """How many larger ranks were killed as well, by nobody here: the kernel begins with the largest."""
+        """Return the number of larger ranks that were killed as well, not by us: the kernel begins with the largest."""
         return sum(
             rank.rss_bytes > handle.rss_bytes
             and self._world.are_neighbours(rank, handle)
@@ -167,7 +167,7 @@ class Repair:
         )
 
     def note_end(self, handle: RankHandle, fault: Fault) -> None:
-        """How a rank of the broken generation ended, and what it was doing by its last output."""
+        """Note how a rank of the broken generation ended, and its activity by its last output."""
         if self._incident is not None:
             # What was forked ahead may end too; why the first one did is what counts.
             self._incident.ended.setdefault(handle.rank, fault)
@@ -324,7 +324,7 @@ class Repair:
 
     @staticmethod
     def _is_awaited(handle: RankHandle, incident: OpenIncident) -> bool:
-        """Whether the incident cannot be judged before this rank has answered or ended."""
+        """Return True if the incident cannot be judged before this rank has answered or ended."""
         if handle.state in IN_GENERATION:
             return True
         if handle.membership is Membership.HUNG:
@@ -471,7 +471,7 @@ class Repair:
             self._world.kill_rank(handle, now_s)
 
     def _resume_word(self) -> str:
-        """What a loading rank resumes: the user's choice, until this launch has saved something."""
+        """Return what a loading rank resumes: the user's choice, until this launch has saved something."""
         # "none" has set the old files aside once; nothing of them may be set aside, or read, again.
         aside = self._resume == "none" and self._facts.ever_formed
         # Ranks report a save at their next step; they may have died before that.

@@ -83,7 +83,7 @@ class ZygoteKeeper:
             self._standby.refused(now_s)
 
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
-        """Who stood by was reaped: nobody misses it; another one follows."""
+        """Note the end of the process that stood by: another one follows."""
         del output
         self._recorder.record(
             events.StandbyEnded(exit_code=ended.exit_code, signal=ended.signal_number)

@@ -43,7 +43,7 @@ def kept_summary(log_dir: Path, first: Ready) -> RunSummary | None:
 
 
 def lines_of_kept(settings: Settings, first: Ready) -> list[str]:
-    """What a person reads who starts a complete run again: that it is, and what has no effect."""
+    """Return lines for a person who starts a complete run again: that it is, and which settings have no effect."""
     where = f"{first.committed_step:,} of {first.total_steps:,} steps"
     lines = [f"already complete: {where}, nothing to train; the result is kept"]
     without_effect = changed_settings(settings)

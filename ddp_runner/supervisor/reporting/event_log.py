@@ -110,7 +110,7 @@ def with_newest(ready: Sequence[Ready]) -> list[Ready]:
 
 
 def lines_of_begin(plan: LaunchPlan, ready: Sequence[Ready]) -> tuple[str, ...]:
-    """What there is to say of what the ranks have built. What all say is said once."""
+    """Return lines about what the ranks have built. A line of all ranks appears once."""
     first = ready[0]
     lines = [*plan.notes, *first.block]
     if first.is_complete:  # but its summary is gone, and is made once more

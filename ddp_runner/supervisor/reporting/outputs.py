@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _Files:
-    """What exists once the directories are claimed."""
+    """The open files, once the directories are claimed."""
 
     def __init__(
         self, settings: Settings, *, ranks: int, warn: Warn, seal: str, shown_bytes: int
@@ -79,11 +79,11 @@ class Outputs:
 
     @property
     def may_write(self) -> bool:
-        """Whether files are open."""
+        """True if files are open."""
         return self._files is not None
 
     def keep_result(self) -> None:
-        """From now on leave the files as they are that say what the run was, and how it ended."""
+        """Leave the files unchanged from now on that say what the run was, and how it ended."""
         self._keeps_result = True
 
     def open(self, *, shown_bytes: int = 0) -> None:
@@ -118,9 +118,9 @@ class Outputs:
     def follow(
         self, paths: Sequence[Path], *, shown: Collection[int], marks_lines: bool = False
     ) -> None:
-        """From now on show what comes into these files, one for each rank.
+        """Show from now on the new lines of these files, one file for each rank.
 
-        Of the ranks that are ``shown``; with ``marks_lines`` each line says of which, as torchrun marks them.
+        Only ranks that are ``shown``; with ``marks_lines`` each line names its rank, as torchrun does.
         """
         if self._files is not None:
             self.show_rest()
@@ -209,7 +209,7 @@ class Outputs:
             self._files.status.write(status_record(view))
 
     def show_rest(self) -> None:
-        """What the ranks, which have all ended, wrote last: before the last word, not after it."""
+        """Show the last lines of the ranks, which have all ended, before the run's last line."""
         if self._files is not None:
             for line in self._files.tail.drain():
                 self.show_line(line)
@@ -257,7 +257,7 @@ class StatusFile:
 
     @property
     def writes_lost(self) -> int:
-        """How many writes a failing disk has cost."""
+        """The number of writes that a failing disk has cost."""
         return self._outage.lost_total
 
     def write(self, record: Mapping[str, object]) -> bool:

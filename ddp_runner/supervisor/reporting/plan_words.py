@@ -22,7 +22,7 @@ def blamed_in_words(incident: Incident, *, ranks: int) -> str:
 def repair_line(
     plan: GiveUp | ReplaceRanks, incident: Incident, *, actions: Sequence[str], ranks: int
 ) -> str:
-    """Who is blamed, and what is done about it; empty where nothing is."""
+    """Return a line with the blamed rank and the repair; empty if there is no repair."""
     if isinstance(plan, GiveUp):
         return ""
     wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
@@ -35,7 +35,7 @@ def repair_line(
 
 
 def repair_in_words(plan: ReplaceRanks) -> list[str]:
-    """What is done, part by part."""
+    """Return the parts of the repair in words."""
     words = []
     if plan.ranks:
         source = "" if plan.loader is None else " from the newest checkpoint"
@@ -48,7 +48,7 @@ def repair_in_words(plan: ReplaceRanks) -> list[str]:
 
 
 def reads_checkpoint(plan: GiveUp | ReplaceRanks) -> bool:
-    """Whether no rank with a state is left."""
+    """Return True if no rank with a state is left."""
     return isinstance(plan, ReplaceRanks) and plan.loader is not None
 
 
@@ -58,7 +58,7 @@ def _is_back(culprit: Fault) -> str:
 
 
 def outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
-    """What was done, once it is; empty where nothing is."""
+    """Return the finished repair in words; empty if there was none."""
     if isinstance(plan, GiveUp):
         return ""
     if plan.dropped:

@@ -31,7 +31,7 @@ STEP_SECONDS = "step_s"  # stands in each line of a step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """What an evaluation after ``step`` has found, by name."""
+    """The results of an evaluation after ``step``, by name."""
 
     step: int
     figures: Mapping[str, float]
@@ -75,7 +75,7 @@ class Recorder:
 
     @property
     def may_write(self) -> bool:
-        """Whether files are open."""
+        """True if files are open."""
         return self.outputs.may_write
 
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
@@ -191,7 +191,7 @@ class Recorder:
             self.accounting.newest_checkpoint(self._published.newest())
 
     def know_newest(self) -> None:
-        """Where this launch has saved nothing, the checkpoint that it leaves is one of before."""
+        """Take the newest checkpoint of an earlier launch if this launch has saved none."""
         if not self.accounting.checkpoint:
             self.accounting.newest_checkpoint(self._published.newest())
 
@@ -216,7 +216,7 @@ _READ_BYTES_MAX = 16 << 20  # of the end of a journal
 
 
 def faults_before(path: Path, *, run_id: str) -> tuple[FaultRecord, ...]:
-    """Those of the newest launch in the journal, and of those that it took over in its turn; oldest first."""
+    """Return the faults of the newest launch in the journal, and of those it took over from; oldest first."""
     launches: list[list[Mapping[str, Any]]] = []
     for event in parsed(read_tail(path, _READ_BYTES_MAX)):
         if event.get("event") == "run_begins":

@@ -124,7 +124,7 @@ _SHOWN_AS = {RankState.KILLING: RankState.ABORTING, RankState.ENDED: RankState.F
 
 
 def _state(handle: RankHandle) -> str:
-    """Where the rank stands; dead is only who has begun and has not finished."""
+    """Return the state that is shown of the rank; a rank that never began is waiting, not dead."""
     if handle.state is RankState.DEAD and not handle.spawned_at_s:
         return "waiting"
     return str(_SHOWN_AS.get(handle.state, handle.state).value)

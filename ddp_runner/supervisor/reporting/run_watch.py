@@ -1,4 +1,4 @@
-"""What the ranks of a run and their GPUs use: looks now and then, and keeps means and peaks. Waits for nothing."""
+"""Measures the resources of a run's ranks and GPUs from time to time: means and peaks. Waits for nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FRESH_INTERVALS = 3  # an older reading is none of the step that is logged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Readings:
-    """Of a machine's GPUs: how many there were so far, and the newest, of ``at_s``."""
+    """The readings of a machine's GPUs: their number so far, and the newest one, of ``at_s``."""
 
     count: int
     at_s: float
@@ -69,7 +69,7 @@ class RunWatch:
 
     @classmethod
     def of(cls, plan: LaunchPlan, *, node: int, clock: Clock, say: Say) -> RunWatch:
-        """With a process that asks the GPU driver where ranks of this machine compute on GPUs."""
+        """Return a watch; if ranks of this machine compute on GPUs, with a process that asks the driver."""
         interval_s = plan.settings.log.gpu_watch_s
         on_gpu = any(place.visible_index is not None for place in plan.devices)
         reader = GpuReader(interval_s, clock=clock, say=say) if interval_s and on_gpu else None
@@ -96,7 +96,7 @@ class RunWatch:
         return True
 
     def shares(self, handles: Sequence[RankHandle]) -> events.SharesProposed | None:
-        """What the ranks' first steps say of their shares, once, where that is asked for; None before."""
+        """Return a proposal for the ranks' shares from their first steps, once, if it is asked for; else None."""
         if not self._measures_shares:
             return None
         cells = [(one.slot.get(Cell.OWN_STEPS), one.slot.get(Cell.OWN_NS)) for one in handles]
@@ -121,7 +121,7 @@ class RunWatch:
         )
 
     def hear(self, node: int, message: Watched) -> None:
-        """What another machine has seen of its own."""
+        """Take the readings of another machine."""
         self._cpu_share.update(
             {int(rank): float(share) for rank, share in message.cpu_share.items()}
         )
@@ -133,7 +133,7 @@ class RunWatch:
             )
 
     def watched(self) -> Watched:
-        """What this machine has to say to another one that decides."""
+        """Return this machine's readings for the machine that decides."""
         mine = self._readings(self._here)
         age_s = self._clock.monotonic() - mine.at_s
         return Watched(
@@ -148,7 +148,7 @@ class RunWatch:
         return self._cpu_share.get(rank)
 
     def figures(self, rank: int) -> dict[str, float]:
-        """What a logged step of a rank has beside what the rank knows: CPU, and its GPU as the driver sees it."""
+        """Return the figures of a rank's logged step that the rank does not know: CPU, and its GPU by the driver."""
         share = self._cpu_share.get(rank)
         found = {} if share is None else {"cpu_share": round(share, 3)}
         index, node = self._plan.devices[rank].visible_index, self._node_of(rank)
@@ -182,9 +182,9 @@ class RunWatch:
         return tuple(found)
 
     def summary(self, handles: Sequence[RankHandle]) -> tuple[dict[str, object], dict[str, object]]:
-        """Of summary.json: what GPUs (``0``, or ``NODE:0`` with several machines) and ranks have used.
+        """Return the use of GPUs (``0``, or ``NODE:0`` with several machines) and of ranks for summary.json.
 
-        Of a run that was shorter than an interval it is what its ranks have reported last.
+        For a run that was shorter than an interval, these are the last reports of its ranks.
         """
         if not self._is_on:
             return {}, {}
@@ -200,11 +200,11 @@ class RunWatch:
         return gpus, {str(rank): tally.record() for rank, tally in sorted(self._ranks.items())}
 
     def epochs(self) -> tuple[dict[str, object], ...]:
-        """Of summary.json, after :meth:`summary`: what GPUs have used in each epoch, as far as epochs are logged."""
+        """Return the use of GPUs in each logged epoch for summary.json; call it after :meth:`summary`."""
         return self._epochs.record()
 
     def took(self, ended: Ended) -> bool:
-        """Whether a child that was reaped was the GPUs' reader."""
+        """Return True if a child that was reaped was the GPUs' reader."""
         return self.reader is not None and self.reader.took(ended)
 
     def close(self) -> None:

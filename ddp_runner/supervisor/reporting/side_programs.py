@@ -71,7 +71,7 @@ class TrackerKeeper:
                 self._start(keeper, now_s)
 
     def took(self, ended: Ended) -> bool:
-        """Whether the child that was reaped was a tracker's; then another one is due after a while."""
+        """Return True if a reaped child was a tracker; another one is due after a while."""
         for keeper in self._keepers:
             program = keeper.process
             if program is not None and program.pid == ended.pid:
@@ -82,7 +82,7 @@ class TrackerKeeper:
         return False
 
     def links(self) -> dict[str, str]:
-        """Where a person finds what each has written, of those that say so."""
+        """Return the address of each tracker's record, for those that have one."""
         for name, looked in self._looked.items():
             path = position_path(self._log_dir, name)
             with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class TrackerKeeper:
         return [keeper.role for keeper in self._keepers]
 
     def _find_dead(self, keeper: Keeper[Program, Given]) -> None:
-        """At the end: one that has died meanwhile, or waits to be started again, has a last chance."""
+        """Start a tracker once more at the end if it has died, or waits to be started again."""
         program = keeper.process
         if program is not None and not _lives(program.pid):
             self._programs.forget(keeper.role)
@@ -192,7 +192,7 @@ class PageKeeper:
                 self._say(f"no page: {error.strerror or error}", level="WARNING")
 
     def took(self, ended: Ended) -> bool:
-        """Whether the child that was reaped was the page's."""
+        """Return True if a reaped child was the page's."""
         program = self._keeper.process
         if program is None or program.pid != ended.pid:
             return False
@@ -252,17 +252,17 @@ class GpuReader:
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None while there is none."""
+        """The pid of its process; None if there is none."""
         program = self._keeper.process
         return None if program is None else program.pid
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody asks any more."""
+        """True if the driver is not asked any more."""
         return self._keeper.is_given_up
 
     def age_s(self, now_s: float) -> float | None:
-        """How old the newest reading is; None before the first."""
+        """Return the age of the newest reading; None before the first."""
         return None if self.read_at_s is None else max(0.0, now_s - self.read_at_s)
 
     def look(self) -> None:
@@ -286,7 +286,7 @@ class GpuReader:
             )
 
     def took(self, ended: Ended) -> bool:
-        """Whether the child that was reaped was the reader; then another one is due after a while."""
+        """Return True if a reaped child was the reader; another one is due after a while."""
         program = self._keeper.process
         if program is None or program.pid != ended.pid:
             return False
@@ -333,6 +333,6 @@ class GpuReader:
 
 
 def _lives(pid: int) -> bool:
-    """Whether the process is there and has not ended; nobody reaps it meanwhile."""
+    """Return True if the process is there and has not ended; nobody reaps it meanwhile."""
     fields = stat_fields(pid)
     return bool(fields) and fields[0] not in ("Z", "X")

@@ -110,16 +110,16 @@ class Start:
                 self._say(FIRST_STEP, max(0.0, committed_ns / 1e9 - self._formed_s))
 
     def doing(self, now_s: float) -> tuple[str, float]:
-        """What the start is at, and for how long; empty when it is over."""
+        """Return the current activity of the start, and its duration; empty when it is over."""
         return (self._doing, now_s - self._doing_since_s) if self._doing else ("", 0.0)
 
     def shown_bytes(self) -> int:
-        """How much of rank 0's output has been shown before its log file is followed."""
+        """Show the rest of rank 0's output, and return the bytes shown, before its log file is followed."""
         self.show_output()
         return 0 if self._rank is None else self._rank.tail.taken_bytes(0)
 
     def without_shown(self, text: str) -> str:
-        """What of a process's last output is still to be shown; a dump stays in one piece."""
+        """Return the part of a process's last output that is still to be shown; a dump stays in one piece."""
         lines = text.splitlines()
         while lines and (lines[0] in self._shown or not lines[0].strip()):
             del lines[0]
@@ -198,7 +198,7 @@ class Start:
 
 
 def _slowest(ranks: Sequence[RankHandle]) -> str:
-    """What those ranks do that have come least far; empty where one has not begun."""
+    """Return the activity of the ranks that have come least far; empty if one has not begun."""
     waits = {RankState.STARTING, RankState.KILLING, *NO_PROCESS_LEFT}
     behind = [handle for handle in ranks if handle.state in waits]
     if any(not (handle.is_alive and handle.has_begun) for handle in behind):

@@ -1,7 +1,7 @@
-"""What forward may write of the model's own state: listed, kept at a commit, taken back. Never sends it.
+"""Lists the model state that a forward may write, keeps it at a commit, and restores it. Never sends it.
 
-That is a model's buffers, and parameters that the task writes itself, as those of a target network
-(BYOL, MoCo), or those that it clips or projects. What hangs on modules beside that is ``side_state``'s.
+That is a model's buffers, and parameters that the task writes itself, such as those of a target network
+(BYOL, MoCo), or those that it clips or projects. Other attributes of modules are in ``side_state``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Buffers:
         return list(self._followed)
 
     def follow(self, names: Iterable[str]) -> None:
-        """Those that another process has seen to change; :meth:`keep` comes next."""
+        """Follow the entries that another process has seen to change; :meth:`keep` comes next."""
         wanted = dict.fromkeys(names)
         if not wanted:  # as at nearly every commit
             return
@@ -121,7 +121,7 @@ class Buffers:
         self._has_agreed = not self._unsaved
 
     def is_relaid(self) -> bool:
-        """Whether a buffer has another shape or type than at the last commit, or nobody has compared yet."""
+        """Return True if a buffer's shape or type differs from the last commit, or was never compared."""
         if not self._has_agreed:
             return True
         # Asked for in every forward: one that is the same tensor still has its shape.
@@ -132,7 +132,7 @@ class Buffers:
         )
 
     def frozen_bytes(self) -> int:
-        """What :meth:`hold_frozen` takes."""
+        """Return the bytes that :meth:`hold_frozen` takes."""
         return sum(one.nbytes for one in self._frozen.values())
 
     def hold_frozen(self) -> None:
@@ -145,10 +145,10 @@ class Buffers:
             self._held = {n: p.detach().to("cpu", copy=True) for n, p in self._frozen.items()}
 
     def make_room(self, model_state: Mapping[str, Tensor], relaid: Iterable[str] = ()) -> None:
-        """For what comes next: fill buffers registered as None where ``model_state`` has them.
+        """Fill buffers registered as None if ``model_state`` has them, and empty them if it does not.
 
-        Empty them where it has none. A state that is loaded must have the names that the model has.
-        ``relaid``: which others have their shape and type from there, because steps change them.
+        A state that is loaded must have the names that the model has. ``relaid``: other entries that get
+        their shape and type from there, because steps change them.
         """
         changing = dict.fromkeys(
             [*self.relaid_names(), *read_as(dict.fromkeys(relaid), self._places)]
@@ -240,7 +240,7 @@ class Buffers:
         return {**self._frozen, **self._trained, **self._followed}
 
     def hold_all_bytes(self) -> int:
-        """What :meth:`hold_all` takes."""
+        """Return the bytes that :meth:`hold_all` takes."""
         every = (*self._frozen.values(), *self._trained.values(), *self._followed.values())
         return sum(one.nbytes for one in every)
 
@@ -296,7 +296,7 @@ def own_memory_of_buffers(model: nn.Module) -> None:
 
 
 def is_spread(tensor: Tensor) -> bool:
-    """Whether several of its elements are one in memory, as of ``expand``: nothing can write into such a one."""
+    """Return True if several elements share memory, as after ``expand``: such a tensor cannot be written to."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -304,7 +304,7 @@ def is_spread(tensor: Tensor) -> bool:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where the buffers of the model's state live: bare name -> (module, attribute).
+    """Return the places of the buffers in the model's state: bare name -> (module, attribute).
 
     A mask that is rebuilt at construction is no part of the state; what is registered as None, to
     be filled later, is.
@@ -326,7 +326,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where the buffers outside of the model's state live: bare name -> (module, attribute)."""
+    """Return the places of the buffers outside of the model's state: bare name -> (module, attribute)."""
     saved = {id(getattr(*place)) for place in persistent_buffers(model).values()}
     found: dict[str, tuple[nn.Module, str]] = {}
     for path, owner in model.named_modules():

@@ -63,16 +63,16 @@ class Ema:
 
     @property
     def started(self) -> bool:
-        """Whether there is an average; before, the model's own weights stand in for it."""
+        """True if there is an average; before, the model's own weights are used instead."""
         return bool(self._parameters or self._buffers)
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights after optimizer step number ``step``, counted from 1, are taken in."""
+        """Return True if the weights after optimizer step number ``step``, counted from 1, enter the average."""
         begun = step - self._start_step
         return begun >= 0 and begun % self._every == 0
 
     def bytes_to_come(self, *, but: Container[str] = ()) -> int:
-        """What the average, ``but`` for these parameters, will take once it has started."""
+        """Return the bytes that the average will take once started, except for the parameters ``but``."""
         live = [one for name, one in self._live_parameters.items() if name not in but]
         kept = sum(one.numel() * _average_dtype(one).itemsize for one in live)
         return kept + sum(one.numel() * one.element_size() for one in self._live_buffers().values())
@@ -244,5 +244,5 @@ def _float_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _average_dtype(tensor: Tensor) -> torch.dtype:
-    """At a decay of 0.999 an update is below half precision's resolution."""
+    """Return float32 for half types: at a decay of 0.999 an update is below their resolution."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype

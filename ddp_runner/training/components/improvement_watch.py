@@ -15,7 +15,7 @@ class ImprovementWatch:
     def __init__(
         self, rules: ImprovementRules | None = None, *, monitor: Monitor | None = None
     ) -> None:
-        """Without rules nothing follows from anything. ``monitor``: the figure, and which way it is better."""
+        """Watch nothing without rules. ``monitor``: the figure, and whether lower or higher is better."""
         self._rules = rules or ImprovementRules()
         self._monitor = monitor or Monitor()
         self._step = -1  # of the newest evaluation
@@ -23,12 +23,12 @@ class ImprovementWatch:
 
     @property
     def rate_factor(self) -> float:
-        """What the learning rate is multiplied by."""
+        """The factor of the learning rate."""
         return self._now.rate_factor
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has gone without an improvement for too long."""
+        """True if the run has gone without an improvement for too long."""
         return self._now.is_over(self._rules)
 
     def observe(self, *, step: int, value: float) -> str:

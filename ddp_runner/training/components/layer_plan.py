@@ -1,6 +1,6 @@
-"""Which layers of a model are trained, and from which step on: a function of the step, alike on all ranks.
+"""Decides which layers are trained from which step on: a function of the step, equal on all ranks.
 
-Sets ``requires_grad`` of parameters; wrapping DDP again, and the optimizer, are others'.
+Sets ``requires_grad`` of parameters; callers wrap the model in DDP again and change the optimizer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LayerPlan:
     later: tuple[_Unfreezing, ...] = ()
 
     def later_names(self) -> frozenset[str]:
-        """Of the parameters that are trained from a step of the run on."""
+        """Return the names of the parameters that are trained from a later step on."""
         return frozenset().union(*(one.names for one in self.later))
 
     def begin(self, model: nn.Module) -> None:
@@ -75,7 +75,7 @@ def layer_plan(
     groups: Mapping[str, Sequence[str]],
     total_steps: int,
 ) -> LayerPlan:
-    """What ``settings`` say of ``model``. ``groups``: the task's own names -> patterns of module names.
+    """Return the plan of ``settings`` for ``model``. ``groups``: the task's names -> patterns of module names.
 
     Raises BadInputError for a group or pattern that the model does not have.
     """
@@ -120,7 +120,7 @@ def in_steps(text: str, *, total_steps: int) -> str:
 
 
 def trained_words(model: nn.Module) -> str:
-    """How many parameters require a gradient, in words."""
+    """Return the number of parameters that require a gradient, in words."""
     every = [(one.numel(), one.requires_grad) for one in model.parameters()]
     trained, total = sum(n for n, is_trained in every if is_trained), sum(n for n, _ in every)
     return f"{trained:,} of {total:,} parameters"
@@ -151,7 +151,7 @@ def _matching(
 
 
 def _module_names(names: Iterable[str]) -> list[str]:
-    """Of the modules that have parameters; of numbered ones, one for all."""
+    """Return the names of the modules that have parameters; numbered modules share one entry."""
     paths = {name.rpartition(".")[0] for name in names}
     parents = {path.partition(".")[0] for path in paths}
     every = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in paths | parents if path}

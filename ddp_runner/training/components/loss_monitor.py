@@ -11,7 +11,7 @@ CALM_STEPS = 10
 
 
 class Verdict(Enum):
-    """What the trainer should do after a step."""
+    """The action that the trainer takes after a step."""
 
     CONTINUE = "continue"
     TARGET_REACHED = "target_reached"
@@ -103,9 +103,9 @@ class LossMonitor:
 
     @property
     def is_calm(self) -> bool:
-        """Whether enough steps have been applied since the last one that was not.
+        """True if enough steps have been applied since the last one that was not.
 
-        A state in between may be what they came from: it is nothing to go back to.
+        An earlier state may be the cause of the errors, so a roll-back must not use it.
         """
         return self._last_error is None or self._last_step - self._last_error >= CALM_STEPS
 
@@ -115,7 +115,7 @@ class LossMonitor:
 
     @property
     def target_reached(self) -> bool:
-        """Whether a full window's mean is at the target, also right after loading a state."""
+        """True if the mean of a full window is at the target, also right after loading a state."""
         smoothed = self.smoothed
         if self._target_loss is None or smoothed is None or not self._is_full:
             return False

@@ -14,14 +14,14 @@ from ddp_runner.training.components.lr_schedule import schedule_end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of the next step; infinite where nothing can be said yet."""
+    """The limits for the next step; infinite if there is no basis for them yet."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
     is_threshold: bool = False  # the loss's is that of the settings
 
     def exceeded_by(self, *, loss: float, grad_norm: float) -> str:
-        """What exploded, in words; empty if nothing did, or if the step is not finite anyway."""
+        """Return which value exploded, in words; empty if none did, or if the step is not finite anyway."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return ""
         if loss > self.loss and self.is_threshold:
@@ -75,7 +75,7 @@ class LossSpikes:
 
     @classmethod
     def watched_as(cls, settings: Settings, *, total_steps: int) -> LossSpikes:
-        """As the settings have it for a run of so many steps."""
+        """Return a detector for a run of ``total_steps``, by its settings."""
         recovery, optim = settings.recovery, settings.optim
         end = schedule_end(optim, total_steps=total_steps)
         return cls(
@@ -95,21 +95,21 @@ class LossSpikes:
             self._lowered_at = step
 
     def rate_factor(self, step: int) -> float:
-        """What the learning rate of the step after ``step`` others is multiplied by."""
+        """Return the factor of the learning rate for the step after ``step`` others."""
         if self._lowered == 1.0:
             return 1.0
         passed = min(1.0, (step - self._lowered_at) / self._recover_steps)
         return self._lowered + (1.0 - self._lowered) * passed
 
     def says_of_rate(self) -> str:
-        """What an explosion has just made of the rate, in words; empty if nothing."""
+        """Return the last explosion's effect on the learning rate, in words; empty if none."""
         if self._rate_factor == 1.0:
             return ""
         end = self._lowered_at + self._recover_steps
         return f", learning rate x {self._lowered:g}, back in full at step {end:,}"
 
     def limits(self) -> Limits:
-        """What the next step's loss and gradient norm must not exceed."""
+        """Return the limits that the next step's loss and gradient norm must not exceed."""
         if self._window == 0 or len(self._losses) < self._window:
             is_threshold = math.isfinite(self._loss_max)
             return Limits(loss=self._loss_max, is_threshold=is_threshold)

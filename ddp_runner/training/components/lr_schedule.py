@@ -73,7 +73,7 @@ def decay_begin(settings: OptimSettings, *, total_steps: int) -> int:
 
 
 def schedule_words(settings: OptimSettings, *, total_steps: int) -> str:
-    """For people: ``cosine to 0 at step 3,000, after 100 steps of warm-up``."""
+    """Return a description such as ``cosine to 0 at step 3,000, after 100 steps of warm-up``."""
     end = f"step {schedule_end(settings, total_steps=total_steps):,}"
     warmup = warmup_end(settings, total_steps=total_steps)
     after = f", after {warmup:,} step{'' if warmup == 1 else 's'} of warm-up" if warmup else ""
@@ -138,7 +138,7 @@ class OwnRates:
                     group["lr"] *= self._factor
 
     def words(self) -> str:
-        """For people: ``SGD, learning rate 0.1 (2 groups), StepLR``."""
+        """Return a description such as ``SGD, learning rate 0.1 (2 groups), StepLR``."""
         words = f"{type(self._optimizer).__name__}, learning rate {float(self._first[0]['lr']):g}"
         if len(self._first) > 1:
             words += f" (the first of {len(self._first)} groups)"

@@ -65,7 +65,7 @@ def build_optimizer(
 
 
 def _groups(parameters: Iterable[nn.Parameter], settings: OptimSettings) -> list[dict[str, Any]]:
-    """Those with weight decay, and those without."""
+    """Return two groups: the parameters with weight decay, and those without."""
     parameters = list(parameters)
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -76,7 +76,7 @@ def _groups(parameters: Iterable[nn.Parameter], settings: OptimSettings) -> list
 def _maker(
     settings: OptimSettings, *, fused: bool
 ) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    """What makes the optimizer of groups; for muon, the one of what is not Muon's."""
+    """Return a function that makes the optimizer from groups; for muon, the one for its other parameters."""
     rate, decay = settings.learning_rate, settings.weight_decay  # decay: of a group added later
     epsilon = settings.epsilon
     if settings.optimizer == "sgd":
@@ -217,7 +217,7 @@ def _update_only(optimizer: torch.optim.Optimizer, wanted: list[nn.Parameter]) -
 
 
 def _can_fuse(parameters: list[nn.Parameter], *, device: torch.device) -> bool:
-    """Whether the fused kernel takes all ``parameters``: real numbers, on a device that has it."""
+    """Return True if the fused kernel takes all ``parameters``: real numbers, on a device that has it."""
     return device.type in _FUSED_DEVICES and all(
         parameter.is_floating_point() and parameter.device.type == device.type
         for parameter in parameters

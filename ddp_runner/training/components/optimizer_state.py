@@ -85,7 +85,7 @@ def _loads_plainly(optimizer: Any) -> bool:
 
 
 def _fits(optimizer: Any, state: Mapping[str, Any]) -> bool:
-    """Whether ``state`` has these groups, and what torch's own optimizers keep: a flat entry a parameter."""
+    """Return True if ``state`` has the optimizer's groups, and flat entries like those of torch's optimizers."""
     own = [len(group["params"]) for group in optimizer.param_groups]
     numbers = {number for group in state["param_groups"] for number in group["params"]}
     return (

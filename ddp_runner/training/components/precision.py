@@ -54,7 +54,7 @@ class Precision:
 
     @classmethod
     def of(cls, settings: OptimSettings, device: torch.device) -> Precision:
-        """As the settings have it. Raises BadInputError as making one does."""
+        """Return the precision that the settings ask for. Raises BadInputError as its constructor does."""
         return cls(
             settings.precision,
             device,
@@ -92,7 +92,7 @@ class Precision:
             self._scale = None
 
     def has_lowered(self, scale: float) -> bool:
-        """Whether the scaler has found an overflow at this loss scale, and is not at its end."""
+        """Return True if the scaler has found an overflow at this loss scale, and can still lower it."""
         return self.scaler.is_enabled() and SCALE_MIN < scale > self.scale()
 
     def watch(self, *, step: int, before: float) -> str:
@@ -139,7 +139,7 @@ class Precision:
 
 
 def _named(wanted: str, device: torch.device) -> tuple[str, tuple[str, ...]]:
-    """What was asked for by name, and what is worth a note."""
+    """Return the precision asked for by name, and notes on it."""
     if wanted == "bf16" and device.type == "cuda" and not _gpu_has_bf16(device):
         name = torch.cuda.get_device_name(device)
         raise BadInputError(
@@ -167,9 +167,9 @@ def _gpu_has_bf16(device: torch.device) -> bool:
 
 
 def cpu_has_fast_bf16() -> bool:
-    """Whether the processor has bf16 multiply instructions (AVX512-BF16 or AMX) that torch uses.
+    """Return True if the processor has bf16 multiply instructions (AVX512-BF16 or AMX) that torch uses.
 
-    False where the installed torch does not know.
+    False if the installed torch cannot tell.
     """
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, check, bool)()) for check in checks)

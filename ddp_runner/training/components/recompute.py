@@ -172,7 +172,7 @@ def _by_class(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def _parameters(modules: Sequence[nn.Module]) -> int:
-    """How many numbers they have in all, of tied ones once."""
+    """Return the number of elements of all parameters; tied ones count once."""
     found = {id(one): one.numel() for module in modules for one in module.parameters()}
     return sum(found.values())
 
@@ -183,7 +183,7 @@ def _sized(word: str, modules: Sequence[nn.Module]) -> str:
 
 
 class CompiledParts:
-    """How the parts that recompute are compiled: each by itself, for a graph around one cannot have it in it."""
+    """Compiles the recomputed parts one by one, since a graph around one cannot contain it."""
 
     def __init__(self) -> None:
         self.options: Mapping[str, Any] | None = (
@@ -227,7 +227,7 @@ def _recomputing(kind: Any) -> Any:
 
 
 class _Surroundings:
-    """What one forward of ``module`` finds beside its inputs, to be found again by the second one.
+    """The state that one forward of ``module`` finds apart from its inputs, restored for the second forward.
 
     INVARIANT recomputed-alike: a second forward computes what the first did and changes nothing: buffers
     have the values of before the first one while it runs, and those of after it once it has run.
@@ -243,7 +243,7 @@ class _Surroundings:
     def contexts(
         self,
     ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Around the first and around the second forward, as torch asks for them."""
+        """Return the contexts for the first and the second forward, as torch asks for them."""
         return self._first(), self._second()
 
     @contextlib.contextmanager

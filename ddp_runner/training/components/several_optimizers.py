@@ -31,7 +31,7 @@ class _States(Mapping[Tensor, Any]):
 
 
 def entries_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
-    """What is known of ``parameter``: one entry of each optimizer that has any, as SAM and its base do."""
+    """Return the entries for ``parameter``: one of each optimizer that has any, as SAM and its base do."""
     parts = getattr(optimizer, "parts", [optimizer])
     return [one.state[parameter] for one in parts if parameter in one.state]
 
@@ -48,27 +48,27 @@ class SeveralOptimizers:
         return list(self._optimizers)
 
     def step(self) -> None:
-        """Of all of them, in order."""
+        """Step all optimizers, in order."""
         for one in self._optimizers:
             one.step()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all of them, in order."""
+        """The groups of all optimizers, in order."""
         return [group for one in self._optimizers for group in one.param_groups]
 
     @property
     def state(self) -> Mapping[Tensor, Any]:
-        """Of all of them; where two have an entry for one parameter, see :func:`entries_of`."""
+        """The states of all optimizers; if two have an entry for one parameter, see :func:`entries_of`."""
         return _States(self._optimizers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of all of them."""
+        """Clear the gradients of all optimizers."""
         for one in self._optimizers:
             one.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of one optimizer: parameters are numbered through."""
+        """Return a state dict like that of one optimizer: parameters are numbered consecutively."""
         states: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for begin, one in self._parts():

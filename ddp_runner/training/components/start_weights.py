@@ -36,7 +36,7 @@ def frozen_entries(
 
 
 def record_of(weights: Mapping[str, Tensor], *, init_from: str) -> dict[str, Any]:
-    """What a state says of ``weights``, with which the run begins; empty where there are none."""
+    """Return the record of the weights that the run begins with; empty if there are none."""
     if not weights:
         return {}
     return {
@@ -99,18 +99,18 @@ def filled(
 
 
 def _is_mean(mean: Tensor, weight: Tensor) -> bool:
-    """By the bits: averaging makes 0.0 of -0.0."""
+    """Return True if the bits are equal: averaging turns -0.0 into 0.0."""
     return tensor_hash(mean) == tensor_hash(_mean_of(weight))
 
 
 def _mean_of(weight: Tensor) -> Tensor:
-    """What an average of a weight that never changes is: it, in the type in which averages are kept."""
+    """Return the average of a weight that never changes: itself, in the type in which averages are kept."""
     is_half = weight.dtype in (torch.float16, torch.bfloat16)
     return weight.detach().to(torch.float32) if is_half else weight.detach()
 
 
 def _place(value: object) -> object:
-    """Where a tensor's numbers are; None of one that has none, or not one by one."""
+    """Return the place of a tensor's numbers; None if it has none, or not one by one."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
         return None
     return value.data_ptr(), tuple(value.shape), value.stride()

@@ -85,7 +85,7 @@ def _odd_numbers(device: torch.device) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """As int64 has these 64 bits."""
+    """Return the 64 bits of ``number`` as a signed int64."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -191,7 +191,7 @@ class _Pack(NamedTuple):
         return starts
 
     def _factors(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Of each word: the odd number of its place in its tensor."""
+        """Return the factor of each word: the odd number of its place in its tensor."""
         odd, starts = _odd_numbers(torch.device("cpu")).numpy(), self._starts()
         places = np.arange(self.words.numel()) - np.repeat(starts, self.lengths)
         factors: np.ndarray[Any, np.dtype[np.int64]] = odd[places]

@@ -1,4 +1,4 @@
-"""What a run learns about itself and keeps: sizes that fit, and what DDP has to look for."""
+"""Finds and keeps the sizes and DDP options with which a run works."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Tuning:
 
     @property
     def loss_form(self) -> LossForm:
-        """What ``loss()`` gives beside its loss, as far as it has been seen."""
+        """The form of the numbers that ``loss()`` returns next to its loss, as far as it has been seen."""
         return LossForm(names=self.loss_names, is_weighted=self.loss_is_weighted)
 
     def with_loss_form(self, form: LossForm) -> Tuning:
@@ -68,7 +68,7 @@ class Tuning:
         return cls(**{**found, "loss_names": tuple(found["loss_names"])})
 
     def agreed_with(self, others: list[Tuning]) -> Tuning:
-        """What suits every rank: the smallest sizes, and caution if anybody needs it."""
+        """Return a tuning that suits every rank: the smallest sizes, and caution if any rank needs it."""
         found_unused = any(other.found_unused for other in others)
         must_not_search = any(other.must_not_search for other in others)
         retried_at_step = max(other.retried_at_step for other in others)
@@ -94,7 +94,7 @@ class Tuning:
 
 
 def searches_at_first(ddp: DdpSettings) -> bool:
-    """Whether DDP looks for unused parameters until something else is learnt."""
+    """Return True if DDP looks for unused parameters until the run learns that it need not."""
     return ddp.find_unused_parameters is not False and not ddp.static_graph
 
 
@@ -114,7 +114,7 @@ class TuningChange:
 def repair_tuning(  # noqa: PLR0911 - a row a kind
     fault: Fault, tuning: Tuning, *, samples: int
 ) -> TuningChange | None:
-    """What this rank changes so that the same step works; None where nothing is left to change.
+    """Return the change with which this rank retries the same step; None if nothing is left to change.
 
     ``samples``: this rank's share of the global batch, which bounds a micro-batch that helps.
     """
@@ -214,7 +214,7 @@ class AdaptRules:
 
     @classmethod
     def of(cls, settings: Settings, *, devices: int = 1) -> AdaptRules:
-        """As the settings have it, of a rank with so many ``devices``."""
+        """Return the rules that the settings ask for, for a rank with that number of ``devices``."""
         ddp, data = settings.ddp, settings.data
         auto = ddp.find_unused_parameters == "auto"
         return cls(
@@ -224,7 +224,7 @@ class AdaptRules:
         )
 
     def watch_use(self, tuning: Tuning) -> bool:
-        """Whether it still matters that every parameter is used."""
+        """Return True if it still matters that every parameter is used."""
         return bool(
             self.relax_after_steps and tuning.find_unused_parameters and not tuning.found_unused
         )
@@ -233,9 +233,9 @@ class AdaptRules:
 def adapt(
     tuning: Tuning, rules: AdaptRules, *, committed_step: int, all_used_steps: int
 ) -> TuningChange | None:
-    """What to try between two steps; None for nothing. A function of what all ranks know alike.
+    """Return a change to try between two steps, or None; a function of values that are equal on all ranks.
 
-    Twice the micro-batch waits longer after each time that memory did not suffice.
+    The wait before the micro-batch is doubled again grows with each time that memory did not suffice.
     """
     if rules.watch_use(tuning) and all_used_steps >= rules.relax_after_steps:
         return TuningChange(

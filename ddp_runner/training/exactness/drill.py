@@ -1,6 +1,6 @@
-"""What a replacement would compute: built, loaded and fed as one, without the run. Changes nothing of it.
+"""Builds, loads and feeds a replacement apart from the run, and compares its results. Changes nothing of the run.
 
-``drilling.py`` has written, in a rank, what is read here.
+``drilling.py`` writes, in a rank, what is read here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Aside(LocalRuntime):
         self._formed = False
 
     def report(self, message: Message) -> None:
-        """To nobody."""
+        """Discard the message."""
 
 
 def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DDPLogger) -> str:

@@ -61,10 +61,10 @@ class _Unsynced:
         self._disk = disk
 
     def sync_file(self, handle: int) -> None:
-        """There is no need."""
+        """Do nothing: a drill's files need not survive a crash of the machine."""
 
     def sync_directory(self, directory: Path) -> None:
-        """There is no need."""
+        """Do nothing: a drill's files need not survive a crash of the machine."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._disk, name)
@@ -103,7 +103,7 @@ class Drills:
 
     @contextlib.contextmanager
     def beside(self, stepper: Stepper, group: Group) -> Iterator[None]:
-        """For the length of a step: do this rank's part of the drill that is due with it, if one is.
+        """Do this rank's part of a due drill while a step runs, if one is due with it.
 
         INVARIANT untouched: a drill changes no bit of the run: what it is given is copied and noted, and
         nothing of it comes back. Broken if: the state, a batch or a generator is touched here.

@@ -1,6 +1,6 @@
-"""What the first step of a launch shows of a task: what a step changes, and whether it can be repeated.
+"""Finds out at a launch's first step what a step of the task changes, and whether it can be repeated.
 
-The step is computed once more before it is made, by each rank alone; what that has changed is put back,
+Each rank rehearses the step alone before making it; everything that the rehearsal has changed is restored,
 and followed from then on (``side_state``, ``buffers``). Nothing here changes what is trained.
 """
 
@@ -37,7 +37,7 @@ _NOT_SEEN = "which cannot be looked into, may have been used before"
 
 
 class FirstStep:
-    """Of one generation on one rank. Every rank calls its methods at the same places."""
+    """Checks the first step of one generation on one rank. Every rank calls its methods at the same places."""
 
     def __init__(self, parts: TaskParts, group: Group) -> None:
         self._parts = parts
@@ -145,7 +145,7 @@ class FirstStep:
 
     @contextlib.contextmanager
     def watched(self, stepper: Stepper) -> Iterator[None]:
-        """Around a step: note what the one that was rehearsed comes to now."""
+        """Record the results of the rehearsed step while it is made."""
         if self._rehearsed is None:
             yield
             return
@@ -155,7 +155,7 @@ class FirstStep:
                 self._repeated = notes.share()
 
     def compare(self, step: int) -> None:
-        """After a step: report whether the first one was repeated."""
+        """Report after a step whether the first one was repeated."""
         if self._is_first:
             self._compare_shares(step)
             self._is_first, self._rehearsed = False, None
@@ -195,7 +195,7 @@ class FirstStep:
 
 
 def _known_in(state: TrainState) -> set[str]:
-    """What the model's state dict has, and may have: a buffer that is None, until forward makes it one."""
+    """Return the names in the model's state dict, and those of buffers that are None until a forward sets them."""
     found = set(state.weights())
     for path, module in state.model.named_modules():
         prefix = f"{path}." if path else ""
@@ -221,7 +221,7 @@ def why_a_device_varies(device: torch.device, *, is_deterministic: bool, devices
 
 
 class SideComparison:
-    """Of what the ranks of one generation hold beside the model and steps change, which a replaced one may lack."""
+    """Compares state outside the model that steps change on a generation's ranks, and a replacement may lack."""
 
     def __init__(self, parts: RankParts, *, is_first: bool) -> None:
         """``is_first``: this rank says what all of them find."""
@@ -230,7 +230,7 @@ class SideComparison:
         self._is_first = is_first
 
     def mine(self) -> dict[str, Any]:
-        """What the other ranks need to know of this one."""
+        """Return the facts about this rank that the other ranks need."""
         self._side.look_again(whole=True)
         return {"digests": self._side.digests(), "was_received": self._side.was_received}
 

@@ -1,4 +1,4 @@
-"""One value remembered, of a kind that holds no others: compared with what it is later, put back, made plain.
+"""Remembers a value of a kind that holds no others: to compare it later, restore it, or make it plain.
 
 Knows numbers, texts, tensors, arrays, memory that is written in place, and random generators. What is put
 back is put into the object that is there, where it can be: others may refer to it.
@@ -40,7 +40,7 @@ class NotPlainError(TypeError):
 
 
 class GivingBack:
-    """One pass over several names: what was one object is one again, and what were two are two.
+    """Restores several names in one pass: an object with two names stays one, and two objects stay two.
 
     ``kept``: ids of the objects that were kept. What is put back under another name is not put into them.
     """
@@ -51,7 +51,7 @@ class GivingBack:
         self._taken: dict[int, Any] = {}
 
     def once(self, kept: Kept, live: Any) -> Any:
-        """What ``kept`` was, in ``live`` if no other name's content is put there."""
+        """Return the content of ``kept``, in ``live`` unless another name's content belongs there."""
         if kept.ident in self._given:
             return self._given[kept.ident]
         is_anothers = id(live) in self._taken or (id(live) != kept.ident and id(live) in self._kept)
@@ -72,7 +72,7 @@ class Kept:
         self._value = value
 
     def is_in(self, value: Any) -> bool:
-        """Whether ``value`` is what was kept."""
+        """Return True if ``value`` is equal to the kept one."""
         return value is self._value
 
     def is_wholly_in(self, value: Any) -> bool:
@@ -80,26 +80,26 @@ class Kept:
         return self.is_in(value)
 
     def given_back(self, live: Any, giving: GivingBack | None = None) -> Any:
-        """What was kept, in the object ``live`` where that can hold it. Raises NotPlainError if it is unknown."""
+        """Return the kept value, in the object ``live`` if it can hold it. Raises NotPlainError if it is unknown."""
         if giving is None or not self.ident:
             return self.put_into(live, giving)
         return giving.once(self, live)
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - others do that
-        """As :meth:`given_back`, whatever other names it has."""
+        """Return the value like :meth:`given_back`, without regard to its other names."""
         return self._value
 
     def parts(self) -> Iterable[Kept]:
-        """What is kept inside."""
+        """Return the kept values inside this one."""
         return ()
 
     def plain(self) -> Any:
-        """For a file and the wire. Raises NotPlainError."""
+        """Return a plain form for a file and the wire. Raises NotPlainError."""
         kind = type(self._value)
         raise NotPlainError(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
 
     def digest(self) -> Any:
-        """What two equal values have alike, in any process. Raises NotPlainError."""
+        """Return a digest that two equal values share, in any process. Raises NotPlainError."""
         return repr(self.plain())
 
 
@@ -107,7 +107,7 @@ class Leaf(Kept):
     """A number, a text: it cannot be changed, only replaced."""
 
     def is_in(self, value: Any) -> bool:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.is_in`."""
         if value is self._value:
             return True
         if type(value) is not type(self._value):
@@ -115,7 +115,7 @@ class Leaf(Kept):
         return bool(value == self._value) or _are_nan(value, self._value)
 
     def plain(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.plain`."""
         if type(self._value) in _PLAIN_LEAVES:
             return self._value
         if isinstance(self._value, np.generic):
@@ -124,10 +124,10 @@ class Leaf(Kept):
 
 
 class Member(Kept):
-    """Of an enum, which is known by its value."""
+    """A member of an enum, which is known by its value."""
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
-        """As :class:`Kept`; of the class of the one that is there."""
+        """See :meth:`Kept.put_into`; the class is that of the live member."""
         if isinstance(self._value, Enum):
             return self._value
         if not isinstance(live, Enum):
@@ -135,7 +135,7 @@ class Member(Kept):
         return type(live)(self._value)
 
     def plain(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.plain`."""
         value = self._value.value if isinstance(self._value, Enum) else self._value
         return {MEMBER: Leaf(value).plain()} if type(value) in _PLAIN_LEAVES else super().plain()
 
@@ -149,20 +149,20 @@ class Seen(Kept):
         self._at = (tensor.data_ptr(), tensor.shape, tensor.dtype)
 
     def is_in(self, value: Any) -> bool:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.is_in`."""
         original = self.of()
         if value is not original or original is None or original._version != self._version:  # noqa: SLF001
             return False
         return self._at == (original.data_ptr(), original.shape, original.dtype)
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
-        """As :class:`Kept`."""
+        """See :meth:`Kept.put_into`."""
         if self.is_in(live):
             return live
         raise NotPlainError("a tensor that was not kept")
 
     def plain(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.plain`."""
         raise NotPlainError("a tensor that was not kept")
 
 
@@ -181,11 +181,11 @@ class TensorCopy(Kept):
             self.content = own.to("cpu", copy=True) if on_host else own.clone()
 
     def is_in(self, value: Any) -> bool:
-        """As :class:`Kept`: by the bits."""
+        """See :meth:`Kept.is_in`: bits are compared."""
         return _is_same_tensor(value, self.content)
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
-        """As :class:`Kept`: in the tensor that it was of, if that is still there."""
+        """See :meth:`Kept.put_into`: writes into the original tensor, if that is still there."""
         original = self.seen.of()
         into = live if original is None else original
         if isinstance(into, Tensor) and layout(into)[:2] == layout(self.content)[:2]:
@@ -196,11 +196,11 @@ class TensorCopy(Kept):
         return self.content.to(device, copy=True)
 
     def plain(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.plain`."""
         return self.content
 
     def digest(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.digest`."""
         return (str(layout(self.content)[:2]), tensor_hash(self.content))
 
 
@@ -213,13 +213,13 @@ class Received(TensorCopy):
 
 
 class _Nowhere:
-    """In the place of a tensor that this process has never had."""
+    """A placeholder for a tensor that this process has never had."""
 
     def of(self) -> None:
         return None
 
     def is_in(self, value: Any) -> bool:  # noqa: ARG002
-        """As :class:`Kept`."""
+        """See :meth:`Kept.is_in`."""
         return False
 
 
@@ -230,7 +230,7 @@ class Array(Kept):
         super().__init__(array.copy())
 
     def is_in(self, value: Any) -> bool:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.is_in`."""
         is_alike = type(value) is type(self._value) and self._fits(value)
         return is_alike and same_bits(value, self._value)
 
@@ -240,21 +240,21 @@ class Array(Kept):
         return bool(value.shape == self._value.shape)
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002
-        """As :class:`Kept`."""
+        """See :meth:`Kept.put_into`."""
         if self._fits(live) and live.flags.writeable:
             np.copyto(live, self._value)
             return live
         return self._value.copy()
 
     def plain(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.plain`."""
         if self._value.dtype.hasobject:
             return super().plain()
         return to_plain(np.asarray(self._value))
 
 
 def same_bits(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """Whether two arrays of one shape and type are alike, also where they hold NaN."""
+    """Return True if two arrays of one shape and type have the same bits, so that NaN equals itself."""
     if one.flags.c_contiguous and other.flags.c_contiguous and not one.dtype.hasobject:
         raw = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
         return bool(np.array_equal(*raw))
@@ -282,12 +282,12 @@ class Buffer(Kept):
         return cls({"array": array, "bytearray": bytearray}.get(kind, object), code, bytes(content))
 
     def is_in(self, value: Any) -> bool:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.is_in`."""
         is_alike = type(value) is self._kind and getattr(value, "typecode", "") == self._code
         return is_alike and bytes(memoryview(value)) == self._value
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002
-        """As :class:`Kept`."""
+        """See :meth:`Kept.put_into`."""
         if isinstance(live, C_VALUES) and ctypes.sizeof(live) == len(self._value):
             ctypes.memmove(ctypes.addressof(live), self._value, len(self._value))
             return live
@@ -300,7 +300,7 @@ class Buffer(Kept):
         return new
 
     def plain(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.plain`."""
         known = next((k for k in (array, bytearray) if issubclass(self._kind, k)), None)
         return {BUFFER: ("" if known is None else known.__name__, self._code, self._value)}
 
@@ -309,7 +309,7 @@ C_VALUES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)  # noqa: SLF001
 
 
 def has_pointers(kind: Any) -> bool:
-    """Whether a type of C's holds addresses, which mean nothing in another process."""
+    """Return True if a ctypes type holds addresses, which mean nothing in another process."""
     code = getattr(kind, "_type_", None)
     if issubclass(kind, ctypes.Structure):
         return any(has_pointers(field[1]) for field in getattr(kind, "_fields_", ()))
@@ -317,7 +317,7 @@ def has_pointers(kind: Any) -> bool:
 
 
 class GeneratorState(Kept):
-    """Where a random generator stands. ``kind``: a key of ``GENERATOR_TYPES``; ``own``: its class, where that is the user's."""
+    """The state of a random generator. ``kind``: a key of ``GENERATOR_TYPES``; ``own``: a user's class."""
 
     def __init__(self, kind: str, state: Any, own: str = "") -> None:
         self._kind = kind
@@ -326,18 +326,18 @@ class GeneratorState(Kept):
 
     @classmethod
     def of(cls, kind: str, value: Any) -> GeneratorState:
-        """Where ``value`` stands now."""
+        """Return the current state of ``value``."""
         is_own = type(value).__module__.partition(".")[0] not in ("random", "numpy", "torch")
         return cls(kind, read_generator(kind, value), type(value).__qualname__ if is_own else "")
 
     def is_in(self, value: Any) -> bool:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.is_in`."""
         if generator_kind(value) != self._kind:
             return False
         return repr_of_state(read_generator(self._kind, value)) == repr_of_state(self._state)
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - holds no others
-        """As :class:`Kept`."""
+        """See :meth:`Kept.put_into`."""
         is_there = generator_kind(live) == self._kind
         if not is_there and self._own:
             raise NotPlainError(f"{self._own} that is not there yet")
@@ -346,21 +346,21 @@ class GeneratorState(Kept):
         return generator
 
     def plain(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.plain`."""
         return {GENERATOR: (self._kind, to_plain(self._state), self._own)}
 
     def digest(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.digest`."""
         return (self._kind, repr_of_state(self._state))
 
 
 def layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """What two tensors must have alike so that one can be copied into the other."""
+    """Return the properties that two tensors must share so that one can be copied into the other."""
     return tensor.shape, tensor.dtype, tensor.device
 
 
 def _is_same_tensor(value: Any, content: Tensor) -> bool:
-    """By their bits: NaN is like itself."""
+    """Return True if the bits are equal: NaN equals itself."""
     if not isinstance(value, Tensor) or layout(value)[:2] != layout(content)[:2]:
         return False
     own = value.detach().to(content.device)

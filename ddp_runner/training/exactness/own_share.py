@@ -1,6 +1,6 @@
-"""What one rank's share of a step came to, as hashes: its samples, its losses, its own gradients.
+"""Hashes one rank's share of a step: its samples, its losses, its own gradients.
 
-Of the same state and the same samples, whoever computes a share must come to the same. Changes nothing.
+From the same state and the same samples, any process must compute the same hashes. Changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OwnShare:
     gradients: Mapping[str, str]
 
     def to_record(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the hashes as plain values."""
         return asdict(self)
 
     @classmethod
@@ -55,11 +55,11 @@ class ShareNotes:
 
     @classmethod
     def of(cls, state: TrainState) -> ShareNotes:
-        """For a share of a step of ``state``."""
+        """Return empty notes for a share of a step of ``state``."""
         return cls(_names={id(parameter): name for name, parameter in state.named_parameters()})
 
     def batch(self, batch: Any) -> None:
-        """What a micro-batch holds, before the loss sees it; it may change it."""
+        """Note the content of a micro-batch before the loss sees it, which may change it."""
         self.samples.append(batch_hash(batch))
 
     def loss(self, loss: Tensor) -> None:
@@ -74,14 +74,14 @@ class ShareNotes:
             self.gradients[name] = found
 
     def share(self) -> OwnShare:
-        """All of it."""
+        """Return the hashes of the share."""
         return OwnShare(
             samples=tuple(self.samples), losses=tuple(self.losses), gradients=dict(self.gradients)
         )
 
 
 def first_difference(one: OwnShare, other: OwnShare, *, names: Sequence[str]) -> str:
-    """Where two computations of one share part first, in words; empty where they do not.
+    """Return the first difference between two computations of one share, in words; empty if there is none.
 
     ``names``: of the parameters, in their order. The samples come before the gradients, and the
     gradients before the loss, which says less.

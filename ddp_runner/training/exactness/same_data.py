@@ -1,7 +1,7 @@
-"""Whether every rank, and every launch, trains on the same data: looked at, compared, never guessed.
+"""Checks that every rank, and every launch, trains on the same data.
 
-A rank looks once at the length, at the first, middle and last sample and at the order. What cannot be
-looked at (a sample that raises, hangs or is of a type of its own) is not compared: that is no fault.
+A rank looks once at the length, at the first, middle and last sample and at the order. A sample that cannot
+be examined (it raises, hangs or has an unknown type) is not compared: that is no fault.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ Record = Mapping[str, JsonValue]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLook:
-    """What a rank has seen of its data; ``record``: what can be compared, as plain values by name.
+    """The facts that a rank has seen of its data; ``record``: the comparable ones, as plain values by name.
 
-    ``unlike_itself``: a sample that was another one when it was loaded again. ``unseen``: why
+    ``unlike_itself``: a sample that differed when it was loaded again. ``unseen``: why
     samples are not compared, by name.
     """
 
@@ -156,7 +156,7 @@ class SameData:
             self._seen(index, found)
 
     def look(self) -> DataLook:
-        """What this rank has seen. Waits for it, seconds at most; a process looks once.
+        """Return what this rank has seen. Waits for it, seconds at most; a process looks once.
 
         Raises what ``on_wait`` raises.
         """
@@ -253,7 +253,7 @@ class SameData:
         return [tuple(json.loads(answer)) for answer in group.exchange("data", mine)]
 
     def _seen_by_loader(self, found: Mapping[int, list[str] | SampleFailed]) -> None:
-        """What the workers of a replacement have seen before its first batch."""
+        """Use what a replacement's workers have seen before its first batch."""
         if not self._left:
             return  # a look of the ranks together came before it
         for index, one in found.items():
@@ -344,9 +344,9 @@ class SameData:
 
 
 def agreed(records: Mapping[int, Record]) -> tuple[Record, dict[int, list[str]]]:
-    """What most ranks have, and of every other rank how its data differs from that.
+    """Return the values that most ranks have, and each other rank's differences from them.
 
-    ``records`` are by rank; of what is equally frequent the lowest rank's counts.
+    ``records`` are by rank; among equally frequent values the lowest rank's counts.
     """
     names = dict.fromkeys(name for record in records.values() for name in record)
     common: dict[str, JsonValue] = {}
@@ -362,7 +362,7 @@ def agreed(records: Mapping[int, Record]) -> tuple[Record, dict[int, list[str]]]
 
 
 def differences(one: Record, other: Record) -> list[str]:
-    """How ``other`` differs from ``one``, in words; what only one of them has is not compared."""
+    """Return the differences of ``other`` from ``one``, in words; a name in only one of them is not compared."""
     if {_COUNT} <= one.keys() & other.keys() and one[_COUNT] != other[_COUNT]:
         return [f"{other[_COUNT]} samples instead of {one[_COUNT]}"]
     found = []
@@ -380,7 +380,7 @@ def differences(one: Record, other: Record) -> list[str]:
 
 
 def _known_of(workload: TaskWorkload) -> dict[str, JsonValue]:
-    """What is known of the data without loading a sample."""
+    """Return the facts about the data that are known without loading a sample."""
     order = workload.order
     known: dict[str, JsonValue] = {}
     if hasattr(workload.datasets.train, "__len__"):
@@ -414,7 +414,7 @@ def _listed(lines: Sequence[str]) -> str:
 
 
 def _line_of(odd: Mapping[int, Sequence[str]]) -> str:
-    """Who has what; ranks that differ in the same way together."""
+    """Return a line on the ranks with other data; ranks that differ in the same way are named together."""
     ways: dict[str, list[int]] = {}
     for rank, lines in odd.items():
         ways.setdefault(_listed(lines), []).append(rank)

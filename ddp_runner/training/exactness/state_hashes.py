@@ -62,7 +62,7 @@ class StateHashing:
             self._ended.set()
 
     def _portions(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """All of ``tensors``, as long as somebody wants to know."""
+        """Yield all of ``tensors``, until the hashes are dropped."""
         portion: dict[str, Tensor] = {}
         size_bytes = 0
         for name, tensor in tensors.items():
@@ -83,5 +83,5 @@ class StateHashing:
         return {name: self._hashes[name] for name in self._names if name in self._hashes}
 
     def drop(self) -> None:
-        """Nobody wants to know any more. Does not wait."""
+        """Drop the hashes, which nobody needs any more. Does not wait."""
         self._is_dropped = True

@@ -41,7 +41,7 @@ _POSITIONS = (types.GeneratorType, itertools.count, *_COUNTED, enumerate, io.IOB
 
 
 class Trace:
-    """Of ``value`` as it is now."""
+    """The trace of ``value`` as it is now."""
 
     def __init__(self, value: Any) -> None:
         self._position = _position(value)
@@ -53,7 +53,7 @@ class Trace:
         self.is_of(value, whole=True)
 
     def is_of(self, value: Any, *, whole: bool = False) -> bool:
-        """Whether it is the same still, as far as that is seen; without ``whole`` of the next pieces."""
+        """Return True if ``value`` is unchanged, as far as is seen; without ``whole`` only the next pieces are."""
         if isinstance(value, _POSITIONS) or hasattr(type(value), "__next__"):
             return self._position is not None and _position(value) == self._position
         if whole or self._pieces is None or value is not self._of:
@@ -79,7 +79,7 @@ class Trace:
 
 
 def _position(value: Any) -> Any:  # noqa: PLR0911 - one return a type
-    """Where an iterator is; None where that is unknown."""
+    """Return the position of an iterator; None if that is unknown."""
     if isinstance(value, types.GeneratorType):
         state = inspect.getgeneratorstate(value)
         return state if state in (inspect.GEN_CREATED, inspect.GEN_CLOSED) else None
@@ -131,7 +131,7 @@ def _pieces_of(value: Any) -> Iterator[tuple[int, int]]:
 
 
 def _flat(one: Any) -> tuple[Any, ...] | None:
-    """What stands for a number, a tensor, or a short row of numbers, of which there may be a million; else None."""
+    """Return a key for a number, a tensor, or a short row of numbers, as there may be a million; else None."""
     kind = type(one)
     if kind in LEAVES:
         return (one,)

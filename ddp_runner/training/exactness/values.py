@@ -1,7 +1,7 @@
-"""What an attribute holds, remembered: compared with what it holds later, put back, made plain.
+"""Remembers the content of an attribute, to compare it later, restore it, or make it plain.
 
-Lists, tuples, sets, deques and dicts of what ``kept_kinds`` knows, and objects that give their state
-themselves. Of anything else it knows which object it is, and of what is too large, or cannot be read, a trace
+Handles lists, tuples, sets, deques and dicts of what ``kept_kinds`` knows, and objects with a state dict.
+Any other object is known by its identity, and one that is too large, or cannot be read, by a trace
 (``traces``). None of a class's own methods is called to read a list or dict: they may do anything.
 """
 
@@ -230,11 +230,11 @@ class Stateful(Kept):
         self.state = state
 
     def is_in(self, value: Any) -> bool:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.is_in`."""
         return is_stateful(value) and self.state.is_in(value.state_dict())
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002 - it is copied
-        """As :class:`Kept`."""
+        """See :meth:`Kept.put_into`."""
         if not is_stateful(live):
             raise NotPlainError("an object that is not there yet")
         # Not put back in what it gives: one that empties itself before it loads would find nothing there.
@@ -242,32 +242,32 @@ class Stateful(Kept):
         return live
 
     def plain(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.plain`."""
         return {_STATEFUL: self.state.plain()}
 
     def digest(self) -> Any:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.digest`."""
         return self.state.digest()
 
 
 class NotKept(Kept):
-    """What is too large to be kept, or cannot be read. ``trace``: of what it was."""
+    """A value that is too large to be kept, or cannot be read. ``trace``: of its former content."""
 
     def __init__(self, value: Any, *, trace: Trace | None = None) -> None:
         super().__init__(value)
         self._trace = trace
 
     def is_in(self, value: Any) -> bool:
-        """As :class:`Kept`; of much, one part after the other, one a call."""
+        """See :meth:`Kept.is_in`; of a large value, each call compares the next part."""
         return value is self._value and (self._trace is None or self._trace.is_of(value))
 
     def is_wholly_in(self, value: Any) -> bool:
-        """As :class:`Kept`."""
+        """See :meth:`Kept.is_wholly_in`."""
         is_it = value is self._value
         return is_it and (self._trace is None or self._trace.is_of(value, whole=True))
 
     def put_into(self, live: Any, giving: GivingBack | None) -> Any:  # noqa: ARG002
-        """As :class:`Kept`."""
+        """See :meth:`Kept.put_into`."""
         raise NotPlainError(type(self._value).__qualname__)
 
 
@@ -312,7 +312,7 @@ def idents(values: Iterable[Kept]) -> frozenset[int]:
 
 
 def wired(kept: Kept) -> Any:
-    """As :meth:`Kept.plain`, with the numbers of :func:`mark_shared`."""
+    """Return :meth:`Kept.plain` with the numbers of :func:`mark_shared`."""
     return {_SHARED: (kept.number, kept.plain())} if kept.number else kept.plain()
 
 
@@ -325,11 +325,11 @@ def _all_parts(values: Iterable[Kept]) -> Iterator[Kept]:
 
 
 class _TooMuchError(Exception):
-    """More than is kept, or looked at."""
+    """Raised for a value with more parts than are kept, or looked at."""
 
 
 class _Keeping:
-    """One pass over a value."""
+    """Keeps a value in one pass over it."""
 
     def __init__(self, with_contents: bool, on_host: bool, skipped: Callable[[Any], bool]) -> None:
         self._with_contents = with_contents
@@ -341,7 +341,7 @@ class _Keeping:
 
     @property
     def leaves_objects_unseen(self) -> bool:
-        """Whether there are objects in so many things that nobody looks into them."""
+        """True if objects are in so many things that they are not looked into."""
         return self._has_objects and self._with_contents and self._left < NODES_MAX - SEEN_NODES_MAX
 
     def keep(self, value: Any, before: Kept | None) -> Kept:
@@ -484,7 +484,7 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether it gives and takes a state by itself; a module is looked into instead."""
+    """Return True if ``value`` has methods to give and take a state; modules are looked into instead."""
     has_both = all(
         callable(getattr(type(value), f"{verb}state_dict", None)) for verb in ("", "load_")
     )
@@ -492,7 +492,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def _inside(value: Any) -> Any:
-    """What a shell is around; None where that does not change."""
+    """Return the object that a shell wraps; None if that does not change."""
     if isinstance(value, types.MappingProxyType):
         held = gc.get_referents(value)[0]
         return None if "__module__" in held else held  # a class, which is looked into as such
@@ -523,7 +523,7 @@ def _entries(container: Any) -> Iterator[Any]:
 
 
 def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether they are the same objects, or numbers and texts that are alike."""
+    """Return True if they are the same objects, or equal numbers and texts."""
     return all(
         one is other or (type(one) is type(other) and type(one) in LEAVES and one == other)
         for one, other in zip(values, others, strict=False)

@@ -97,22 +97,22 @@ class AttachedRun:
 
     @property
     def has_ended(self) -> bool:
-        """Whether training has ended as it should: the last step is made, or a stop was agreed on."""
+        """True if training has ended regularly: the last step is made, or a stop was agreed on."""
         return self._client is not None and self._client.reason is not None
 
     @property
     def has_begun(self) -> bool:
-        """Whether the loop's iterator was made."""
+        """True if the loop's iterator was made."""
         return self._engine is not None
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which prints and writes what is wanted once."""
+        """True on rank 0, which prints and writes what is wanted once."""
         return self.rank == 0
 
     @property
     def step_number(self) -> int:
-        """How many optimizer steps are committed: within a step, its index from 0."""
+        """The number of committed optimizer steps: within a step, its index from 0."""
         return 0 if self._state is None else max(0, self._state.committed_step)
 
     @property
@@ -261,7 +261,7 @@ class AttachedRun:
         return _Steps(self, self._engine.steps(), accumulate=accumulate)
 
     def step(self) -> _Block:
-        """Around the body of one optimizer step. What breaks in it is repaired, and the step begun again."""
+        """Return a context for the body of one optimizer step, which repairs faults and repeats the step."""
         return _Block(self)
 
     def _length_of(
@@ -328,7 +328,7 @@ class AttachedRun:
         self._client.steps.before_update(args[1:], named)
 
     def _refuse_kept_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of an optimizer that is not kept, whose state nobody else would have."""
+        """Raise an error if an optimizer that is not kept updates kept parameters: its state would be lost."""
         kept = self._loop.kept.modules.values()
         known = {id(one) for module in kept for one in module.parameters()}
         for group in optimizer.param_groups:
@@ -341,7 +341,7 @@ class AttachedRun:
     # What the iterator and the block of a step ask for.
 
     def begin_next(self) -> None:
-        """Before the next step: what the loop has done since the last one is part of the state."""
+        """Prepare the next step: changes that the loop has made since the last one become part of the state."""
         if self._is_given:
             raise misuse("a batch was given and no step made of it: with run.step(): ...")
         assert self._state is not None, "there are steps"
@@ -374,7 +374,7 @@ class AttachedRun:
             report_lost_names(self._parts, lost)
 
     def _kept_ids(self) -> set[int]:
-        """Of what is no variable of the loop: the run's own objects, and what is kept with its parts."""
+        """Return the ids that are no variables of the loop: the run's own objects, and kept ones with their parts."""
         kept = self._loop.kept
         modules = [one for module in kept.modules.values() for one in module.modules()]
         tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
@@ -384,7 +384,7 @@ class AttachedRun:
 
     @property
     def own_error(self) -> Exception | None:
-        """What has ended the loop, where nobody repairs it."""
+        """The error that has ended the loop, if it was not repaired."""
         return None if self._engine is None else self._engine.error
 
     def given(self) -> None:

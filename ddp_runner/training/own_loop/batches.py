@@ -39,7 +39,7 @@ _DRAWING = -2  # in the place of a micro-step, where a batch is drawn
 
 
 def length_of(batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs: int) -> RunLength:
-    """How many steps a loop over ``batches`` makes. Raises BadInputError where that is not said."""
+    """Return the number of steps of a loop over ``batches``. Raises BadInputError if it is not given."""
     if bool(max_steps) is bool(epochs) or max_steps < 0 or epochs < 0:
         raise misuse("steps() needs max_steps= or epochs=, one of them, above 0")
     if accumulate < 1:
@@ -56,7 +56,7 @@ def length_of(batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs
 
 
 def _count_of(batches: Iterable[Any]) -> int | None:
-    """How many batches an epoch has; None where nobody knows."""
+    """Return the number of batches of an epoch; None if it is unknown."""
     try:
         return len(batches) if isinstance(batches, Sized) else None
     except TypeError:  # a DataLoader over an iterable dataset without a length
@@ -64,7 +64,7 @@ def _count_of(batches: Iterable[Any]) -> int | None:
 
 
 def batch_size_of(batches: object) -> int:
-    """How many samples a batch has, as far as a DataLoader says it; else 1."""
+    """Return the number of samples of a batch if a DataLoader knows it; else 1."""
     if not isinstance(batches, DataLoader):
         return 1
     size = batches.batch_size or getattr(batches.batch_sampler, "batch_size", None)
@@ -72,7 +72,7 @@ def batch_size_of(batches: object) -> int:
 
 
 def digest_in_memory(batches: object) -> str:
-    """Of data that the program has made, as far as it lies in memory: loads no sample, reads a part of what is large."""
+    """Return a digest of the data that the program holds in memory: loads no sample, and samples large data."""
     data = getattr(batches, "dataset", batches)
     while isinstance(data, Subset):
         data = data.dataset
@@ -140,7 +140,7 @@ class GivenBatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLoader:
-    """What ``run.loader()`` gives: for ``run.steps()``, which makes a Loader of it."""
+    """The result of ``run.loader()``, from which ``run.steps()`` makes a Loader."""
 
     dataset: Any
     batch_size: int
@@ -156,7 +156,7 @@ class KeptLoader:
             raise misuse("loader() needs batch_size= and accumulate= of 1 or more")
 
     def count(self, world_size: int) -> int:
-        """How many batches a rank is given in an epoch. Raises BadInputError where the data is too small."""
+        """Return the number of a rank's batches in an epoch. Raises BadInputError if the data is too small."""
         whole = self.batch_size * self.accumulate * world_size
         steps = len(self.dataset) // whole
         if steps == 0:
@@ -172,12 +172,12 @@ class SafeBatches:
 
     @property
     def waited_s(self) -> float:
-        """For the newest step."""
+        """Seconds of waiting for the newest step."""
         return self._loader.waited_s
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Of the loader's workers."""
+        """The pids of the loader's workers."""
         return self._loader.worker_pids
 
     def shrink_prefetch(self) -> None:

@@ -1,7 +1,7 @@
-"""Which variables of a loop carry a value from one iteration to the next that trains: read from its source.
+"""Finds, in a loop's source, the variables that carry a value which trains from one iteration to the next.
 
-A name counts where an iteration may read it before it assigns it, and where what is read goes to more than a
-print or a log. Runs nothing, and knows no value but what ``find`` says of a name.
+A name counts if an iteration may read it before it assigns it, and if the value is used for more than a
+print or a log. Runs nothing, and knows of values only what ``find`` says of a name.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _INLINED_MAX = 200  # calls that are followed into their function
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What a name is now, as far as the reading of the source needs it.
+    """The facts about a name's current value that the reading of the source needs.
 
-    ``is_fixed``: a module, a class, what is kept: it is no variable. ``function``: of the program's own, with
-    the name of its file's definition; ``is_foreign``: a function of another file of the program.
+    ``is_fixed``: it is no variable, such as a module, a class or a kept object. ``function``: the program's own, with
+    the name of its definition's file; ``is_foreign``: a function of another file of the program.
     """
 
     is_fixed: bool = False
@@ -79,7 +79,7 @@ def carried_names(
 
 @dataclass(slots=True)
 class _Scope:
-    """How names of a function are called here: its own ones get its name before them."""
+    """The names of a function as they are called here: local ones are prefixed with its name."""
 
     prefix: str = ""
     own: frozenset[str] = frozenset()
@@ -363,7 +363,7 @@ class _Reading:
         self.sinks |= found | under
 
     def _has_effect(self, function: ast.AST | None) -> bool:
-        """Whether a call of the function may do more than show something."""
+        """Return True if a call of the function may do more than show something."""
         assert function is not None, "it was found"
         calls = {_called(one) for one in ast.walk(function) if isinstance(one, ast.Call)}
         return bool(calls & {"backward", "step", "stop"}) or any(

@@ -1,4 +1,4 @@
-"""What a loop of the user's own has said once, and what it says while it runs; kept over generations."""
+"""The declarations of a user's own loop, made once or while it runs; kept over generations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recurring:
     epochs: int = 0
 
     def is_due(self, step: int, length: RunLength) -> bool:
-        """Whether it is called once ``step`` steps are made."""
+        """Return True if the function is called once ``step`` steps are made."""
         apart = self.steps or self.epochs * length.steps_per_epoch
         return step > 0 and step % apart == 0
 
@@ -78,5 +78,5 @@ class OwnLoop:
                 raise misuse(f"note({name}=...) is a {kind}{shape}: give one number") from None
 
     def shown(self) -> dict[str, float]:
-        """What was noted, as numbers. Reading waits for the device."""
+        """Return the noted values as numbers. Reading waits for the device."""
         return {name: float(value) for name, value in self.noted.items()}

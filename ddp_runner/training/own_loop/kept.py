@@ -1,4 +1,4 @@
-"""What a loop of the user's own has kept: by name, as one state that is saved, sent, compared and restored."""
+"""Holds the kept objects of a user's own loop as one state that is saved, sent, compared and restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ddp_runner.training.workload import empty_quarantine
 
 
 class KeptObjects:
-    """What ``run.keep(NAME=object, ...)`` was given, sorted by what has to be done with it."""
+    """The arguments of ``run.keep(NAME=object, ...)``, sorted by kind."""
 
     def __init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -54,11 +54,11 @@ class KeptObjects:
         return name in self.names()
 
     def names(self) -> list[str]:
-        """Of everything that is kept."""
+        """Return the names of everything that is kept."""
         return [*self.modules, *self.optimizers, *self.others]
 
     def check(self) -> None:
-        """Before the first step. Raises BadInputError for what cannot be trained."""
+        """Check the kept objects before the first step. Raises BadInputError for what cannot be trained."""
         if not self.modules:
             raise BadInputError("keep()", "", "keeps no model: run.keep(model=model, ...)")
         if not self.optimizers:
@@ -162,7 +162,7 @@ class KeptState(TrainState):
         self.keep_between()
 
     def keep_between(self) -> None:
-        """Between two steps: what the loop has changed since the commit is part of the state too."""
+        """Keep what the loop has changed between two steps, since the commit, as part of the state."""
         now = self.buffers.versions()
         if now != self._versions:
             # A parameter that the loop itself writes, as that of an average, is put back from now on.
@@ -173,14 +173,14 @@ class KeptState(TrainState):
         self._take_as_it_is()
 
     def _take_as_it_is(self) -> None:
-        """What there is by now is the state, whoever has written it; buffers are kept already."""
+        """Take the present values as the state, whichever code has written them; buffers are kept already."""
         self._versions = self.buffers.versions()
         self.side.keep(self.committed_step)
         self._kept_flags = self.flags()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
 
     def committed(self) -> None:
-        """After each commit: what the loop has changed up to here holds."""
+        """Note after each commit that the loop's changes up to here hold."""
         self._before_functions = None
         self._versions = self.buffers.versions()
         self._kept_flags = self.flags()
@@ -191,7 +191,7 @@ class KeptState(TrainState):
     # Broken if: such variables are found later than a forming, and nobody asks again.
     # Guarded by: test_a_counter_that_is_not_kept_makes_a_repaired_run_inexact.
     def take_lost(self) -> list[str]:
-        """As of any state, with the variables that a process of before has had, or a repeated step has changed."""
+        """Return the lost names, with variables that a previous process had or a repeated step has changed."""
         self._began_again |= self._has_formed or self.committed_step > 0
         self._has_formed = True
         return super().take_lost() + self.take_carried()
@@ -205,7 +205,7 @@ class KeptState(TrainState):
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """As of any state; moments keep the type that they were captured in."""
+        """Restore a state; moments keep the type that they were captured in."""
         names = state.get("kept", self._kept.names())
         if list(names) != self._kept.names():
             own = ", ".join(self._kept.names())
@@ -220,7 +220,7 @@ class KeptState(TrainState):
         self._take_as_it_is()
 
     def optimizer_state_of(self, captured: Mapping[str, Any]) -> dict[str, Any]:
-        """As of any state; with the options that were captured."""
+        """Return the optimizer's state of ``captured``, with the options that were captured."""
         found = super().optimizer_state_of(captured)
         groups = zip(captured["optimizer"]["param_groups"], found["param_groups"], strict=True)
         return {
@@ -229,7 +229,7 @@ class KeptState(TrainState):
         }
 
     def capture(self) -> dict[str, Any]:
-        """As of any state, with the names of what is kept."""
+        """Capture the state, with the names of what is kept."""
         own = {"kept": self._kept.names(), "updated": self.has_updated}
         if self.carried:
             own["carried"] = list(self.carried)
@@ -245,13 +245,13 @@ class KeptState(TrainState):
         """Which parameters are updated is the loop's own matter."""
 
     def update_captured(self, names: list[str]) -> None:
-        """As of :meth:`train_unfrozen`."""
+        """Do nothing, like :meth:`train_unfrozen`."""
 
     def drop_unfinished_step(self) -> None:
-        """As of any state, and the groups' options are put back; so is what functions have changed.
+        """Drop the unfinished step, and restore the groups' options and what functions have changed.
 
-        Those that were called at this boundary are called again. Where what they have changed could not
-        be put back, this process has no state any more.
+        Functions that were called at this boundary are called again. If their changes could not be
+        undone, this process has no state any more.
         """
         before, self._before_functions = self._before_functions, None
         if before is not None and self.functions_called_at == self.committed_step:
@@ -302,7 +302,7 @@ class KeptState(TrainState):
         self._before_functions = put_back
 
     def end_functions(self) -> None:
-        """What they have changed is part of the state; it is not what the loop writes at each step."""
+        """Take the changes of functions as part of the state, not as what the loop writes at each step."""
         self.buffers.keep()
         self._take_as_it_is()
 

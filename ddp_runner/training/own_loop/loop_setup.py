@@ -140,7 +140,7 @@ class LoopSetup:
 
 
 def _refuse_evaluations(settings: Settings) -> None:
-    """What a loop evaluates is its own affair: nothing here knows of it."""
+    """Refuse settings about evaluations: a loop evaluates by itself, and nothing here knows the results."""
     wanted = settings.checkpoint.monitor
     if wanted not in (AUTO, TRAIN_LOSS):
         expected = (
@@ -167,7 +167,7 @@ def _refuse_unsavable(state: KeptState) -> None:
 
 
 def _recipe(runtime: Runtime, length: RunLength, *, arguments: str) -> dict[str, JsonValue]:
-    """What another value of makes other weights of the same run."""
+    """Return the values of which a change gives the same run other weights."""
     info = runtime.rank_info
     return {
         TOTAL_STEPS: length.total_steps,

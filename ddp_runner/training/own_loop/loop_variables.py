@@ -31,7 +31,7 @@ _Look = Callable[[Any], bool]  # whether a value is the one that was looked at, 
 
 
 class LoopVariables:
-    """Those of one process. ``is_kept``: objects that are no variables, as what the run keeps."""
+    """The variables of one process's loop. ``is_kept``: finds objects that are no variables."""
 
     def __init__(self, *, is_kept: Callable[[Any], bool]) -> None:
         self._is_kept = is_kept
@@ -42,7 +42,7 @@ class LoopVariables:
         self._file = ""
 
     def is_due(self) -> bool:
-        """To be asked once between two steps; whether :meth:`look` is to be called now."""
+        """Return True if :meth:`look` must be called now; to be asked once between two steps."""
         self._boundaries += 1
         count = self._boundaries
         is_due = count <= _LOOKS_IN_A_ROW or not count & (count - 1)
@@ -128,7 +128,7 @@ class LoopVariables:
         return kept_of(value, with_contents=False, skipped=self._is_kept).is_in
 
     def _modules_look(self, module: nn.Module) -> _Look:
-        """By torch's counts of changes; what of it is kept, as by a compiled module, does not count."""
+        """Return a comparison by torch's change counters; kept tensors, as in a compiled module, do not count."""
 
         def counts() -> list[int]:
             tensors = (*module.parameters(), *module.buffers())
@@ -138,13 +138,13 @@ class LoopVariables:
         return lambda now: now is module and counts() == before
 
     def _is_fixed(self, value: Any) -> bool:
-        """What is no variable."""
+        """Return True if ``value`` is no variable."""
         kinds = (ModuleType, type, FunctionType, MethodType, DataLoader, Dataset)
         return isinstance(value, kinds) or inspect.isbuiltin(value) or self._is_kept(value)
 
 
 class _Names:
-    """What names are in a frame now. Holds them as long as it lives."""
+    """The names in a frame now, with their values. Holds these as long as it lives."""
 
     def __init__(self, frame: FrameType, cells: Mapping[str, Any]) -> None:
         is_function = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
@@ -158,7 +158,7 @@ class _Names:
                 clear()
 
     def value(self, name: str) -> Any:
-        """Of ``a`` or ``a.b``, without a call of the program's own code."""
+        """Return the value of ``a`` or ``a.b``, without a call of the program's code."""
         first, *more = name.split(".")
         value = self._first(first)
         for one in more:

@@ -36,7 +36,7 @@ def user_frame() -> FrameType | None:
 
 
 def is_guarded() -> bool:
-    """Whether the program's own module has come here under ``if __name__ == ...``, as far as its source is there."""
+    """Return True if the program's main module got here under ``if __name__ == ...``, or has no known source."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as above
     while frame is not None and frame.f_globals.get("__name__") != "__main__":
         frame = frame.f_back
@@ -58,5 +58,5 @@ def is_guarded() -> bool:
 
 
 def is_users(path: str) -> bool:
-    """Whether the program's own code is in this file."""
+    """Return True if the file contains the program's own code."""
     return not path.startswith(_OURS) and not any(part in path for part in _FOREIGN)

@@ -1,4 +1,4 @@
-"""What ``run.ddp(model)`` gives: called as DistributedDataParallel is, and the bare module between steps."""
+"""The result of ``run.ddp(model)``: it is called like DistributedDataParallel, and is the bare module between steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AttachedModule(nn.Module):
         self._wrapping: list[Wrapping] = []  # in a list, so that it is no part of this module
 
     def use(self, wrapping: Wrapping | None) -> None:
-        """From now on, have ``wrapping`` call the module; None: nobody, it is called as it is."""
+        """Call the module through ``wrapping`` from now on; None calls it directly."""
         self._wrapping[:] = [] if wrapping is None else [wrapping]
 
     def forward(self, *args: Any, **named: Any) -> Any:
@@ -45,5 +45,5 @@ class AttachedModule(nn.Module):
         return self.module(*args, **named)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As of DDP: backward within adds to this rank's own gradients only."""
+        """Return a context like that of DDP: backward within it changes only this rank's gradients."""
         return self._wrapping[0].no_sync() if self._wrapping else contextlib.nullcontext()

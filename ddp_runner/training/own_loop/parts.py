@@ -1,4 +1,4 @@
-"""What one rank trains a loop of the user's own with, from its start to its end."""
+"""The parts that one rank trains a user's own loop with, from its start to its end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ddp_runner.training.rank_context import Feed, RankParts
 
 
 class Batches(Feed, Protocol):
-    """Where a loop's batches come from."""
+    """The source of a loop's batches."""
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Of processes that load for this rank, and are its own to end."""
+        """The pids of processes that load for this rank, and that it must end."""
         ...
 
     def shrink_prefetch(self) -> None:

@@ -101,7 +101,7 @@ class LoopSteps:
 
     @property
     def at_end(self) -> bool:
-        """Whether all steps of the run are made."""
+        """True if all steps of the run are made."""
         return self._state.committed_step >= self._length.total_steps
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class LoopSteps:
             self._loop.norms.peers = peers
 
     def _sums_all(self, flags: list[bool]) -> bool:
-        """Whether DDP sums the gradients of all parameters that require one by ``flags``."""
+        """Return True if DDP sums the gradients of all parameters that require one by ``flags``."""
         return not any(now and not wrapped for now, wrapped in zip(flags, self._flags, strict=True))
 
     def _wrap_again(self) -> None:
@@ -216,7 +216,7 @@ class LoopSteps:
         self._slot.stamp(Phase.FORWARD, time.monotonic_ns())
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As of DDP; between steps there is nothing to leave out."""
+        """Return a context like that of DDP; between steps it does nothing."""
         return self._replica.no_sync() if self._in_block else contextlib.nullcontext()
 
     def before_update(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -313,12 +313,12 @@ class LoopSteps:
         return False
 
     def _room_bytes(self) -> float:
-        """For a second copy of parameters."""
+        """Return the bytes that a second copy of parameters may take."""
         room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
         return room_bytes / self._runtime.rank_info.local_world_size
 
     def bucket_sizes(self) -> str:
-        """As the replica's."""
+        """Return the bucket sizes of the replica."""
         return self._replica.bucket_sizes()
 
     def _wrap(self) -> None:
@@ -341,7 +341,7 @@ class LoopSteps:
         net.use(self)
 
     def _own_signals(self) -> Tensor:
-        """What rides along with the gradients of this step: each signal once, however many backwards there are."""
+        """Return the signals that are summed with this step's gradients: each once, for any number of backwards."""
         loop, loss = self._loop, self._loop.noted.get(LOSS)
         if loss is None and not self._has_carried:
             loss = loop.late_loss
@@ -364,7 +364,7 @@ class LoopSteps:
         return carried
 
     def _get_ready(self) -> Agreed | None:
-        """Before the update: nothing stands between this rank and it; None where it is not to be."""
+        """Agree with the other ranks before the update; None if there must be no update."""
         if self._rehearses:
             return None
         agreed = self._commit.ready_to_change(
