@@ -38,20 +38,20 @@ KERNEL = (
 
 # Rooms that are to know nothing of the other: how many imports still do.
 NEVER = {
-    ("supervisor", "observe"): 37,
+    ("supervisor", "observe"): 34,
     ("rank", "observe"): 13,
-    ("training", "observe"): 17,
+    ("training", "observe"): 14,
     ("supervisor", "config"): 5,
     ("cli", "supervisor"): 13,
     ("supervisor", "supervisor.nodes"): 3,
 }
 
 COUNTS = {
-    "imports by the kernel of what is outside it": 171,
-    "files with one importer and under 120 lines": 27,
-    "functions of more than 60 lines": 16,
-    "functions of nine parameters or more": 21,
-    "files": 499,
+    "imports by the kernel of what is outside it": 150,
+    "files with one importer and under 120 lines": 17,
+    "functions of more than 60 lines": 6,
+    "functions of nine parameters or more": 9,
+    "files": 481,
 }
 
 

@@ -1,0 +1,5 @@
+"""Keeps the import path that :func:`seed_all` had before it moved to ``values/generators.py``."""
+
+from ddp_runner.values.generators import seed_all
+
+__all__ = ["seed_all"]
