@@ -24,7 +24,7 @@ class LoopSupervisor(Supervisor):
         if not had_finished or was_asked or ended.exit_code == 0:
             return
         code = exit_code_of(exit_code=ended.exit_code, signal_number=ended.signal_number)
-        folder = self.plan.settings.run.log_dir
+        folder = self.run.log_dir
         self.run_end.begin(
             Ending.of(
                 RunStatus.FAILED,

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
@@ -21,6 +20,7 @@ from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin, rank_list
 from ddp_runner.core.fork_specs import ScriptCall
 from ddp_runner.core.helper_roles import STORE
+from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import (
     NO_PROCESS_LEFT,
     MembershipEvent,
@@ -46,11 +46,15 @@ from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.run_context import RunContext
 from ddp_runner.supervisor.run_facts import Ending
 from ddp_runner.supervisor.script_errors import error_file, explained, recorded_fault
 from ddp_runner.supervisor.script_hangs import ScriptHangs
 from ddp_runner.supervisor.script_resume import words_to_resume
-from ddp_runner.supervisor.supervisor import Supervisor
+from ddp_runner.supervisor.supervisor import Parts, Supervisor
+from ddp_runner.system.run_directories import RunDirectories
 
 LATE_S = 10.0  # for ranks to end after the first has
 _EXIT_CODE_OF_STOP = {StopReason.INTERRUPTED: 130, StopReason.PREEMPTED: 143}
@@ -59,8 +63,20 @@ _EXIT_CODE_OF_STOP = {StopReason.INTERRUPTED: 130, StopReason.PREEMPTED: 143}
 class ScriptSupervisor(Supervisor):
     """One run of a script, from the first attempt to its ending. Driven as :class:`Supervisor` is."""
 
-    def __init__(self, *args: Any, script: ScriptPlan, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(
+        self,
+        run: RunContext,
+        parts: Parts,
+        *,
+        plan: LaunchPlan,
+        script: ScriptPlan,
+        recorder: Recorder,
+        start: Start,
+        directories: RunDirectories,
+    ) -> None:
+        super().__init__(run, parts)
+        self.plan, self._record, self._start = plan, recorder, start
+        self.outputs, self.directories = recorder.outputs, directories
         self._script = script
         self._attempts: list[Attempt] = []  # those that have failed
         self._records: list[AttemptRecord] = []
@@ -244,7 +260,7 @@ class ScriptSupervisor(Supervisor):
         self.node.kernel_kills.look_sometimes(now_s)
         ranks = self.world.ranks
         self.facts.committed_step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in ranks)
-        self.keeper.look(now_s)
+        self._keeper.look(now_s)
         self._look_for_stopped(now_s)
         self._end_after_fault()
         if self._kill_at_s is not None:
@@ -485,7 +501,7 @@ class ScriptSupervisor(Supervisor):
         except BadInputError as error:
             self.run_end.bad_input(str(error))
             return False
-        self.outputs.open(shown_bytes=self.start.shown_bytes())
+        self.outputs.open(shown_bytes=self._start.shown_bytes())
         threads = self.plan.threads_per_rank
         lines = (
             *self.plan.notes,
@@ -539,7 +555,7 @@ class ScriptSupervisor(Supervisor):
             arguments=self._script.arguments,
             world_size=self.plan.world_size,
             steps=self.facts.committed_step,
-            wall_s=round(self._clock.monotonic() - self.recorder.accounting.began_s, 3),
+            wall_s=round(self._clock.monotonic() - self._record.accounting.began_s, 3),
             attempts=tuple(self._records),
             name=self.plan.settings.run.name,
         )
