@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from ddp_runner.core.spare import SpareKind
-
 
 class ForkKind(enum.Enum):
     """The kinds of processes that the zygote forks."""
@@ -20,6 +18,16 @@ class ForkKind(enum.Enum):
     DRILL = "drill"
     SAVER = "saver"
     IMPORTS = "imports"  # no fork: what the zygote imports beside torch, sent first of all
+
+
+class SpareKind(enum.Enum):
+    """The work that a spare does in advance for the rank that it may replace."""
+
+    CPU = "cpu"  # a first step, on the CPU
+    MODEL = (
+        "model"  # also the task's data and model, with room for the optimizer's state, on the CPU
+    )
+    LIBRARIES = "libraries"  # CUDA's driver and libraries are there; nothing is held on any GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,21 +108,9 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     """Return the plan for ``incident``; ``history`` holds the earlier ones, oldest first."""
     fault = incident.culprit
     world, kept = judge_parked(incident, world=world, history=history)
-    if fault.kind in NEVER_RETRIED or not fault.may_retry:
-        return GiveUp(fault=fault, reason="trying again would not help", status=RunStatus.FAILED)
-    starts = fault.phase == Phase.STARTUP.label
-    if not incident.ever_formed and (
-        fault.kind is FaultKind.RANK_RAISED or (fault.kind is FaultKind.OUT_OF_MEMORY and starts)
-    ):
-        return GiveUp(fault=fault, reason="it failed while starting", status=RunStatus.FAILED)
-    if fault.kind is FaultKind.RANK_RAISED and _has_come_again(incident, history):
-        return GiveUp(
-            fault=fault, reason="the same error at the same step again", status=RunStatus.FAILED
-        )
-    if _disagree_again(incident, history):
-        return GiveUp(
-            fault=fault, reason="the ranks disagreed at this step before", status=RunStatus.FAILED
-        )
+    hopeless = _why_hopeless(incident, history)
+    if hopeless:
+        return GiveUp(fault=fault, reason=hopeless, status=RunStatus.FAILED)
     dropped = ranks_to_drop(incident, world=world, history=history, settings=settings)
     wanted = tuple(rank for rank in world.lost if rank not in dropped)
     unending = [pid for rank, pid in world.unending.items() if rank in wanted]
@@ -168,6 +156,23 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         dropped=dropped,
         kept=kept,
     )
+
+
+def _why_hopeless(incident: Incident, history: Sequence[Incident]) -> str:
+    """Return why no other process could do better; empty where one might."""
+    fault = incident.culprit
+    starts = fault.phase == Phase.STARTUP.label
+    if fault.kind in NEVER_RETRIED or not fault.may_retry:
+        return "trying again would not help"
+    if not incident.ever_formed and (
+        fault.kind is FaultKind.RANK_RAISED or (fault.kind is FaultKind.OUT_OF_MEMORY and starts)
+    ):
+        return "it failed while starting"
+    if fault.kind is FaultKind.RANK_RAISED and _has_come_again(incident, history):
+        return "the same error at the same step again"
+    if _disagree_again(incident, history):
+        return "the ranks disagreed at this step before"
+    return ""
 
 
 def budget_spent(count: int, what: str, settings: RecoverySettings) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from ddp_runner.core.fork_specs import SpareKind
 
 BUILDS_MIN_S = 0.1  # of a task that is worth building ahead
 FREE_SHARE_MAX = 0.25  # of the memory that is free, for what is built ahead
@@ -11,16 +11,6 @@ LOST_BUILDING_MAX = 2
 # For a spare that was made a rank to begin, which takes a millisecond: one that is stopped, and any.
 BEGIN_TIMEOUT_S = 1.0
 SLOW_BEGIN_TIMEOUT_S = 20.0
-
-
-class SpareKind(Enum):
-    """The work that a spare does in advance for the rank that it may replace."""
-
-    CPU = "cpu"  # a first step, on the CPU
-    MODEL = (
-        "model"  # also the task's data and model, with room for the optimizer's state, on the CPU
-    )
-    LIBRARIES = "libraries"  # CUDA's driver and libraries are there; nothing is held on any GPU
 
 
 def builds_ahead(

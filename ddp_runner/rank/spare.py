@@ -26,10 +26,9 @@ from ddp_runner.collective.replica import Replica
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
 from ddp_runner.core.events import SpareReady
-from ddp_runner.core.fork_specs import SpareSpec
+from ddp_runner.core.fork_specs import SpareKind, SpareSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.core.settings import Settings
-from ddp_runner.core.spare import SpareKind
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.rank import process

@@ -1,18 +1,27 @@
-"""Defines how a world starts, signals and reads the processes of its ranks, on this or another machine."""
+"""The kernel's ports in the supervisor: what it asks of machines, records, checkpoints, and of what works next to a run.
+
+Each is implemented outside of the kernel, or by a part of it that a test replaces, and handed in by :mod:`.launch`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ddp_runner.core import events
-from ddp_runner.core.messages import Message
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault
+from ddp_runner.core.helper_roles import Role
+from ddp_runner.core.messages import Built, Finished, Forked, Message, Ready
+from ddp_runner.core.recovery import Incident
+from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.run_facts import RunFacts
 
 
-class WhatIsKnown(Protocol):
+class ProcessView(Protocol):
     """The process of a rank, as far as its node knows: :class:`~.processes.rank_process.RankProcess`."""
 
     @property
@@ -36,35 +45,200 @@ class WhatIsKnown(Protocol):
         """Return the main thread's stack when it was asked; empty if it has not answered."""
 
 
-class Notes(Protocol):
-    """Records what happens to keepers: a :class:`~.reporting.recorder.Recorder`, if there is a run to record."""
+class EventRecorder(Protocol):
+    """Where keepers of processes note what happens; on a machine that only follows, its link to the coordinator."""
 
     @property
     def facts(self) -> RunFacts:
         """The known facts about the run."""
 
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
-        """Something has happened, because of event ``cause``; returns its id."""
+        """Record an event, which event ``cause`` has led to, and return its id."""
 
     def say(self, text: str, *, level: str = "INFO") -> None:
-        """A line for people."""
+        """Show a line to people."""
 
 
-class Respawns(Protocol):
-    """Decides about a rank without a process: a :class:`~.recovery.repair.Repair`, or an object that asks it."""
+class RunRecord(EventRecorder, Protocol):
+    """The record of a run as its supervisor keeps it: :class:`~.reporting.recorder.Recorder`."""
 
-    def schedule_respawn(self, handle: RankHandle) -> None:
-        """The rank needs another process, if it is wanted."""
+    @property
+    def may_write(self) -> bool:
+        """Whether the run has its folders, and its files are open."""
+
+    @property
+    def hidden(self) -> Sequence[str]:
+        """Texts that no line and no record may hold."""
+
+    @property
+    def history(self) -> Sequence[Incident]:
+        """The incidents so far, oldest first."""
+
+    def shown(self, fault: Fault) -> Fault:
+        """Return ``fault`` without the texts that are hidden."""
+
+    def metrics(self, step: int, rank: int, values: Mapping[str, float]) -> None:
+        """Take in what a rank has measured in a step, or in an evaluation after it."""
+
+    def reported(self, report: events.Report) -> None:
+        """Record what a rank reports of itself."""
+
+    def saved(self, saved: events.CheckpointSaved) -> None:
+        """Record a checkpoint that a rank reports."""
+
+    def world_formed(self, now_s: float, *, committed_step: int, productive_ns: int) -> None:
+        """Record that every rank trains: the run begins, or its incidents are over."""
+
+    def keep_words(self, rank: int, text: str) -> None:
+        """Keep what a rank said before it had a log file."""
 
 
-class SeesImport(Protocol):
-    """Waits for the zygote: a :class:`~.reporting.start_progress.Start`, if there is a start to show."""
+class StartProgress(Protocol):
+    """Who waits for the zygote: :class:`~.reporting.start_progress.Start`, where there is a start to show."""
 
     def imported(self, seconds: float) -> None:
-        """It is ready."""
+        """Take note that the zygote is ready."""
 
 
-class RankHost(Protocol):
+class ShownStart(StartProgress, Protocol):
+    """A start that people watch: :class:`~.reporting.start_progress.Start`."""
+
+    def built(self, message: Built) -> None:
+        """Take note of how far a rank has come."""
+
+    def formed(self, now_s: float) -> None:
+        """Take note that every rank is in its first generation."""
+
+    def show_output(self) -> None:
+        """Show what processes have printed so far, as long as there is no log file."""
+
+    def without_shown(self, text: str) -> str:
+        """Return the part of a process's last output that is still to be shown."""
+
+
+class Checkpoints(Protocol):
+    """The checkpoints on disk: :class:`~ddp_runner.checkpoint.unreported.Published`."""
+
+    @property
+    def is_any_new(self) -> bool:
+        """Whether this launch has published one."""
+
+    def newest(self) -> tuple[int, str] | None:
+        """Return step and path of the newest one, whichever launch has written it."""
+
+
+class Opening(Protocol):
+    """How a run takes its folders and begins its record: :class:`~.reporting.run_begin.RunBegin`."""
+
+    def claim(self, ready: Sequence[Ready]) -> None:
+        """Take the folders of the run that its ranks have resumed. Raises BadInputError where they are another's."""
+
+    def record(self, ready: Sequence[Ready]) -> bool:
+        """Record the beginning. Returns whether the run was complete before, so that nothing is to be done."""
+
+
+class RespawnScheduler(Protocol):
+    """Who decides what becomes of a rank without a process: :class:`~.recovery.repair.Repair`, or who asks it."""
+
+    def schedule_respawn(self, handle: RankHandle) -> None:
+        """Take note that the rank needs another process, if it is wanted."""
+
+
+class Stages(Protocol):
+    """What follows once all ranks have finished: :class:`~.features.stage_change.StageChange`."""
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether other ranks have been asked for, so that who has finished has a successor."""
+
+    @property
+    def refusal(self) -> Callable[[str], str] | None:
+        """Puts into words that the stage in hand cannot be trained; None where there are no stages."""
+
+    def formed(self, first: Ready | None) -> None:
+        """Take note that ranks form."""
+
+    def why_the_run_ends(self, finished: Finished, *, stop: StopReason | None) -> StopReason | None:
+        """Return the reason, or None where other ranks are to follow. ``stop``: what the ranks were asked for."""
+
+    def begin_next(self, finished: Finished) -> None:
+        """Ask for the ranks that follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of the supervisor, as an observer needs it.
+
+    ``is_fault_free``: every rank trains and nothing is repaired. ``ends_undisturbed``: ranks finish, or have, all that
+    were asked are there, and nobody has asked for a stop. ``at_end``: all ranks have finished.
+    """
+
+    now_s: float
+    is_fault_free: bool
+    ends_undisturbed: bool = False
+    at_end: bool = False
+
+
+class Observer:
+    """Works next to a run, which can do without it. It overrides what it cares about; the rest does nothing."""
+
+    hears_while_ending = True  # also while the newest state is still on its way to disk
+
+    def hears(self) -> Mapping[type[object], Callable[..., None]]:
+        """Return the messages of ranks that are its own, each with what it does with one and its rank."""
+        return {}
+
+    def look(self, turn: Turn) -> None:
+        """Get a turn, also while the run ends."""
+
+    def look_after_repair(self, turn: Turn) -> None:
+        """Get a turn while the run does not end, once everything is repaired that can be."""
+
+    def begins(self) -> None:
+        """Take note that the folders of the run are its own from here on."""
+
+    def forms(self, first: RankHandle) -> None:
+        """Take note that ranks are about to form, and ``first`` is to save."""
+
+    def restarts(self) -> None:
+        """Take note that all ranks are replaced by some that train something else."""
+
+    def owes(self) -> bool:
+        """Whether the generation that forms is to make up for a drill."""
+        return False
+
+    def holds_the_end(self, now_s: float, *, is_stopped: bool) -> bool:
+        """Whether a run that is complete is to wait. ``is_stopped``: somebody has asked for an end."""
+        del now_s, is_stopped
+        return False
+
+    def objections(self, step: int) -> tuple[str, ...]:
+        """Return what was to happen in this run and has not; ``step``: with which it is complete."""
+        del step
+        return ()
+
+
+class HelperPolicy(Protocol):
+    """What a role has of its own: why there is a process of it, and what comes of its end."""
+
+    @property
+    def role(self) -> Role:
+        """The role of its processes."""
+
+    def said(self) -> Mapping[type[object], Callable[..., None]]:
+        """Return what its processes say, each with what is done about it, and when."""
+
+    def was_forked(self, forked: Forked, now_s: float) -> None:
+        """Take note that the zygote has answered: the process is there, or cannot be."""
+
+    def ended(self, ended: Ended, output: str, now_s: float) -> Fault | None:
+        """Take note that it was reaped, having written that. Returns what is to be repaired, if anything."""
+
+    def zygote_ended(self, now_s: float) -> None:
+        """Take note that forks which are owed will not come."""
+
+
+class Host(Protocol):
     """One machine of a run. It performs and decides nothing; ranks are known to it by their numbers.
 
     On the machine of the supervisor it is a :class:`~ddp_runner.supervisor.processes.node.Node`.
@@ -75,8 +249,8 @@ class RankHost(Protocol):
         """The host's name; empty if there is only one machine."""
 
     @property
-    def processes(self) -> Mapping[int, WhatIsKnown]:
-        """The process of each of its ranks."""
+    def processes(self) -> Mapping[int, ProcessView]:
+        """Of each rank that it has."""
 
     @property
     def shares_logs(self) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import (
     STATUS_OF_REASON,
     ExitCode,
@@ -14,20 +13,16 @@ from ddp_runner.core.exits import (
 )
 from ddp_runner.core.faults import Fault, FaultKind, fault_line
 from ddp_runner.core.last_save import SaveOutcome, closing_words
-from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
+from ddp_runner.core.lifecycle import RunEvent
 from ddp_runner.core.messages import WriteCopy
 from ddp_runner.core.recovery import GiveUp
-from ddp_runner.core.run_stages import StagePlace, refused_line
-from ddp_runner.core.settings import Settings
+from ddp_runner.supervisor.ports import ShownStart
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.last_save import LastSave
-from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.start_progress import Start
-from ddp_runner.supervisor.run_facts import Ending, RunFacts
-from ddp_runner.supervisor.world import World
-from ddp_runner.system.clock import Clock
+from ddp_runner.supervisor.run_context import RunContext
+from ddp_runner.supervisor.run_facts import Ending
 
 
 class RunEnd:
@@ -37,41 +32,22 @@ class RunEnd:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        facts: RunFacts,
-        *,
-        machine: Machine[RunState, RunEvent],
-        world: World,
-        recorder: Recorder,
-        published: Published,
-        start: Start,
-        cutting: Cutting,
-        owed: Collection[WriteCopy],
-        clock: Clock,
+        self, run: RunContext, *, start: ShownStart, cutting: Cutting, owed: Collection[WriteCopy]
     ) -> None:
         """``owed``: what the saver still has to write."""
-        self._clock = clock
+        self._clock = run.clock
         self._start = start
-        self._log_dir = settings.run.log_dir
-        self._resume = settings.run.resume
-        self._requires_exact = settings.recovery.require_exact
-        self._facts = facts
-        self._machine = machine
-        self._recorder = recorder
-        self._world = world
-        self._published = published
-        self.last_save = LastSave(
-            settings.recovery,
-            facts,
-            world=world,
-            recorder=recorder,
-            published=published,
-            cutting=cutting,
-            clock=clock,
-        )
+        self._log_dir = run.log_dir
+        self._resume = run.resume
+        self._requires_exact = run.settings.require_exact
+        self._facts = run.facts
+        self._machine = run.machine
+        self._recorder = run.record
+        self._world = run.world
+        self._published = run.published
+        self.last_save = LastSave(run, cutting=cutting)
         self._owed = owed
-        self._write_timeout_s = settings.recovery.checkpoint_timeout_s
+        self._write_timeout_s = run.settings.checkpoint_timeout_s
         self._write_by_s = 0.0
         self.ending: Ending | None = None
         self._after_save: Ending | None = None
@@ -111,14 +87,14 @@ class RunEnd:
         self._machine.advance(RunEvent.LAST_SAVE_BEGAN)
         self.last_save.begin(causes, now_s)
 
-    def give_up(self, plan: GiveUp, *, stage: StagePlace | None = None) -> None:
-        """End the run because of a fault that is not repaired. ``stage``: in which it is."""
+    def give_up(self, plan: GiveUp, *, refusal: Callable[[str], str] | None = None) -> None:
+        """End the run because of a fault that is not repaired. ``refusal``: as :attr:`Stages.refusal`."""
         fault = plan.fault
         where = ""
         if fault.rank >= 0:
             where = self._world.machine_of(self._world.ranks[fault.rank])
         if fault.kind is FaultKind.BAD_INPUT:
-            self._refused(f"{where}{fault.cause}", stage)
+            self._refused(f"{where}{fault.cause}", refusal)
             return
         has_log = self._recorder.may_write
         log = ""
@@ -133,18 +109,18 @@ class RunEnd:
                 f"{where}{fault.cause}",
                 "",
             )  # which says it all; our own lines explain nothing
-        causes = self._recorder.accounting.faults[-1].incident.attribution.causes
+        causes = self._recorder.history[-1].attribution.causes
         self.begin(Ending.of(plan.status, reason, detail=detail), causes=causes)
 
     def bad_input(self, line: str) -> None:
         """End the run because of what the user has given it."""
         self.begin(Ending.of(RunStatus.FAILED, line, exit_code=ExitCode.BAD_USAGE, error_line=line))
 
-    def _refused(self, line: str, stage: StagePlace | None) -> None:
+    def _refused(self, line: str, refusal: Callable[[str], str] | None) -> None:
         """End the run because a rank cannot train what it is given, or such a stage of it."""
-        if stage is not None:
-            line = refused_line(stage, line, has_trained=self._facts.ever_formed)
-        if stage is None or not self._facts.ever_formed:
+        if refusal is not None:
+            line = refusal(line)
+        if refusal is None or not self._facts.ever_formed:
             self.bad_input(line)
         else:  # what was trained before is kept
             self.begin(Ending.of(RunStatus.FAILED, line))
@@ -171,7 +147,7 @@ class RunEnd:
             line = f"training is complete, but never caused: {'; '.join(never_caused)}"
             self.at_once(Ending.of(RunStatus.FAILED, line))
             return
-        if self._is_refused and self._facts.kept is None:
+        if self._is_refused and not self._facts.was_complete:
             self.at_once(Ending.of(RunStatus.FAILED, self._refusal()))
             return
         self._machine.advance(RunEvent.ALL_FINISHED)

@@ -8,154 +8,110 @@ from __future__ import annotations
 
 import math
 import signal
-import uuid
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, classify_exit
-from ddp_runner.core.drill import END_WAIT_S, wait_line
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import Fault
-from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.lifecycle import (
-    IN_WORLD,
-    RUN_TABLE,
-    Machine,
-    Membership,
-    RankEvent,
-    RankState,
-    RunEvent,
-    RunState,
-)
+from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunEvent, RunState
 from ddp_runner.core.messages import (
     AbortHeard,
     Built,
     Checkpoint,
     CollectivesBegun,
-    DrillPart,
     Finished,
     LoaderWorkers,
     Message,
     Metrics,
     NotSaved,
-    OtherStage,
     Ready,
     Stop,
-    WriteCopy,
     decode,
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
-from ddp_runner.observe.summary import EndOfRun, RunSummary
-from ddp_runner.supervisor.features.fault_injector import FaultInjector
-from ddp_runner.supervisor.features.stage_change import StageChange
 from ddp_runner.supervisor.node_keeper import NodeKeeper
-from ddp_runner.supervisor.ports import RankHost
+from ddp_runner.supervisor.ports import Observer, Opening, RunRecord, ShownStart, Stages, Turn
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.helper_process import RankEnded, ZygoteEnded
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
-from ddp_runner.supervisor.processes.resources import remove_temporary_files
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
-from ddp_runner.supervisor.reporting.completed_run import kept_summary
-from ddp_runner.supervisor.reporting.event_log import with_newest
-from ddp_runner.supervisor.reporting.outputs import Outputs
-from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.run_context import RunContext
 from ddp_runner.supervisor.run_end import RunEnd
 from ddp_runner.supervisor.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.world import World
-from ddp_runner.system.clock import Clock
-from ddp_runner.system.run_directories import RunDirectories
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of one :class:`Supervisor`, which has them from whoever builds it.
+
+    ``observers``: what works next to the run, in the order in which each gets its turn. ``goes_on_behind``: the
+    ranks are a program of the user's, which goes on behind its loop for as long as it likes.
+    """
+
+    node: Node
+    start: ShownStart
+    cutting: Cutting
+    repair: Repair
+    keeper: NodeKeeper
+    run_end: RunEnd
+    opening: Opening
+    stages: Stages
+    observers: Sequence[Observer]
+    goes_on_behind: bool = False
+
 
 EXIT_TIMEOUT_S = 15.0  # for a rank that has finished to exit
 
 
 class Supervisor:
-    """One run, from the first fork to its ending. Driven by ``run``; never waits for anything."""
+    """One run, from the first fork to its ending. Driven by its loop; never waits for anything."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        node: Node,
-        *,
-        outputs: Outputs,
-        directories: RunDirectories,
-        published: Published,
-        clock: Clock,
-        others: Sequence[RankHost] = (),
-    ) -> None:
-        self.plan = plan
-        self.node = node
-        self.world = world = World(node, others)
-        self.outputs = outputs
-        self.facts = facts = RunFacts(name=plan.settings.run.name)
-        self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
-        self._clock = clock
-        self.recorder = recorder = Recorder(
-            outputs, facts=facts, published=published, clock=clock, host_of=world.host_of
-        )
-        self._fault_injector = FaultInjector(plan, world, recorder)
-        self._cutting = Cutting(world=world, recorder=recorder)
-        self._repair = Repair(
-            plan.settings,
-            facts,
-            machine=self.machine,
-            world=world,
-            recorder=recorder,
-            fault_injector=self._fault_injector,
-            published=published,
-            cutting=self._cutting,
-            clock=clock,
-        )
-        self._stages = StageChange(node, repair=self._repair, recorder=recorder, clock=clock)
-        self.start = Start(
-            facts,
-            node=node,
-            world=world,
-            recorder=recorder,
-            debug=plan.settings.run.debug,
-            waits_for=self._waits_for,
-        )
-        self.keeper = NodeKeeper(
-            plan,
-            facts,
-            node=node,
-            world=world,
-            recorder=recorder,
-            repair=self._repair,
-            start=self.start,
-            clock=clock,
-        )
-        self.run_end = RunEnd(
-            plan.settings,
-            facts,
-            machine=self.machine,
-            world=world,
-            recorder=recorder,
-            published=published,
-            start=self.start,
-            cutting=self._cutting,
-            owed=self.keeper.savers.owed,
-            clock=clock,
-        )
-        self.directories = directories
-        self._save_request = SaveRequest(facts, world=world, recorder=recorder)
+    def __init__(self, run: RunContext, parts: Parts) -> None:
+        self.run = run
+        self.node = parts.node
+        self.world: World = run.world
+        self.facts: RunFacts = run.facts
+        self.machine = run.machine
+        self.recorder: RunRecord = run.record
+        self._clock = run.clock
+        self.start = parts.start
+        self.run_end = parts.run_end
+        self._cutting = parts.cutting
+        self._repair = parts.repair
+        self._keeper = parts.keeper
+        self._opening = parts.opening
+        self._stages = parts.stages
+        self._observers = tuple(parts.observers)
+        self._save_request = SaveRequest(self.facts, world=self.world, recorder=self.recorder)
+        self._heard = self._messages()
+        # Those that mean nothing any more once the newest state is on its way to disk: nobody is repaired,
+        # and a rank that leaves says that it is ready.
+        self._not_while_ending = {
+            events.Faulted,
+            events.RankFormed,
+            *(
+                kind
+                for one in self._observers
+                if not one.hears_while_ending
+                for kind in one.hears()
+            ),
+        }
         self._stop: StopReason | None = None
         self._signals = StopSignals()  # to this process, by a person or a scheduler
         self._stop_by_s = 0.0
         self._finished_at_s: float | None = None
-        # A program of the user's goes on behind its loop for as long as it likes.
-        self._exit_timeout_s = EXIT_TIMEOUT_S if plan.loop is None else math.inf
-        self._waits_since_s: float | None = None  # for a drill, once all have finished
+        self._goes_on_behind = parts.goes_on_behind
+        self._exit_timeout_s = math.inf if parts.goes_on_behind else EXIT_TIMEOUT_S
 
     @property
     def ending(self) -> Ending | None:
@@ -167,93 +123,114 @@ class Supervisor:
         self.on_message(decode(packet), rank)
 
     def on_message(self, message: Message, rank: int | None) -> None:
-        """A message came in; ``rank`` is who sent it, None for a process that is no rank."""
+        """Hear a message; ``rank`` is who sent it, None for a process that is no rank."""
         if self.ending is not None:
             return
         if rank is None:
-            ended = self.keeper.on_message(message)
+            ended = self._keeper.on_message(message, self.start)
             if ended is not None:
                 self.on_ended(ended)
         else:
             self._on_rank_message(message, self.world.ranks[rank])
 
-    def _on_rank_message(  # noqa: C901, PLR0912, PLR0915 - one row a message
-        self, message: Message, handle: RankHandle
-    ) -> None:
-        match message:
-            case events.Faulted() | events.RankFormed() | OtherStage() if self.run_end.is_open:
-                pass  # nobody is repaired any more, and a rank that leaves says that it is ready
-            case events.StopSignalAtRank():
-                self.recorder.record(message)
-                self._begin_stop(message.reason)
-            case Built():
-                self.start.built(message)
-            case Ready():
-                handle.ready = message
-                handle.device_free_bytes = handle.device_free_bytes or message.device_free_bytes
-                self.facts.steps_per_epoch = message.steps_per_epoch
-                if message.is_from_memory:
-                    taken = events.CopyTaken(rank=message.rank, step=message.committed_step)
-                    self.recorder.record(taken)
-                handle.machine.advance(RankEvent.GOT_READY)
-                if handle.membership is Membership.REJOINING:
-                    self._repair.returning.got_ready(handle)
-            case AbortHeard(generation=generation):
-                if generation == self.facts.generation:
-                    handle.machine.advance(RankEvent.ABORT_HEARD)
-            case events.RankFormed():
-                handle.machine.advance(RankEvent.GOT_FORMED)
-                handle.has_formed = True
-                self._save_request.accept_from(message.committed_step)
-                self._on_formed(message)
-            case events.Faulted() if handle.membership not in IN_WORLD:
-                self.recorder.record(
-                    events.FaultOfGivenUpRank(rank=handle.rank, text=message.fault.cause)
-                )
-            case events.Faulted():
-                self._report(message.fault)
-            case Metrics():
-                handle.metrics = {**handle.metrics, **message.values, "step": message.step}
-                self.recorder.metrics(message.step, message.rank, message.values)
-            case events.CheckpointSaved():
-                productive_ns = handle.slot.get(Cell.PRODUCTIVE_NS)
-                self.recorder.saved(replace(message, productive_ns=productive_ns))
-                self._save_request.saved(message.step)
-                self.run_end.last_save.saved(message)
-            case WriteCopy():
-                is_fenced = bool(handle.slot.get(Cell.FENCED))
-                now_s = self._clock.monotonic()
-                self.keeper.savers.ordered(message, now_s, is_fenced=is_fenced)
-            case NotSaved():
-                self.run_end.last_save.not_saved(message)
-            case events.TuningChanged():
-                self.recorder.reported(message)
-                self._repair.note_action(message)
-            case events.RepairedInPlace():
-                for _ in range(message.kernel_kills):
-                    # A loader worker's, not a rank's.
-                    self.world.was_killed_for_memory(handle, self._clock.monotonic())
-                self.recorder.reported(message)
-                if message.steps_lost:
-                    self._save_request.accept_from(message.fault.step - message.steps_lost)
-            case DrillPart():
-                self.keeper.drills.part(message)
-            case CollectivesBegun():
-                self._repair.note_collectives(message)
-            case events.Injected():
-                self._fault_injector.happened(message)
-            case LoaderWorkers():
-                handle.loader_pids = message.pids
-            case OtherStage():
-                self.keeper.drills.forget()
-                self.plan = self._stages.other(self.plan, message)
-            case Finished():
-                handle.finished = message
-                handle.machine.advance(RankEvent.GOT_FINISHED)
-            case events.Report():  # nothing follows from it
-                self.recorder.reported(message)
-            case _:
-                raise TypeError(f"a rank does not send {type(message).__name__}")
+    def _messages(self) -> dict[type[object], Callable[..., None]]:
+        """What is done about each message of a rank: here, and by whoever observes the run."""
+        heard: dict[type[object], Callable[..., None]] = {
+            events.StopSignalAtRank: self._stop_signal_at_rank,
+            events.RankFormed: self._rank_formed,
+            events.Faulted: self._faulted,
+            events.CheckpointSaved: self._checkpoint_saved,
+            events.TuningChanged: self._tuning_changed,
+            events.RepairedInPlace: self._repaired_in_place,
+            Built: lambda message, _: self.start.built(message),
+            Ready: self._ready,
+            AbortHeard: self._abort_heard,
+            Metrics: self._metrics,
+            NotSaved: lambda message, _: self.run_end.last_save.not_saved(message),
+            CollectivesBegun: lambda message, _: self._repair.note_collectives(message),
+            LoaderWorkers: self._loader_workers,
+            Finished: self._finished,
+        }
+        for observer in self._observers:
+            heard.update(observer.hears())
+        return heard
+
+    def _on_rank_message(self, message: Message, handle: RankHandle) -> None:
+        kind = type(message)
+        if self.run_end.is_open and kind in self._not_while_ending:
+            return
+        heard = self._heard.get(kind)
+        if heard is not None:
+            heard(message, handle)
+        elif isinstance(message, events.Report):  # nothing follows from it
+            self.recorder.reported(message)
+        else:
+            raise TypeError(f"a rank does not send {kind.__name__}")
+
+    def _stop_signal_at_rank(self, message: events.StopSignalAtRank, handle: RankHandle) -> None:
+        del handle
+        self.recorder.record(message)
+        self._begin_stop(message.reason)
+
+    def _ready(self, message: Ready, handle: RankHandle) -> None:
+        handle.ready = message
+        handle.device_free_bytes = handle.device_free_bytes or message.device_free_bytes
+        self.facts.steps_per_epoch = message.steps_per_epoch
+        if message.is_from_memory:
+            taken = events.CopyTaken(rank=message.rank, step=message.committed_step)
+            self.recorder.record(taken)
+        handle.machine.advance(RankEvent.GOT_READY)
+        if handle.membership is Membership.REJOINING:
+            self._repair.returning.got_ready(handle)
+
+    def _abort_heard(self, message: AbortHeard, handle: RankHandle) -> None:
+        if message.generation == self.facts.generation:
+            handle.machine.advance(RankEvent.ABORT_HEARD)
+
+    def _rank_formed(self, message: events.RankFormed, handle: RankHandle) -> None:
+        handle.machine.advance(RankEvent.GOT_FORMED)
+        handle.has_formed = True
+        self._save_request.accept_from(message.committed_step)
+        self._on_formed(message)
+
+    def _faulted(self, message: events.Faulted, handle: RankHandle) -> None:
+        if handle.membership in IN_WORLD:
+            self._report(message.fault)
+        else:
+            text = message.fault.cause
+            self.recorder.record(events.FaultOfGivenUpRank(rank=handle.rank, text=text))
+
+    def _metrics(self, message: Metrics, handle: RankHandle) -> None:
+        handle.metrics = {**handle.metrics, **message.values, "step": message.step}
+        self.recorder.metrics(message.step, message.rank, message.values)
+
+    def _checkpoint_saved(self, message: events.CheckpointSaved, handle: RankHandle) -> None:
+        productive_ns = handle.slot.get(Cell.PRODUCTIVE_NS)
+        self.recorder.saved(replace(message, productive_ns=productive_ns))
+        self._save_request.saved(message.step)
+        self.run_end.last_save.saved(message)
+
+    def _tuning_changed(self, message: events.TuningChanged, handle: RankHandle) -> None:
+        del handle
+        self.recorder.reported(message)
+        self._repair.note_action(message)
+
+    def _repaired_in_place(self, message: events.RepairedInPlace, handle: RankHandle) -> None:
+        for _ in range(message.kernel_kills):
+            # A loader worker's, not a rank's.
+            self.world.was_killed_for_memory(handle, self._clock.monotonic())
+        self.recorder.reported(message)
+        if message.steps_lost:
+            self._save_request.accept_from(message.fault.step - message.steps_lost)
+
+    @staticmethod
+    def _loader_workers(message: LoaderWorkers, handle: RankHandle) -> None:
+        handle.loader_pids = message.pids
+
+    @staticmethod
+    def _finished(message: Finished, handle: RankHandle) -> None:
+        handle.finished = message
+        handle.machine.advance(RankEvent.GOT_FINISHED)
 
     def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""
@@ -266,7 +243,7 @@ class Supervisor:
         elif departure is not None and not (
             isinstance(departure, ZygoteEnded) and self.run_end.is_known
         ):
-            match self.keeper.ended(departure):
+            match self._keeper.ended(departure):
                 case NoZygote(reason=reason, detail=said):
                     detail = self.start.without_shown(said)
                     self.run_end.begin(Ending.of(RunStatus.FAILED, reason, detail=detail))
@@ -287,10 +264,19 @@ class Supervisor:
         trains = self.world.counts.are_all_present(RankState.TRAINING)
         return trains and self.machine.state is RunState.RUNNING and not self._repair.is_open
 
+    def _turn(self, now_s: float) -> Turn:
+        """The turn of those that observe the run."""
+        return Turn(
+            now_s=now_s,
+            is_fault_free=self._is_fault_free,
+            ends_undisturbed=self._ends_undisturbed,
+            at_end=self._finished_at_s is not None,
+        )
+
     @property
-    def _ends_unproved(self) -> bool:
-        """True if ranks finish a run in which a rank was replaced and no drill has passed: one still may."""
-        if self._stop is not None or not (self._has_any_finished and self.facts.lacks_proof):
+    def _ends_undisturbed(self) -> bool:
+        """Whether ranks finish, or all have, with nobody missing and no stop asked for."""
+        if self._stop is not None or not self._has_any_finished:
             return False
         if self._finished_at_s is not None:
             return True
@@ -311,7 +297,7 @@ class Supervisor:
             now_s = self._clock.monotonic()
             end = exit_of(
                 ended,
-                wrote.without(self.outputs.hidden),
+                wrote.without(self.recorder.hidden),
                 rank=handle.rank,
                 reading=handle.slot.read(),
                 killed_for_memory=ended.signal_number == signal.SIGKILL
@@ -325,9 +311,9 @@ class Supervisor:
             self._report(fault)
             self._repair.note_end(handle, fault)
         if not handle.has_log:
-            self.outputs.keep_words(handle.rank, wrote.before_log)
+            self.recorder.keep_words(handle.rank, wrote.before_log)
         handle.released()
-        if had_finished and self.plan.loop is not None and self._stop is None:
+        if had_finished and self._goes_on_behind and self._stop is None:
             self.run_end.program_ended(handle.rank, ended, wrote)
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
@@ -356,7 +342,7 @@ class Supervisor:
             return
         self._stop = reason
         now_s = self._clock.monotonic()
-        self._stop_by_s = now_s + self.plan.settings.recovery.stop_timeout_s
+        self._stop_by_s = now_s + self.run.settings.stop_timeout_s
         self.machine.advance(RunEvent.STOP_ASKED)
         self.recorder.record(events.StopAsked(reason=reason.value))
         self.world.stop(Stop(reason=reason))
@@ -368,7 +354,7 @@ class Supervisor:
             self._repair.report(fault)
 
     def advance(self) -> None:
-        """Do whatever the facts allow now. Called after every event and every tick."""
+        """Do whatever the facts allow now: repair, form, end. Called after every event and every tick."""
         now_s = self._clock.monotonic()
         if self.ending is not None:
             return
@@ -377,26 +363,22 @@ class Supervisor:
         self._cutting.look(now_s)
         if self._finished_at_s is None:  # else the end says so
             self.run_end.refuse_inexact()
-        self.keeper.look_beside(
-            now_s,
-            may_drill=self._is_fault_free or self._ends_unproved,
-            at_end=self._finished_at_s is not None,
-        )
+        turn = self._turn(now_s)
+        for observer in self._observers:
+            observer.look(turn)
         if self._is_at_its_end(now_s):
             return
-        self.keeper.look(now_s)
+        self._keeper.look(now_s)
         given_up = self._repair.advance(now_s)
         if given_up is not None:
-            self.run_end.give_up(given_up, stage=self.plan.settings.stage)
+            self.run_end.give_up(given_up, refusal=self._stages.refusal)
             return
         if self.machine.state is RunState.RUNNING:
-            self._fault_injector.inject_if_due(now_s)
-            self._repair.returning.try_again(now_s)
-            if not self._repair.is_open and not self._is_ending:
-                self._repair.returning.take_back(now_s)
-            self._repair.name_stragglers()
+            self._repair.look_while_running(now_s, may_take_back=not self._is_ending)
         self._form(now_s)
-        self.keeper.spares.look(now_s, fault_free=self._is_fault_free)
+        turn = self._turn(now_s)
+        for observer in self._observers:
+            observer.look_after_repair(turn)
         self._end_if_stopping_takes_too_long(now_s)
 
     def _is_at_its_end(self, now_s: float) -> bool:
@@ -426,43 +408,33 @@ class Supervisor:
             return
         if not self.recorder.may_write and not self._begin():
             return
-        self._stages.formed(self.plan, self.world.present[0].ready)
+        first = self.world.present[0]
+        self._stages.formed(first.ready)
         self.facts.generation += 1
         self.facts.formed_at_s = now_s
         self._repair.returning.is_regrouping = False
         self.recorder.record(events.Forming(generation=self.facts.generation))
-        self.keeper.savers.saves_now(self.world.present[0].rank)
-        owes_drill = self.keeper.drills.is_owed
+        for observer in self._observers:
+            observer.forms(first)
+        owes_drill = any(observer.owes() for observer in self._observers)
         self.world.form(self.facts.generation, run_id=self.facts.run_id, owes_drill=owes_drill)
         self._save_request.pass_on()
         if self._stop is not None:
             self.world.stop(Stop(reason=self._stop))
 
-    def _waits_for(self) -> str:
-        """Return what the run needs before it can begin, in words; empty: nothing."""
-        return ""
-
     def _begin(self) -> bool:
         """Every rank has built what it trains: the disk may be touched from here on."""
-        ready = with_newest([one.ready for one in self.world.present if one.ready is not None])
-        first = ready[0]
-        self.facts.take_up(first.run_id or uuid.uuid4().hex[:12], self.plan.settings.run.log_dir)
+        ready = [one.ready for one in self.world.present if one.ready is not None]
         try:
-            self.directories.claim()
+            self._opening.claim(ready)
         except BadInputError as error:
             self.run_end.bad_input(str(error))
             return False
-        self.keeper.drills.clear()  # what a supervisor that was killed has left
-        if self.plan.is_last_stage:
-            self.facts.kept = kept_summary(Path(self.plan.settings.run.log_dir), first)
-        if self.facts.kept is not None:
-            self.outputs.keep_result()
-        self.outputs.open(shown_bytes=self.start.shown_bytes())
-        if self.facts.kept is not None:
-            self.recorder.already_complete(self.plan, first)
+        for observer in self._observers:
+            observer.begins()
+        if self._opening.record(ready):
             self.run_end.completed(StopReason.COMPLETED)
             return False
-        self.recorder.begun(self.plan, ready)
         return True
 
     def _on_formed(self, formed: events.RankFormed) -> None:
@@ -495,41 +467,24 @@ class Supervisor:
             return
         finished = ranks[0].finished
         assert finished is not None
-        reason = self._stages.why_the_run_ends(self.plan, finished, stop=self._stop)
-        if reason is not None:
-            if reason is StopReason.COMPLETED and self._waits_for_proof(now_s):
-                return
-            self.run_end.completed(
-                reason, never_caused=self._fault_injector.never_caused(finished.step)
-            )
+        reason = self._stages.why_the_run_ends(finished, stop=self._stop)
+        if reason is None:
+            self._finished_at_s = None
+            self._stages.begin_next(finished)
             return
-        self.keeper.drills.forget()
-        self._finished_at_s, self.plan = None, self._stages.ended(self.plan, finished)
+        if reason is StopReason.COMPLETED and self._is_held(now_s):
+            return
+        objections = [line for one in self._observers for line in one.objections(finished.step)]
+        self.run_end.completed(reason, never_caused=objections)
 
-    def _waits_for_proof(self, now_s: float) -> bool:
-        """Return True while a drill is waited for; if none passes that should, the run is not exact."""
-        # INVARIANT proved-or-said: a run in which a rank was replaced is not said to be exact while a drill of it is open.
-        # Broken if: it ends as exact, or without a wait, while one runs or has all that it needs.
-        # Guarded by: test_the_end_waits_for_a_drill_where_a_rank_was_replaced.
-        if not self.facts.lacks_proof:
-            return False
-        drills, why = self.keeper.drills, ""
-        if drills.pending is not None:
-            if self._waits_since_s is None:
-                self._waits_since_s = now_s
-                self.recorder.say(wait_line(drills.pending))
-            if self._stop is not None or self._signals.ends_at_once(now_s):
-                why = "the run was asked to stop before it had ended"
-            elif now_s > self._waits_since_s + END_WAIT_S:
-                why = f"it had not ended {END_WAIT_S:g} s after training"
-            else:
-                return True
-        drills.unproved(why)
-        return False
+    def _is_held(self, now_s: float) -> bool:
+        """Whether something that observes the run has the end wait for it."""
+        is_stopped = self._stop is not None or self._signals.ends_at_once(now_s)
+        return any(one.holds_the_end(now_s, is_stopped=is_stopped) for one in self._observers)
 
     def _end_if_stopping_takes_too_long(self, now_s: float) -> None:
         if self._stop is not None and now_s > self._stop_by_s:
-            limit_s = self.plan.settings.recovery.stop_timeout_s
+            limit_s = self.run.settings.stop_timeout_s
             line = f"the ranks did not stop within {limit_s:g} s"
             self.run_end.begin(Ending.of(RunStatus.FAILED, line, is_late_stop=True))
 
@@ -538,38 +493,9 @@ class Supervisor:
         if self.ending is None:
             self.run_end.at_once(Ending.of(RunStatus.FAILED, line))
 
-    def tidy_up(self) -> None:
-        """Remove what the run has left on disk, and take up what it has saved; every process has ended."""
-        self.keeper.drills.clear()
-        for path in remove_temporary_files(Path(self.plan.settings.run.checkpoint_dir)):
-            self.recorder.say(f"removed {path}, which a save that was cut off had left")
-        self.recorder.saved_unreported()
-        self.recorder.know_newest()
-
     def closing_words(self) -> str:
-        """Return the words after the run's ending; empty if there are none."""
+        """Return what there is to say after how the run has ended; empty where that is all."""
         return self.run_end.closing_words()
-
-    def summary(self, ending: Ending) -> RunSummary | None:
-        """Return the content of summary.json; every process has ended."""
-        if self.facts.kept is not None:
-            return self.facts.kept
-        ranks = self.world.present
-        finished = [handle.finished for handle in ranks if handle.finished is not None]
-        end = EndOfRun(
-            status=ending.status,
-            exit_code=ending.exit_code,
-            reading=ranks[0].slot.read(),
-            finished=finished if len(finished) == len(ranks) else [],
-            now_s=self._clock.monotonic(),
-        )
-        return self.recorder.accounting.summary(
-            end,
-            facts=self.facts,
-            world_size=len(ranks),
-            steps_per_epoch=self.facts.steps_per_epoch,
-            own_step_s={handle.rank: handle.own_step_s for handle in self.world.ranks},
-        )
 
     def fail(self, detail: str) -> None:
         """End the run because this supervisor is at fault itself; one that has ended stays so."""
@@ -591,7 +517,7 @@ class Supervisor:
 class SaveRequest:
     """A request for a save, of the step at which it was made, or a later one."""
 
-    def __init__(self, facts: RunFacts, *, world: World, recorder: Recorder) -> None:
+    def __init__(self, facts: RunFacts, *, world: World, recorder: RunRecord) -> None:
         self._facts = facts
         self._world = world
         self._recorder = recorder

@@ -16,7 +16,7 @@ from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.lifecycle import IN_WORLD, RankEvent, RankState
 from ddp_runner.core.messages import Abort, CountCollectives, Form, Message, Stacks, Stop
 from ddp_runner.supervisor.head_count import HeadCount
-from ddp_runner.supervisor.ports import RankHost, WhatIsKnown
+from ddp_runner.supervisor.ports import Host, ProcessView
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -30,10 +30,10 @@ class World:
     ``others``: the nodes of the ranks that are not there.
     """
 
-    def __init__(self, home: Node, others: Sequence[RankHost] = ()) -> None:
+    def __init__(self, home: Node, others: Sequence[Host] = ()) -> None:
         self._home = home
         self._ranks_per_node = home.ranks_per_node
-        nodes: tuple[RankHost, ...] = (home, *others)
+        nodes: tuple[Host, ...] = (home, *others)
         self._node_of = {rank: node for node in nodes for rank in node.processes}
         self._nodes = nodes
         self.counts = HeadCount()
@@ -299,7 +299,7 @@ class World:
         """Whether both ranks are on one node, and share its memory."""
         return self._node_of[one.rank] is self._node_of[other.rank]
 
-    def _process_of(self, handle: RankHandle) -> WhatIsKnown:
+    def _process_of(self, handle: RankHandle) -> ProcessView:
         return self._node_of[handle.rank].processes[handle.rank]
 
     def measure_memory(self) -> None:

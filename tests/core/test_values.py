@@ -15,10 +15,9 @@ from ddp_runner.core.board import CELLS_PER_SLOT, SLOT_BYTES, Board, Cell
 from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.fork_specs import ForkKind
+from ddp_runner.core.fork_specs import ForkKind, SpareKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import CheckpointSettings, LogSettings
-from ddp_runner.core.spare import SpareKind
 from ddp_runner.core.step_schedule import RunLength, due_after, last_save_due, run_length
 
 FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=1, step=3, cause="ValueError: ü", detail="trace")

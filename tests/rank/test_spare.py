@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from ddp_runner.core.events import SpareReady
+from ddp_runner.core.fork_specs import SpareKind
 from ddp_runner.core.helper_roles import SPARE
 from ddp_runner.core.messages import Ready
-from ddp_runner.core.spare import SpareKind
 from tests.processes import run_ranks
 
 from .supervising import PlayedSupervisor, plan_for, threads_of

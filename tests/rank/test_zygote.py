@@ -11,11 +11,10 @@ import psutil
 import pytest
 
 from ddp_runner.core.events import RankFormed, ZygoteReady
-from ddp_runner.core.fork_specs import ForkKind, NothingMore, SpareSpec
+from ddp_runner.core.fork_specs import ForkKind, NothingMore, SpareKind, SpareSpec
 from ddp_runner.core.helper_roles import ROLE_OF, STORE
 from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import NO_PROCESS, Finished, Fork, Forked, Ready
-from ddp_runner.core.spare import SpareKind
 from ddp_runner.rank import zygote
 from ddp_runner.rank.zygote import fork_to_supervisor
 from ddp_runner.system.control_channel import Channel

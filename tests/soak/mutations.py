@@ -174,7 +174,7 @@ MUTATIONS = (
         "one-holder", "start_new_session=True,", "start_new_session=True, pass_fds=(self._writer,),"
     ),
     _break("same-environment", "if dict(environment) != self._environment or", "if"),
-    _break("proved-or-said", "if drills.pending is not None:", "if False:"),
+    _break("proved-or-said", "if self.pending is not None:", "if False:"),
     _break("ordered-by-the-living", "if is_fenced:", "if False:"),
     _break("one-writer", "self._world.fence(handle, is_fenced=handle.rank != move.rank)", "pass"),
     _break(

@@ -50,9 +50,11 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import StagePlace
 from ddp_runner.core.settings import CheckpointSettings, RecoverySettings, RunSettings, Settings
 from ddp_runner.memory.kernel_kills import KernelKills
-from ddp_runner.supervisor import loop
+from ddp_runner.supervisor.launch import assembled
+from ddp_runner.supervisor.loop import Loop
 from ddp_runner.supervisor.processes.children import Ended, make_output_file
 from ddp_runner.supervisor.processes.node import STACKS_SIGNAL, Node
+from ddp_runner.supervisor.reporting.run_screen import run_summary
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
@@ -192,13 +194,6 @@ def _gpu(index):
     return DevicePlan(device=f"cuda:{index}", name="GPU", visible_index=index)
 
 
-class Quiet(loop._Loop):
-    """The real loop without its screens."""
-
-    def _show(self):
-        pass
-
-
 class Simulation:
     """One run: ``run_until``, harm, ``run_to_end``."""
 
@@ -296,7 +291,7 @@ class Simulation:
     def _set_up(self, plan, selector):
         """The supervisor that decides, its node and its loop."""
         self.node = Node(plan, selector, system=System(self, self.home), clock=self.clock)
-        self.supervisor = Supervisor(
+        self.run = assembled(
             plan,
             self.node,
             outputs=self.outputs,
@@ -304,7 +299,12 @@ class Simulation:
             published=Directory(self),
             clock=self.clock,
         )
-        self.loop = Quiet(self.supervisor, signals=Silence(), selector=selector, clock=self.clock)
+        self.supervisor = Supervisor(self.run.run, self.run.parts)
+        self.loop = Loop(self.supervisor, signals=Silence(), selector=selector, clock=self.clock)
+
+    def summary(self, ending):
+        """What summary.json would hold."""
+        return run_summary(self.supervisor, self.run.recorder, ending, self.clock.monotonic())
 
     # What a test does.
 

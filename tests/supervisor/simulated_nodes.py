@@ -13,14 +13,22 @@ import socket
 import threading
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.phases import Phase
+from ddp_runner.supervisor.launch import assembled
+from ddp_runner.supervisor.loop import Loop
 from ddp_runner.supervisor.nodes import follower_loop
-from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
-from ddp_runner.supervisor.nodes.other_nodes import Meeting, OtherNodes
+from ddp_runner.supervisor.nodes.admission import Meeting
+from ddp_runner.supervisor.nodes.coordinator import (
+    CoordinatorSupervisor,
+    NodeTraffic,
+    missing_nodes,
+)
+from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.resources import StorePlace
@@ -30,7 +38,6 @@ from tests.supervisor.simulated import (
     FORM_S,
     Directory,
     Machine,
-    Quiet,
     Silence,
     Simulation,
     System,
@@ -384,7 +391,7 @@ class NodesSimulation(Simulation):
             )
             for number in range(1, self._asked.most)
         ]
-        self.supervisor = CoordinatorSupervisor(
+        self.run = assembled(
             plan,
             self.node,
             outputs=self.outputs,
@@ -392,26 +399,31 @@ class NodesSimulation(Simulation):
             published=Directory(self),
             clock=self.clock,
             others=others,
+            waits_for=partial(missing_nodes, others, plan.nodes),
+        )
+        self.supervisor = CoordinatorSupervisor(
+            self.run.run,
+            self.run.parts,
+            plan=plan,
+            recorder=self.run.recorder,
+            others=others,
             owner=owner,
         )
+        store = ("", self.node.store_at.port)
         self.links = OtherNodes(
             plan,
-            self.meeting,
-            store=("", self.node.store_at.port),
-            term=owner.term,
+            Door(meeting=self.meeting, listening=self.door, store=store, term=owner.term),
             nodes=others,
-            listening=self.door,
             selector=selector,
-            beat=self.supervisor.beat,
-            keeps=self.supervisor.keeps,
+            coordinator=self.supervisor,
             clock=self.clock,
         )
-        self.loop = Quiet(
+        self.loop = Loop(
             self.supervisor,
             signals=Silence(),
             selector=selector,
             clock=self.clock,
-            others=self.links,
+            traffic=NodeTraffic(self.links, self.supervisor, clock=self.clock),
         )
 
     # What a test does.

@@ -13,6 +13,7 @@ from ddp_runner.core.fork_specs import ForkKind, ScriptSpec
 from ddp_runner.core.messages import Form, Leaving
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.script import ScriptPlan
+from ddp_runner.supervisor.loop import Loop
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.script.agent import ScriptAgent
 from tests.supervisor.simulated import (
@@ -20,7 +21,6 @@ from tests.supervisor.simulated import (
     STARTUP_S,
     STEP_S,
     Directory,
-    Quiet,
     Silence,
     Simulation,
     System,
@@ -51,7 +51,7 @@ class ScriptSimulation(Simulation):
             published=Directory(self),
             clock=self.clock,
         )
-        self.loop = Quiet(self.supervisor, signals=Silence(), selector=selector, clock=self.clock)
+        self.loop = Loop(self.supervisor, signals=Silence(), selector=selector, clock=self.clock)
 
     def fork(self, machine, request, descriptors):
         self.stores += request.kind is ForkKind.STORE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddp_runner import config
-from ddp_runner.supervisor.reporting.completed_run import changed_settings
+from ddp_runner.supervisor.reporting.run_begin import changed_settings
 
 
 def test_a_setting_newer_than_the_run_is_no_change_of_it(tmp_path):

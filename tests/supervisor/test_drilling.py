@@ -37,7 +37,7 @@ def answer(run, step=10, rank=1, **found):
 
 
 def proof(run):
-    return run.supervisor.facts.proved.get("drilled", set())
+    return run.supervisor.recorder.findings.proved.get("drilled", set())
 
 
 def reasons(run):
@@ -225,18 +225,18 @@ def test_a_drill_that_a_repair_cuts_short_is_made_up_for(simulate, is_running):
         run.run_until(lambda: run.rank(DRILL))
     else:
         give(run, 10, parts=("state",))
-        run.run_until(lambda: run.supervisor.keeper.drills._parts)
-    assert run.supervisor.keeper.drills.is_owed is False
+        run.run_until(lambda: run.run.drills._parts)
+    assert run.run.drills.is_owed is False
     run.kill(2)
     run.run_until(lambda: run.events("repaired"))
     assert [one["step"] for one in run.events("drill_skipped")] == [10]
-    assert run.supervisor.keeper.drills.is_owed is True
+    assert run.run.drills.is_owed is True
     run.run_until(lambda: run.helper(roles.DRILL) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: run.rank(DRILL))
     answer(run, 50, 2)
     run.run_until(lambda: proof(run) == {50})
-    assert run.supervisor.keeper.drills.is_owed is False
+    assert run.run.drills.is_owed is False
     assert_done(run)
 
 
@@ -285,7 +285,7 @@ def test_a_drill_that_was_cut_short_is_done_at_the_end(simulate, step):
     run.run_until(lambda: run.rank(DRILL))
     if step > 90:
         give(run, step)
-        run.run_until(lambda: run.supervisor.keeper.drills._waiting)
+        run.run_until(lambda: run.run.drills._waiting)
     run.kill(2)
     run.run_until(lambda: run.events("repaired"))
     run.run_until(lambda: run.supervisor._finished_at_s is not None)

@@ -27,7 +27,7 @@ class Machine:
         self.simulation = simulated.Simulation(ranks=1)
         cpu = DevicePlan(device="cpu", name="CPU", visible_index=None)
         plan = replace(
-            self.simulation.supervisor.plan,
+            self.simulation.run.plan,
             devices=(cpu,) * 4,
             world_size=4,
             nodes=NodeOptions(least=1, most=2, host="node0", port=29400),

@@ -212,7 +212,7 @@ def journal_of(name, folder):
             journal.write(event, cause=None if cause in (None, -1) else cause - 1, **fields)
         journal.close()
         said = [f"{level} {text}" for level, text in run.outputs.said]
-        summary = asdict(run.supervisor.summary(ending))
+        summary = asdict(run.summary(ending))
     lines = path.read_text().splitlines()
     kept = {key: summary[key] for key in SUMMARY}
     lines += [json.dumps({"summary": kept}, default=str), json.dumps({"said": said})]

@@ -258,5 +258,5 @@ def test_a_step_that_several_ranks_have_computed_twice_counts_once(simulate):
     for rank in range(3):
         run.send(run.rank(rank), Proved(rank=rank, step=0, what="repeated"))
     assert_done(run)
-    assert run.supervisor.facts.proved == {"repeated": {0}}
+    assert run.supervisor.recorder.findings.proved == {"repeated": {0}}
     assert [event["rank"] for event in run.events("proved")] == [0, 1, 2]

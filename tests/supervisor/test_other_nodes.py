@@ -31,11 +31,13 @@ from ddp_runner.core.node_messages import (
 )
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.recovery import GiveUp
+from ddp_runner.supervisor.launch import assembled
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import (
     STRANGERS_MAX,
     STRANGERS_OF_ADDRESS_MAX,
+    Door,
     NodeGone,
     NodeSaid,
     OtherNodes,
@@ -58,7 +60,7 @@ class Coordinator:
         self.simulation = simulated.Simulation(ranks=1, **recovery)
         self.clock = self.simulation.clock
         cpu = DevicePlan(device="cpu", name="CPU", visible_index=None)
-        old = self.simulation.supervisor.plan
+        old = self.simulation.run.plan
         plan = replace(old, devices=(cpu,) * 4, world_size=4, nodes=OPTIONS)
         self.selector = simulated.InstantSelector()
         self.home = Node(
@@ -71,7 +73,7 @@ class Coordinator:
         )
         slots = {rank: self.home.slot(rank) for rank in range(4)}
         self.other = RemoteNode(1, ranks=(2, 3), slots=slots, clock=self.clock)
-        self.supervisor = CoordinatorSupervisor(
+        run = assembled(
             plan,
             self.home,
             outputs=self.simulation.outputs,
@@ -79,19 +81,29 @@ class Coordinator:
             published=simulated.Directory(self.simulation),
             clock=self.clock,
             others=[self.other],
+        )
+        self.supervisor = CoordinatorSupervisor(
+            run.run,
+            run.parts,
+            plan=plan,
+            recorder=run.recorder,
+            others=[self.other],
             owner=FolderOwner(folder, new_term()),
         )
         self.door = socket.create_server(("127.0.0.1", 0))
         self.links = OtherNodes(
             plan,
-            Meeting(options=OPTIONS, ranks=2, meaning={}, versions={}, token=TOKEN, silent_s=3.0),
-            store=("node0", 1),
-            term="a",
+            Door(
+                meeting=Meeting(
+                    options=OPTIONS, ranks=2, meaning={}, versions={}, token=TOKEN, silent_s=3.0
+                ),
+                listening=self.door,
+                store=("node0", 1),
+                term="a",
+            ),
             nodes=[self.other],
-            listening=self.door,
             selector=self.selector,
-            beat=self.supervisor.beat,
-            keeps=self.supervisor.keeps,
+            coordinator=self.supervisor,
             clock=self.clock,
         )
         ours, theirs = socket.socketpair()
@@ -259,7 +271,7 @@ def test_the_last_line_says_on_which_machine_the_log_is(coordinator, rank, share
     known = SimpleNamespace(incident=SimpleNamespace(attribution=SimpleNamespace(causes=())))
     supervisor.recorder.accounting.faults.append(known)
     supervisor.run_end.give_up(GiveUp(fault=fault, reason="it does", status=RunStatus.GAVE_UP))
-    folder = supervisor.plan.settings.run.log_dir
+    folder = supervisor.run.log_dir
     where = where.format(folder=folder)
     assert supervisor.ending.reason.endswith(f"the last: rank {rank}: no at step 3; see {where}")
 

@@ -15,7 +15,11 @@ from tests.supervisor.simulated import Clock, Outputs
 @pytest.fixture
 def recorder(tmp_path):
     return Recorder(
-        Outputs(), facts=RunFacts(generation=3), published=Published(tmp_path), clock=Clock()
+        Outputs(),
+        name="r",
+        facts=RunFacts(generation=3),
+        published=Published(tmp_path),
+        clock=Clock(),
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
+from ddp_runner.observe.findings import RunFindings
 
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
@@ -15,13 +17,14 @@ from ddp_runner.core.messages import Ready
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import DataSettings, RunSettings, Settings
 from ddp_runner.observe.files import encode_record
+from ddp_runner.observe.loss_history import LossHistory
 from ddp_runner.observe.summary import TimeShares
 from ddp_runner.observe.view import status_record
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.rank_process import RankProcess
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Evaluated
-from ddp_runner.supervisor.reporting.run_view import run_view
+from ddp_runner.supervisor.reporting.run_view import Around, run_view
 from ddp_runner.supervisor.run_facts import RunFacts
 
 WORLD = 2
@@ -29,6 +32,7 @@ BATCH = 4
 
 
 NOW_NS = 1_000_000_000_000
+FACTS = RunFacts(run_id="a run", generation=2, steps_per_epoch=10, inexact_reasons=["a reason"])
 
 
 @pytest.fixture
@@ -59,21 +63,24 @@ def plan():
     )
 
 
-def look(handles, **changes):
-    arguments = {
-        "facts": RunFacts(
-            run_id="a run", generation=2, steps_per_epoch=10, inexact_reasons=["a reason"]
-        ),
-        "state": RunState.RUNNING,
-        "began_s": NOW_NS / 1e9 - 5.0,
-        "faults_total": 1,
-        "restarts": 1,
-        "doing": ("", 0.0),
-        "trackers": {"csv": "metrics.csv"},
-        "now_ns": NOW_NS,
-        **changes,
-    }
-    return run_view(plan(), handles, **arguments)
+def look(handles, *, facts=FACTS, time_s=None, evaluated=None, **changes):
+    accounting = SimpleNamespace(
+        began_s=NOW_NS / 1e9 - 5.0,
+        faults_total=1,
+        restarts=1,
+        newest_faults=lambda count, *, now_s: (),
+        shares=lambda reading, *, now_s: time_s or TimeShares(),
+    )
+    recorder = SimpleNamespace(
+        facts=facts,
+        findings=RunFindings(inexact_reasons=facts.inexact_reasons),
+        accounting=accounting,
+        evaluated=evaluated,
+        losses=LossHistory(),
+    )
+    arguments = {"state": RunState.RUNNING, "doing": ("", 0.0), "now_ns": NOW_NS, **changes}
+    around = Around(trackers={"csv": "metrics.csv"})
+    return run_view(plan(), handles, recorder, around=around, **arguments)
 
 
 def ready(rank, steps_per_epoch=10):
@@ -180,7 +187,7 @@ def test_goodput_is_of_the_time_since_the_first_step(handles):
     assert (view.goodput, view.time_s["startup"]) == (0.5, 1.0)
     assert status_record(view)["time_s"]["productive"] == 2.0
     assert look(handles, time_s=TimeShares(startup=5.0)).goodput is None
-    assert (look(handles).goodput, look(handles).time_s) == (None, {})
+    assert look(handles).goodput is None
 
 
 def test_a_complete_run_has_no_time_remaining(handles):

@@ -19,7 +19,6 @@ from ddp_runner.core.settings import LogSettings, Settings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
-from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.processes import poll
 from tests.supervisor.simulated import Clock
@@ -268,7 +267,7 @@ def test_a_line_of_an_evaluation_has_its_own_figures_alone():
             self.lines.append(values)
 
     outputs = Outputs()
-    recorder = Recorder(outputs, facts=RunFacts(), published=None, clock=Clock())
+    recorder = Recorder(outputs, name="r", published=None, clock=Clock())
     recorder.readings.append(lambda rank: {"cpu_share": 0.5 + rank})
     recorder.metrics(3, 1, {"loss": 2.0, "step_s": 0.1})
     recorder.metrics(3, 1, {"validation_loss": 2.0})

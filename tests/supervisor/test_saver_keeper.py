@@ -183,12 +183,12 @@ def test_an_order_is_answered_once_and_again_for_who_asks_again(simulate, monkey
     heard = heard_by_ranks(run, monkeypatch)
     order = ordered(run, 20)
     ordered(run, 20)
-    assert list(run.supervisor.keeper.savers.owed) == [order]
+    assert list(run.run.savers.owed) == [order]
     answered(run, order)
     assert heard == [(0, "CopyWritten", 20)]
     ordered(run, 20)
     assert heard == [(0, "CopyWritten", 20)] * 2
-    assert not run.supervisor.keeper.savers.owed
+    assert not run.run.savers.owed
 
 
 def test_a_rank_that_is_declared_dead_orders_nothing(simulate, monkeypatch):
@@ -197,7 +197,7 @@ def test_a_rank_that_is_declared_dead_orders_nothing(simulate, monkeypatch):
     heard = heard_by_ranks(run, monkeypatch)
     run.world.ranks[0].slot.set(Cell.FENCED, 1)
     ordered(run, 20)
-    assert not run.supervisor.keeper.savers.owed
+    assert not run.run.savers.owed
     assert heard == []
 
 
@@ -227,7 +227,7 @@ def test_an_order_that_ends_every_saver_is_given_up(simulate, monkeypatch):
         run.kill(SAVER)
         run.run_until(lambda: len(run.events("saver_ended")) == number + 1)  # noqa: B023 - at once
     assert heard == [(0, "CopyWritten", 20)]
-    assert "3 processes in a row" in run.supervisor.keeper.savers._answered.text
+    assert "3 processes in a row" in run.run.savers._answered.text
 
 
 def test_where_nobody_writes_the_rank_hears_so(simulate, monkeypatch):
@@ -243,7 +243,7 @@ def test_where_nobody_writes_the_rank_hears_so(simulate, monkeypatch):
     assert heard == []
     run.pass_time(4)
     assert heard == [(0, "CopyWritten", 20)]
-    assert run.supervisor.keeper.savers._answered.problem == "nobody"
+    assert run.run.savers._answered.problem == "nobody"
 
 
 def test_savers_that_end_before_they_are_ready_fail_no_save(simulate, monkeypatch):

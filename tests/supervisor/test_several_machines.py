@@ -236,7 +236,7 @@ def test_a_machine_lost_three_times_is_left_out(simulate):
     assert (view.losses, view.left_out_s > 290.0) == (3, True)
     run.run_until(lambda: len(run.world.present) == 6)
     assert 300.0 < run.clock.now_s - at_s < 320.0
-    assert list(run.supervisor.facts.machines_lost.values()) == [1, 3]
+    assert list(run.supervisor.recorder.findings.machines_lost.values()) == [1, 3]
 
 
 def test_with_enough_machines_it_goes_on_with_fewer_and_takes_them_back(simulate):

@@ -35,7 +35,7 @@ def test_without_stages_nothing_of_them_is_recorded(simulate):
     run = simulate(steps=20)
     assert_done(run)
     assert not run.events("stage_begins")
-    assert run.supervisor.facts.stage == ""
+    assert run.supervisor.recorder.findings.stage == ""
 
 
 @pytest.mark.parametrize("who", [(0,), (2,), (0, 1, 2)], ids=["first", "last", "all"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core import events
 from ddp_runner.core.drill import (
     DRILLED,
+    END_WAIT_S,
     FOLDER,
     SHARE,
     STATE,
@@ -19,21 +21,25 @@ from ddp_runner.core.drill import (
     may_begin,
     must_end,
     unproved_reason,
+    wait_line,
 )
 from ddp_runner.core.fork_specs import DrillSpec
 from ddp_runner.core.helper_roles import DRILL
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import DrillPart, Forked
-from ddp_runner.supervisor.ports import Notes
+from ddp_runner.supervisor.ports import EventRecorder, Observer, Turn
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Keeper, Stuck
 from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.rank_handle import RankHandle
 
 
-class DrillKeeper:
-    """Driven by :class:`Supervisor`: ``part`` and ``drilled`` as messages come, ``look`` at each turn."""
+class DrillKeeper(Observer):
+    """An observer: ``part`` and ``drilled`` as messages come, ``look`` at each turn."""
 
-    def __init__(self, plan: LaunchPlan, *, node: Node, recorder: Notes) -> None:
+    role = DRILL
+
+    def __init__(self, plan: LaunchPlan, *, node: Node, recorder: EventRecorder) -> None:
         self._plan = plan
         self._folder = Path(plan.settings.run.checkpoint_dir)
         self._node = node
@@ -56,11 +62,38 @@ class DrillKeeper:
         )
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._said_short = False
+        self._has_passed = False  # one, in this launch
+        self._waits_since_s: float | None = None  # once all ranks have finished
         self._refused: int | None = None  # the newest step of which a part could not be written
         self.is_owed = False  # a repair has cut one short, and none has come to its end since
 
-    def part(self, message: DrillPart) -> None:
-        """A rank has written its part, or could not."""
+    def hears(self) -> Mapping[type[object], Callable[..., None]]:
+        """Hear of the parts that ranks write."""
+        return {DrillPart: self.part}
+
+    def said(self) -> Mapping[type[object], Callable[..., None]]:
+        """Hear what came of a drill."""
+        return {events.Drill: self.drilled, events.DrillSkipped: self.drilled}
+
+    def begins(self) -> None:
+        """Remove what a supervisor that was killed has left."""
+        self.clear()
+
+    def owes(self) -> bool:
+        """Whether a repair has cut a drill short, and none has come to its end since."""
+        return self.is_owed
+
+    def zygote_ended(self, now_s: float) -> None:
+        """Nothing follows here: that it was never forked shows at the next look."""
+
+    @property
+    def lacks_proof(self) -> bool:
+        """Whether a rank was replaced, and no drill has shown that a replacement computes the same."""
+        return self._recorder.facts.has_replaced and not self._has_passed
+
+    def part(self, message: DrillPart, handle: RankHandle | None = None) -> None:
+        """Take in that a rank has written its part, or could not."""
+        del handle  # the message says of which rank it is
         if message.step == self._refused:  # the other part of one that cannot be
             self._remove(message.step)
             return
@@ -84,12 +117,15 @@ class DrillKeeper:
         drill = self._running or self._waiting or self._kept
         return None if drill is None else drill[0]
 
-    def look(self, now_s: float, *, fault_free: bool, at_end: bool = False) -> None:
+    def look(self, turn: Turn) -> None:
         """Begin the drill that waits, or end the one that runs, as the facts have it.
 
-        ``at_end``: no step follows that could make up for one that was cut short, so that one begins again.
+        At the end no step follows that could make up for one that was cut short, so that one begins again.
         """
-        if fault_free and at_end and self._running is None and self._waiting is None:
+        now_s = turn.now_s
+        # Ranks that finish have one more chance to prove what is not proved yet.
+        fault_free = turn.is_fault_free or (turn.ends_undisturbed and self.lacks_proof)
+        if fault_free and turn.at_end and self._running is None and self._waiting is None:
             self._waiting, self._kept = self._kept, None
         is_running, stuck = self._keeper.process is not None, self._keeper.look(now_s)
         if not is_running:  # where its zygote never had it
@@ -142,6 +178,7 @@ class DrillKeeper:
         drill = replace(message, seconds=round(seconds, 3), finding=finding, inexact_reason=reason)
         self._recorder.record(drill)
         if not message.differs:
+            self._has_passed = True
             self._recorder.record(events.Proved(rank=rank, step=step, what=DRILLED))
 
     def was_forked(self, forked: Forked, now_s: float) -> None:
@@ -173,14 +210,35 @@ class DrillKeeper:
                 self._remove(step)
             self._came_to_nothing(rank, step, "something is being repaired, or the run ends")
 
-    def forget(self) -> None:
-        """Another stage begins, whose task a process would build for a drill of this one."""
+    def restarts(self) -> None:
+        """Give up drills of this stage: a process would build the task of the next one for them."""
         if self._running is not None and self._keeper.process is not None:
             self._keeper.kill()
             self._is_given_up = True
             self._cut_short("another stage begins")
         self.drop()
         self._keep(None)
+
+    def holds_the_end(self, now_s: float, *, is_stopped: bool) -> bool:
+        """Whether a drill is waited for; where not, and none has passed that was to, the run is not exact."""
+        # INVARIANT proved-or-said: a run in which a rank was replaced is not said to be exact while a drill of it is open.
+        # Broken if: it ends as exact, or without a wait, while one runs or has all that it needs.
+        # Guarded by: test_the_end_waits_for_a_drill_where_a_rank_was_replaced.
+        if not self.lacks_proof:
+            return False
+        why = ""
+        if self.pending is not None:
+            if self._waits_since_s is None:
+                self._waits_since_s = now_s
+                self._recorder.say(wait_line(self.pending))
+            if is_stopped:
+                why = "the run was asked to stop before it had ended"
+            elif now_s > self._waits_since_s + END_WAIT_S:
+                why = f"it had not ended {END_WAIT_S:g} s after training"
+            else:
+                return True
+        self.unproved(why)
+        return False
 
     def unproved(self, why: str = "") -> None:
         """The run is complete, and one was to pass. ``why``: it is not waited for any longer."""

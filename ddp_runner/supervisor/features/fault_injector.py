@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Mapping
 
 from ddp_runner.core import events
 from ddp_runner.core.injection import (
@@ -15,20 +16,29 @@ from ddp_runner.core.injection import (
     parse_injection,
 )
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.lifecycle import Machine, RankState, RunEvent, RunState
 from ddp_runner.core.messages import Inject
-from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.ports import EventRecorder, Observer, Turn
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.world import World
 
 _SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
 _ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})
 
 
-class FaultInjector:
+class FaultInjector(Observer):
     """Owned by the supervisor's loop. Injections at a step happen in the rank; it says so first."""
 
-    def __init__(self, plan: LaunchPlan, world: World, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        world: World,
+        recorder: EventRecorder,
+        *,
+        machine: Machine[RunState, RunEvent],
+    ) -> None:
         self._world = world
+        self._machine = machine
         self._recorder = recorder
         self._texts = plan.settings.run.inject
         self._specs = specs = [
@@ -57,15 +67,20 @@ class FaultInjector:
             if times and its_rank == rank
         }
 
-    def happened(self, message: events.Injected) -> None:
+    def hears(self) -> Mapping[type[object], Callable[..., None]]:
+        """Hear of what happens in a rank."""
+        return {events.Injected: self._happened}
+
+    def _happened(self, message: events.Injected, handle: RankHandle) -> None:
         """An injection happens now: it must not happen again to the process that comes after."""
+        del handle  # the message says in which rank
         assert message.number is not None
         self._caused.add(message.number)
         place = (message.number, message.rank)
         self._left[place] = max(0, self._left[place] - 1)
         self._recorder.record(message)
 
-    def never_caused(self, committed_step: int) -> tuple[str, ...]:
+    def objections(self, step: int) -> tuple[str, ...]:
         """Return what ``--inject`` asked for at a step or phase that did not come, as it was written.
 
         A random plan names none. A bad sample lies in the data: it comes with its step, unannounced.
@@ -75,14 +90,17 @@ class FaultInjector:
             for number, (text, spec) in enumerate(zip(self._texts, self._specs, strict=True))
             if isinstance(spec, Injection)
             and number not in self._caused
-            and not (spec.kind is InjectKind.BAD_SAMPLE and spec.step < committed_step)
+            and not (spec.kind is InjectKind.BAD_SAMPLE and spec.step < step)
         )
 
-    def inject_if_due(self, now_s: float) -> None:
-        """Let random plans inject what is due. Called only while the run is fault-free.
+    def look_after_repair(self, turn: Turn) -> None:
+        """Let random plans inject what is due while the run trains.
 
         A process may take a while to die, and what is injected meanwhile would be lost.
         """
+        if self._machine.state is not RunState.RUNNING:
+            return
+        now_s = turn.now_s
         if self._ending is not None:
             rank, process = self._ending
             handle = self._world.ranks[rank]

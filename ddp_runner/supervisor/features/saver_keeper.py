@@ -6,31 +6,40 @@ When one is started, and when the next one follows, is its role's to say.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
 
 from ddp_runner.core import events
+from ddp_runner.core.board import Cell
 from ddp_runner.core.helper_roles import SAVER
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import NO_PROCESS, CopyWritten, Forked, WriteCopy
-from ddp_runner.supervisor.ports import Notes
+from ddp_runner.core.messages import NO_PROCESS, CopyWritten, Forked, SaverReady, WriteCopy
+from ddp_runner.supervisor.ports import EventRecorder, Observer, Turn
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Helper
 from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.system.clock import Clock
 
 # While nobody is there to write: one that ended is replaced in a fraction of that
 PATIENCE_S = 20.0
 TRIES_MAX = 3  # of savers that end over one order
 
 
-class SaverKeeper:
+class SaverKeeper(Observer):
     """Driven by :class:`Supervisor`: ``look`` at each turn, ``ended`` when it was reaped.
 
     ``owed``: what ranks have ordered and nobody has answered, oldest first. The first is in the saver's hands while
     ``_tries`` counts it.
     """
 
-    def __init__(self, plan: LaunchPlan, *, node: Node, recorder: Notes) -> None:
+    role = SAVER
+
+    def __init__(
+        self, plan: LaunchPlan, *, node: Node, recorder: EventRecorder, clock: Clock
+    ) -> None:
         self._plan = plan
+        self._clock = clock
         self._keeper = Keeper(SAVER, node, stopped_max_s=plan.settings.recovery.stopped_max_s)
         self._node = node
         self._recorder = recorder
@@ -42,6 +51,25 @@ class SaverKeeper:
         self._waits_since_s = 0.0  # for the answer, or for somebody who writes
         self._computed: int | None = None  # CPU time of the saver by then, in ticks
         self._was_refused = False
+
+    def hears(self) -> Mapping[type[object], Callable[..., None]]:
+        """Hear the orders of ranks."""
+        return {WriteCopy: self._ordered_by}
+
+    def _ordered_by(self, order: WriteCopy, handle: RankHandle) -> None:
+        is_fenced = bool(handle.slot.get(Cell.FENCED))
+        self.ordered(order, self._clock.monotonic(), is_fenced=is_fenced)
+
+    def said(self) -> Mapping[type[object], Callable[..., None]]:
+        """Hear what the process answers."""
+        return {SaverReady: self._is_ready, CopyWritten: self.written}
+
+    def _is_ready(self, message: SaverReady, now_s: float) -> None:
+        del now_s
+        self._node.helper_is_ready(SAVER, message)
+
+    def zygote_ended(self, now_s: float) -> None:
+        """Nothing follows here: the next one is due in its turn."""
 
     def ordered(self, order: WriteCopy, now_s: float, *, is_fenced: bool) -> None:
         """A rank has a copy for it, or asks again what came of that."""
@@ -68,14 +96,15 @@ class SaverKeeper:
         self._wait_from(now_s)
         self._give()
 
-    def saves_now(self, rank: int) -> None:
-        """``rank`` is to save from now on: what is still to be written is its own to wait for."""
-        self._saving_rank = rank
+    def forms(self, first: RankHandle) -> None:
+        """Let ``first``, which saves from now on, wait for what is still to be written."""
+        self._saving_rank = first.rank
         if self.owed:
-            self._node.send(rank, self.owed[0])
+            self._node.send(first.rank, self.owed[0])
 
-    def look(self, now_s: float) -> None:
+    def look(self, turn: Turn) -> None:
         """Start it once there is a world whose copies it may write; end one that is stuck."""
+        now_s = turn.now_s
         if not self._node.shared.has_saver or not self._recorder.facts.ever_formed:
             return
         self._keeper.look(now_s)

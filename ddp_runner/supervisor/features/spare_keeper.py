@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
-from ddp_runner.core.fork_specs import SpareSpec
+from ddp_runner.core.fork_specs import SpareKind, SpareSpec
 from ddp_runner.core.helper_roles import SPARE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import NO_PROCESS, Forked
 from ddp_runner.core.spare import (
     LOST_BUILDING_MAX,
-    SpareKind,
     builds_ahead,
     must_give_back,
     wants_spare,
 )
-from ddp_runner.supervisor.ports import Notes, Respawns
+from ddp_runner.supervisor.ports import EventRecorder, Observer, RespawnScheduler, Turn
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Helper
 from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 
 # For it to be ready, of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.
@@ -31,22 +30,24 @@ CUDA_WARM_TIMEOUT_S = 60.0
 BUILD_FACTOR = 20  # how much longer than a rank's own a spare's building may take, beside all ranks
 
 
-class SpareKeeper:
-    """Driven by :class:`Supervisor`: ``look`` at each turn, ``ended`` when one was reaped unused."""
+class SpareKeeper(Observer):
+    """An observer: ``look`` at each turn, ``ended`` when one was reaped unused."""
+
+    role = SPARE
 
     def __init__(
         self,
         plan: LaunchPlan,
-        facts: RunFacts,
         *,
         node: Node,
         world: World,
-        recorder: Notes,
-        repair: Respawns,
+        recorder: EventRecorder,
+        repair: RespawnScheduler,
     ) -> None:
         self._settings = plan.settings.recovery
         self._is_on_cpu = plan.devices[0].device == "cpu"
-        self._facts = facts
+        self._facts = recorder.facts
+        self.shown: dict[str, object] = {}  # what the one that waits holds, for people
         self._node = node
         self._world = world
         self._recorder = recorder
@@ -61,12 +62,23 @@ class SpareKeeper:
         self._newest: Helper | None = None  # also once it is gone, until it has begun as a rank
         self._dismissed: Helper | None = None  # ended for what it held: it was no use, and no loss
 
-    def look(self, now_s: float, *, fault_free: bool) -> None:
+    def said(self) -> Mapping[type[object], Callable[..., None]]:
+        """Hear when one is ready."""
+        return {events.SpareReady: self._is_ready}
+
+    def zygote_ended(self, now_s: float) -> None:
+        """Count one that is still owed as lost: perhaps the fork of it was the cause."""
+        spare = self._node.helper(SPARE)
+        if spare is not None and spare.pid is None:
+            self.lost(now_s)
+
+    def look_after_repair(self, turn: Turn) -> None:
         """Fork one ahead where none is; end one that is stopped; replace what never became a rank."""
+        now_s, fault_free = turn.now_s, turn.is_fault_free
         self._give_back(now_s)
         self._note_used()
         if self._keeper.process is None:
-            self._facts.spare = {}
+            self.shown = {}
         if not self._settings.warm_spare:
             return
         if self._facts.generation != self._generation:
@@ -141,12 +153,14 @@ class SpareKeeper:
                 self._newest = None
                 self._keeper.tries.was_of_use()
 
-    def is_ready(self, message: events.SpareReady) -> None:
+    def _is_ready(self, message: events.SpareReady, now_s: float) -> None:
         """It waits to be made a rank."""
+        del now_s
+        self._node.helper_is_ready(SPARE, message)
         spare = self._keeper.process
         if spare is None:
             return
-        self._facts.spare = {
+        self.shown = {
             "kind": self._kind.value,
             "built_bytes": message.built_bytes,
             "build_s": message.build_s,

@@ -6,26 +6,44 @@ reads the checkpoint at which the stage begins. So a rank that is killed meanwhi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
 from ddp_runner.core import events
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Finished, OtherStage, Ready
+from ddp_runner.core.run_stages import refused_line
+from ddp_runner.supervisor.ports import EventRecorder, Observer
 from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.repair import Repair
-from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.system.clock import Clock
 
 LED_BACK_MAX = 3  # in a row, with no stage ended that had not ended before
 
 
-class StageChange:
-    """Driven by :class:`Supervisor`."""
+class StageChange(Observer):
+    """Holds the plan in force, of the stage that is trained. ``others``: who hears that all ranks are replaced."""
 
-    def __init__(self, node: Node, *, repair: Repair, recorder: Recorder, clock: Clock) -> None:
+    hears_while_ending = False
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        node: Node,
+        *,
+        repair: Repair,
+        recorder: EventRecorder,
+        others: Sequence[Observer],
+        clock: Clock,
+    ) -> None:
+        self.plan = plan
         self._node = node
         self._repair = repair
         self._recorder = recorder
+        self._others = tuple(others)
         self._clock = clock
         # The ranks of a stage have been asked for, and not yet formed: who has finished has another one.
         self.is_changing = False
@@ -33,17 +51,27 @@ class StageChange:
         self._led_back = 0  # so often in a row
         self._led_from = 0  # the stage that was left then
 
-    def why_the_run_ends(
-        self, plan: LaunchPlan, finished: Finished, *, stop: StopReason | None
-    ) -> StopReason | None:
-        """Return why the run ends once all ranks have finished; None if a stage follows. ``stop``: as requested."""
-        if finished.reason is not StopReason.COMPLETED or plan.is_last_stage:
+    def hears(self) -> Mapping[type[object], Callable[..., None]]:
+        """Hear of a checkpoint that is of another stage."""
+        return {OtherStage: self._other}
+
+    @property
+    def refusal(self) -> Callable[[str], str] | None:
+        """Puts into words that the stage in hand cannot be trained; None where there are no stages."""
+        stage, has_trained = self.plan.settings.stage, self._recorder.facts.ever_formed
+        return None if stage is None else partial(refused_line, stage, has_trained=has_trained)
+
+    def why_the_run_ends(self, finished: Finished, *, stop: StopReason | None) -> StopReason | None:
+        """Return the reason once all ranks have finished, or None where the next stage follows."""
+        if finished.reason is not StopReason.COMPLETED or self.plan.is_last_stage:
             return finished.reason
         return stop
 
-    def ended(self, plan: LaunchPlan, finished: Finished) -> LaunchPlan:
-        """A stage that is not the last is over; the plan of the next one, whose ranks are being started."""
-        stage = plan.settings.stage
+    def begin_next(self, finished: Finished) -> None:
+        """Take in that a stage before the last is over, and start the ranks of the next one."""
+        for other in self._others:
+            other.restarts()
+        stage = self.plan.settings.stage
         assert stage is not None, "there are stages"
         report = finished.report
         if stage.number >= self._led_from:
@@ -56,19 +84,22 @@ class StageChange:
                 stop_reason=str(report.get("stop_reason") or "end"),
             )
         )
-        return self._enter(plan, stage.number + 1, first_step=finished.step)
+        self._enter(stage.number + 1, first_step=finished.step)
 
-    def other(self, plan: LaunchPlan, message: OtherStage) -> LaunchPlan:
-        """A rank has found that the newest checkpoint is of another stage: all go on there. The plan of it."""
-        stage = plan.settings.stage
+    def _other(self, message: OtherStage, handle: RankHandle) -> None:
+        """A rank has found that the newest checkpoint is of another stage: all go on there."""
+        del handle
+        for other in self._others:
+            other.restarts()
+        stage = self.plan.settings.stage
         assert stage is not None, "there are stages"
         self._led_from = max(stage.number, self._led_from if self._led_back else 0)
         self._led_back += 1
         if self._led_back > LED_BACK_MAX:
             cause = f"what stage {stage.name} begins with could not be read {self._led_back} times in a row"
             self._repair.report(self._unreadable(message.first_step, cause))
-            return plan
-        return self._enter(plan, message.number, first_step=message.first_step)
+        else:
+            self._enter(message.number, first_step=message.first_step)
 
     def _unreadable(self, step: int, cause: str) -> Fault:
         return Fault(
@@ -80,21 +111,20 @@ class StageChange:
             may_retry=False,
         )
 
-    def _enter(self, plan: LaunchPlan, number: int, *, first_step: int) -> LaunchPlan:
-        plan = plan.in_stage(
+    def _enter(self, number: int, *, first_step: int) -> None:
+        self.plan = self.plan.in_stage(
             number,
             first_step=first_step,
             first_generation=self._recorder.facts.generation + 1,
         )
         self.is_changing, self._said = True, False
-        self._node.train(plan)
+        self._node.train(self.plan)
         self._repair.start_again(self._clock.monotonic())
-        return plan
 
-    def formed(self, plan: LaunchPlan, first: Ready | None) -> None:
-        """The ranks of a stage form for the first time: it is recorded and said, once."""
+    def formed(self, first: Ready | None) -> None:
+        """Record and say once that the ranks of a stage form for the first time."""
         self.is_changing = False
-        stage = plan.settings.stage
+        stage = self.plan.settings.stage
         if self._said or stage is None or first is None:
             return
         self._said = True

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.board import Cell
 from ddp_runner.core.events import RankFormed
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunState
 from ddp_runner.core.node_messages import (
     Beat,
@@ -24,6 +24,7 @@ from ddp_runner.core.node_messages import (
     SaveWanted,
     StopWanted,
 )
+from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.nodes import (
     NodesFacts,
     NodesPlan,
@@ -39,18 +40,40 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     NodeJoined,
     NodeNews,
     NodeSaid,
+    OtherNodes,
     RankSaid,
 )
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
+from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.run_context import RunContext
 from ddp_runner.supervisor.run_facts import Ending
-from ddp_runner.supervisor.supervisor import Supervisor
+from ddp_runner.supervisor.supervisor import Parts, Supervisor
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.folder_probe import FolderProbe
+from ddp_runner.system.node_link import NodeLink
 
 OWNER_EVERY_S = 0.5
 LEAVES = "this node leaves; the others go on"
+PAUSE_S = (
+    1.0  # between two turns: this process did not run, and other machines are not blamed for it
+)
+
+
+def missing_nodes(others: Sequence[RemoteNode], options: NodeOptions, world: World) -> str:
+    """Return in words which machines the run cannot begin without; empty: none."""
+    there = 1 + sum(node.is_there for node in others)
+    missing = any(
+        world.ranks[rank].membership in IN_WORLD
+        for node in others
+        if not node.is_there
+        for rank in node.processes
+    )
+    where = f"{options.host}:{options.port}"
+    return f"waiting for nodes at {where}, {there} of {options.most}" if missing else ""
 
 
 class CoordinatorSupervisor(Supervisor):
@@ -58,13 +81,18 @@ class CoordinatorSupervisor(Supervisor):
 
     def __init__(
         self,
-        *arguments: Any,
+        run: RunContext,
+        parts: Parts,
+        *,
+        plan: LaunchPlan,
+        recorder: Recorder,
         others: Sequence[RemoteNode],
         owner: FolderOwner,
         probes: Sequence[FolderProbe] = (),
-        **named: Any,
     ) -> None:
-        super().__init__(*arguments, others=others, **named)
+        super().__init__(run, parts)
+        self._record = recorder
+        self._settings = plan.settings
         self._probes = tuple(probes)
         self._owner = owner
         self._owner_before = owner.read()
@@ -72,25 +100,14 @@ class CoordinatorSupervisor(Supervisor):
         self._without: tuple[int, ...] = ()  # as it stands in the folder
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
         self._has_parked = False  # whether ranks of others came with a memory
-        assert self.plan.nodes is not None
+        assert plan.nodes is not None
         self._others = tuple(others)
-        self._options = self.plan.nodes
+        self._options = plan.nodes
         self._spares = 0  # machines that wait for a place
         self._enough_since_s: float | None = None
         self._begun_s = self._clock.monotonic()
         # Node -> its first loss since it last trained: one that is lost while it starts gets no new patience.
         self._lost_since_s: dict[int, float] = {}
-
-    def _waits_for(self) -> str:
-        there = 1 + sum(node.is_there for node in self._others)
-        missing = any(
-            self.world.ranks[rank].membership in IN_WORLD
-            for node in self._others
-            if not node.is_there
-            for rank in node.processes
-        )
-        where = f"{self._options.host}:{self._options.port}"
-        return f"waiting for nodes at {where}, {there} of {self._options.most}" if missing else ""
 
     def beat(self, number: int) -> Beat:
         """Return the state of the run, for a node."""
@@ -105,7 +122,7 @@ class CoordinatorSupervisor(Supervisor):
     def keeps(self, parked: Parked, node: RemoteNode) -> bool:
         """Return whether the state in memory on a returning node still belongs to this run."""
         before = self._owner_before
-        may_resume = not self.facts.ever_formed and self.plan.settings.run.resume == "auto"
+        may_resume = not self.facts.ever_formed and self._settings.run.resume == "auto"
         return keeps_memory(
             ReturnFacts(
                 term=parked.term,
@@ -224,7 +241,7 @@ class CoordinatorSupervisor(Supervisor):
                 missing_s=now_s - self._lost_since_s.get(node.number, self._begun_s),
                 enough_s=0.0 if self._enough_since_s is None else now_s - self._enough_since_s,
             ),
-            patience_s=self.plan.settings.recovery.node_patience_s,
+            patience_s=self._settings.recovery.node_patience_s,
             last_call_s=self._options.last_call_s,
             join_timeout_s=self._options.join_timeout_s,
         )
@@ -285,7 +302,7 @@ class CoordinatorSupervisor(Supervisor):
     def _take_over(self, inexact_reasons: Sequence[str]) -> None:
         """Ranks come with their memory: the run goes on, and is what it was."""
         self._has_parked = True
-        self.recorder.took_over = True
+        self._record.took_over = True
         reasons = self.facts.inexact_reasons
         reasons[:] = dict.fromkeys([*inexact_reasons, *reasons])
 
@@ -297,7 +314,7 @@ class CoordinatorSupervisor(Supervisor):
 
     def _look_at_checkpoints_of(self, node: RemoteNode) -> None:
         """Have the newest state of all loaded, also where it is on another machine alone."""
-        settings, first = self.plan.settings.run, node.ranks[0]
+        settings, first = self._settings.run, node.ranks[0]
         self._repair.loaders_elsewhere.discard(first)
         if self.facts.ever_formed or node.newest is None:
             return
@@ -371,7 +388,7 @@ class CoordinatorSupervisor(Supervisor):
         self.recorder.say(f"{node.name} is lost: {why}", level="WARNING")
         self._lost_since_s.setdefault(node.number, self._clock.monotonic())
         if not (node.is_leaving or self.run_end.is_known or self._has_done_all(node)):
-            lost = self.facts.machines_lost
+            lost = self._record.findings.machines_lost
             lost[node.machine] = lost.get(node.machine, 0) + 1
         for rank in node.processes:
             handle = self.world.ranks[rank]
@@ -396,3 +413,28 @@ class CoordinatorSupervisor(Supervisor):
                 self._report(fault)
                 self._repair.note_end(handle, fault)
             handle.released()
+
+
+class NodeTraffic:
+    """Brings what comes from other machines, or of them, to the coordinator. Driven by its loop."""
+
+    def __init__(
+        self, others: OtherNodes, supervisor: CoordinatorSupervisor, *, clock: Clock
+    ) -> None:
+        self.source = others
+        self._supervisor = supervisor
+        self._turned_at_s = clock.monotonic()
+
+    def hear(self, link: object) -> None:
+        """Read from the door for other machines (None), or the link to one of them, which is ready."""
+        assert link is None or isinstance(link, NodeLink)
+        for event in self.source.read(link):
+            self._supervisor.on_node_event(event)
+
+    def look(self, now_s: float) -> None:
+        """Find who is silent for too long."""
+        if now_s > self._turned_at_s + PAUSE_S:
+            self.source.forgive(now_s)
+        self._turned_at_s = now_s
+        for event in self.source.look(now_s):
+            self._supervisor.on_node_event(event)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.events import RankFormed, RepairedInPlace
 from ddp_runner.core.faults import Fault
@@ -43,6 +44,7 @@ from ddp_runner.core.node_messages import (
     RankGone,
     RankLook,
     RankStarted,
+    Said,
     SignalRank,
     StartRank,
     ToRank,
@@ -51,15 +53,16 @@ from ddp_runner.core.node_messages import (
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.wire import WireError, by_name, name_of
 from ddp_runner.observe.console import LogTail, Shown
-from ddp_runner.supervisor.node_keeper import NodeKeeper
-from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
+from ddp_runner.supervisor.features.spare_keeper import SpareKeeper
+from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
+from ddp_runner.supervisor.ports import Turn
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import RankEnded
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
+from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote, ZygoteKeeper
 from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
@@ -77,6 +80,43 @@ _REPORTS_READ = by_name(
 )
 _ORDERS_READ = by_name(Form | Abort)
 _KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve bytes each in a frame
+
+
+Report = Callable[[NodeMessage], None]
+
+
+class Herald:
+    """Replaces the recorder: shows lines here and sends them to the coordinator."""
+
+    def __init__(self, facts: RunFacts, report: Report, show: Callable[[str, str], None]) -> None:
+        self.facts = facts
+        self._report = report
+        self._show = show
+
+    def record(self, event: events.Event, *, cause: int | None = None) -> int:
+        """Ignore the event: what happens to processes other than the ranks is not reported to the coordinator."""
+        del event, cause
+        return -1
+
+    def say(self, text: str, *, level: str = "INFO") -> None:
+        """A line for people."""
+        self._show(text, level)
+        self._report(Said(text=text, level=level))
+
+    def imported(self, seconds: float) -> None:
+        """The zygote is ready; the coordinator sees that by what can be forked."""
+
+
+class Reporter:
+    """Replaces the repair: collects the ranks without a process, which the coordinator decides about."""
+
+    def __init__(self) -> None:
+        self.never_came: list[RankHandle] = []
+
+    def schedule_respawn(self, handle: RankHandle) -> None:
+        """No process came of what was asked for, or the one that did is about to be ended."""
+        if not handle.is_alive:
+            self.never_came.append(handle)
 
 
 class Follower:
@@ -110,14 +150,19 @@ class Follower:
         self._facts = RunFacts()
         self._herald = herald = Herald(self._facts, report, show)
         self._reporter = Reporter()
+        settings = plan.settings.recovery
+        self._spares = SpareKeeper(
+            plan, node=node, world=self._world, recorder=herald, repair=self._reporter
+        )
         self._keeper = NodeKeeper(
-            plan,
-            self._facts,
+            ZygoteKeeper(
+                settings, node=node, world=self._world, recorder=herald, repair=self._reporter
+            ),
+            StorePolicy(self._facts, node=node, stopped_max_s=settings.stopped_max_s),
+            (self._spares,),
             node=node,
             world=self._world,
             recorder=herald,
-            repair=self._reporter,
-            start=herald,
             clock=clock,
         )
         # Which of each rank's this one is, as the coordinator counts them; NOBODY: none that it asked for.
@@ -298,7 +343,7 @@ class Follower:
         """
         if rank is None:
             known = {handle.rank for handle in self.handles if handle.pid is not None}
-            ended = self._keeper.on_message(decode(packet))
+            ended = self._keeper.on_message(decode(packet), self._herald)
             for handle in self.handles:
                 if handle.pid is not None and handle.rank not in known:
                     self._started(handle)
@@ -386,7 +431,7 @@ class Follower:
         self._node.kernel_kills.look_sometimes(now_s)
         self._look_at_zygote(now_s)
         if self._node.ranks:  # else this is a spare machine, which touches no device
-            self._keeper.spares.look(now_s, fault_free=self._is_fault_free)
+            self._spares.look_after_repair(Turn(now_s=now_s, is_fault_free=self._is_fault_free))
         for handle in self._reporter.never_came:
             self._gone(handle.rank)
         self._reporter.never_came.clear()

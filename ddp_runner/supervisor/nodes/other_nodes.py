@@ -5,10 +5,10 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from ddp_runner.core import wire
 from ddp_runner.core.events import OfFault, RunEnds
@@ -123,35 +123,49 @@ class Place:
     store_host: str = ""
 
 
-class OtherNodes:
-    """Owned by the supervisor's loop. ``beat`` answers a look: how the run stands.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """How other machines come in: whom the run takes, where they knock, and where ranks meet, in which ``term``."""
 
-    ``keeps``: whether what the ranks of a node that comes back have in memory is still of use.
-    ``listening`` and the links are registered for reading, with this object and the link as data.
+    meeting: Meeting
+    listening: socket.socket
+    store: tuple[str, int]
+    term: str
+
+
+class Coordinates(Protocol):
+    """Who decides about other machines: :class:`~.coordinator.CoordinatorSupervisor`."""
+
+    def beat(self, number: int) -> Beat:
+        """Return how the run stands, as the answer to look ``number``."""
+
+    def keeps(self, parked: Parked, node: RemoteNode) -> bool:
+        """Return whether what the ranks of a node that comes back have in memory is still of use."""
+
+
+class OtherNodes:
+    """Owned by the supervisor's loop.
+
+    The door's socket and the links are registered for reading, with this object and the link as data.
     """
 
     def __init__(
         self,
         plan: LaunchPlan,
-        meeting: Meeting,
+        door: Door,
         *,
-        store: tuple[str, int],
-        term: str,
         nodes: Sequence[RemoteNode],
-        listening: socket.socket,
         selector: selectors.BaseSelector,
-        beat: Callable[[int], Beat],
-        keeps: Callable[[Parked, RemoteNode], bool],
+        coordinator: Coordinates,
         clock: Clock,
     ) -> None:
         self._plan = plan
-        self._beat = beat
-        self._keeps = keeps
-        self._meeting = meeting
-        self._store = store
-        self._term = term
+        self._coordinator = coordinator
+        self._meeting = door.meeting
+        self._store = door.store
+        self._term = door.term
         self.nodes = tuple(nodes)
-        self._listening = listening
+        self._listening = door.listening
         self._selector = selector
         self._clock = clock
         self.spares: list[RemoteNode] = []  # in the order in which they came
@@ -160,8 +174,8 @@ class OtherNodes:
         self._heard_last: RemoteNode | None = None  # most often the next frame is of the same
         self._strangers: dict[NodeLink, _Stranger] = {}  # in the order in which they came
         self._watched: dict[int, Watched] = {}  # that nobody has asked for yet
-        listening.setblocking(False)
-        selector.register(listening, selectors.EVENT_READ, (self, None))
+        self._listening.setblocking(False)
+        selector.register(self._listening, selectors.EVENT_READ, (self, None))
 
     def read(self, link: NodeLink | None) -> Iterator[NodeEvent]:
         """The door, or a link, is ready."""
@@ -290,7 +304,7 @@ class OtherNodes:
         match message:
             case Look():
                 node.take(message)
-                node.order(self._beat(message.number))
+                node.order(self._coordinator.beat(message.number))
             case FromRank(rank=rank, process=process, packet=packet):
                 if node.is_of_now(rank, process):
                     said = decode(packet)
@@ -387,7 +401,7 @@ class OtherNodes:
         return f"it was lost {times} times, and the run does without it for {left_s:.0f} s"
 
     def _take_in(self, node: RemoteNode, link: NodeLink, hello: Hello) -> NodeJoined:
-        keeps_parked = hello.parked is not None and self._keeps(hello.parked, node)
+        keeps_parked = hello.parked is not None and self._coordinator.keeps(hello.parked, node)
         node.joined(link, hello)
         node.keeps_parked = keeps_parked
         self._welcome(node, keeps_parked=keeps_parked)

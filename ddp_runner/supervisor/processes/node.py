@@ -17,12 +17,19 @@ from typing import Any
 
 from ddp_runner import config
 from ddp_runner.core.board import Cell, Slot
-from ddp_runner.core.fork_specs import ForkKind, NothingMore, RankSpec, ScriptSpec, SpareSpec, Spec
+from ddp_runner.core.fork_specs import (
+    ForkKind,
+    NothingMore,
+    RankSpec,
+    ScriptSpec,
+    SpareKind,
+    SpareSpec,
+    Spec,
+)
 from ddp_runner.core.helper_roles import SPARE, STANDBY, STORE, Role
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message, encode
 from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
-from ddp_runner.core.spare import SpareKind
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
 from ddp_runner.supervisor.processes.environment import of_plan, zygote_environment

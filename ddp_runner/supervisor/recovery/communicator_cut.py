@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ddp_runner.core import events
 from ddp_runner.core.lifecycle import RankState
+from ddp_runner.supervisor.ports import EventRecorder
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.world import World
 
 ANSWER_TIMEOUT_S = 3.0  # for a rank to hear of an abort: a thread of its own does
@@ -23,7 +23,7 @@ _MAY_COMMIT = (*_HAS_NOT_HEARD, RankState.KILLING)  # until it has been reaped, 
 class Cutting:
     """Driven by :class:`Supervisor`, once a tick and after every event."""
 
-    def __init__(self, *, world: World, recorder: Recorder) -> None:
+    def __init__(self, *, world: World, recorder: EventRecorder) -> None:
         self._world = world
         self._recorder = recorder
         self._cut = 0  # the newest generation that was cut

@@ -8,13 +8,9 @@ from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.hang_detection import HangVerdict
 from ddp_runner.core.lifecycle import Membership, RankState
 from ddp_runner.core.phases import Phase, Stage
-from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.progress_watch import ProgressWatch
-from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.run_facts import RunFacts
-from ddp_runner.supervisor.world import World
-from ddp_runner.system.clock import Clock
+from ddp_runner.supervisor.run_context import RunContext
 
 # Of a rank that is asked to leave: more than a tick, for the whole job may be waking up just now.
 STOPPED_AT_ONCE_S = 0.15
@@ -26,22 +22,15 @@ _NOT_TRAINING = (RankState.STARTING, RankState.READY, RankState.FORMING)
 class HangFinder:
     """Driven by ``Repair``, once a tick while no incident is open."""
 
-    def __init__(
-        self,
-        settings: RecoverySettings,
-        facts: RunFacts,
-        *,
-        loading_s: float,
-        world: World,
-        recorder: Recorder,
-        clock: Clock,
-    ) -> None:
-        self.progress_watch = ProgressWatch(settings, loading_s=loading_s, world=world, clock=clock)
-        self._settings = settings
-        self._facts = facts
-        self._world = world
-        self._recorder = recorder
-        self._clock = clock
+    def __init__(self, run: RunContext) -> None:
+        self.progress_watch = ProgressWatch(
+            run.settings, loading_s=run.loading_s, world=run.world, clock=run.clock
+        )
+        self._settings = run.settings
+        self._facts = run.facts
+        self._world = run.world
+        self._recorder = run.record
+        self._clock = run.clock
 
     def find(self, now_s: float) -> list[Fault]:
         """Ranks that hang, or the collective that does; who is being replaced is left out."""

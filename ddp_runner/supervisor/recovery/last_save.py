@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import ReplicaProgress
@@ -20,36 +19,22 @@ from ddp_runner.core.last_save import (
 from ddp_runner.core.lifecycle import IN_GENERATION, RankState
 from ddp_runner.core.messages import NotSaved, SaveAlone
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import LEAVE_TIMEOUT_S, Cutting
-from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.run_facts import RunFacts
-from ddp_runner.supervisor.world import World
-from ddp_runner.system.clock import Clock
+from ddp_runner.supervisor.run_context import RunContext
 
 
 class LastSave:
     """Driven by :class:`Supervisor` from when a run is to end until ``outcome`` is known."""
 
-    def __init__(
-        self,
-        settings: RecoverySettings,
-        facts: RunFacts,
-        *,
-        world: World,
-        recorder: Recorder,
-        published: Published,
-        cutting: Cutting,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, run: RunContext, *, cutting: Cutting) -> None:
         self._cutting = cutting
-        self._clock = clock
-        self._settings = settings
-        self._facts = facts
-        self._world = world
-        self._recorder = recorder
-        self._published = published
+        self._clock = run.clock
+        self._settings = run.settings
+        self._facts = run.facts
+        self._world = run.world
+        self._recorder = run.record
+        self._published = run.published
         self._began_s = 0.0
         self._by_s = 0.0
         self._asked: AskToSave | None = None

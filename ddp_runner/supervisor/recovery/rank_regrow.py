@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, MembershipEvent, RankState
 from ddp_runner.core.recovery import regrow_delay_s
-from ddp_runner.core.settings.recovery import RecoverySettings
-from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
 from ddp_runner.supervisor.recovery.hang_detector import HangFinder
-from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.run_facts import RunFacts
-from ddp_runner.supervisor.world import World
-from ddp_runner.system.clock import Clock
+from ddp_runner.supervisor.run_context import RunContext
 
 RETURN_WAIT_S = 30.0  # of a rank whose machine is back, after a return of it that failed
 _LEAVING = (RankState.ABORTING, RankState.LEAVING)
@@ -37,24 +32,20 @@ class ReturningRanks:
 
     def __init__(
         self,
-        settings: RecoverySettings,
-        facts: RunFacts,
+        run: RunContext,
         *,
-        world: World,
-        recorder: Recorder,
-        fault_injector: FaultInjector,
         hangs: HangFinder,
         cutting: Cutting,
-        clock: Clock,
+        injections_left: Callable[[int], Mapping[int, int]],
     ) -> None:
-        self._settings = settings
-        self._facts = facts
-        self._world = world
-        self._recorder = recorder
-        self._fault_injector = fault_injector
+        self._settings = run.settings
+        self._facts = run.facts
+        self._world = run.world
+        self._recorder = run.record
+        self._injections_left = injections_left
         self._hangs = hangs
         self._cutting = cutting
-        self._clock = clock
+        self._clock = run.clock
         self._slots: dict[int, _Slot] = {}
         self._of_lost_nodes: set[int] = set()
         # The step at which a rank was dropped last, and the reason that stands for it.
@@ -121,7 +112,7 @@ class ReturningRanks:
             self._recorder.say(f"trying rank {handle.rank} again")
             start = RankStart(
                 resume="auto",
-                injections_left=self._fault_injector.left_for(handle.rank),
+                injections_left=self._injections_left(handle.rank),
                 device_free_bytes=handle.device_free_bytes,
             )
             self._world.spawn_rank(handle, start, now_s=now_s)

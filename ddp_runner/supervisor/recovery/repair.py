@@ -5,10 +5,9 @@ Gathers the faults that belong together, asks core for a plan, and carries it ou
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
@@ -16,12 +15,10 @@ from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import (
     IN_GENERATION,
-    Machine,
     Membership,
     MembershipEvent,
     RankState,
     RunEvent,
-    RunState,
 )
 from ddp_runner.core.messages import CollectivesBegun
 from ddp_runner.core.recovery import (
@@ -32,24 +29,20 @@ from ddp_runner.core.recovery import (
     is_short_for_steps,
     plan_recovery,
 )
-from ddp_runner.core.settings import Settings
-from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import REAP_TIMEOUT_S, RankHandle, who_is_left
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
 from ddp_runner.supervisor.recovery.hang_detector import HangFinder
-from ddp_runner.supervisor.recovery.incident import STACKS_TIME_S, OpenIncident
-from ddp_runner.supervisor.recovery.rank_regrow import ReturningRanks
-from ddp_runner.supervisor.reporting.plan_words import (
+from ddp_runner.supervisor.recovery.incident import (
+    STACKS_TIME_S,
+    OpenIncident,
     action_in_words,
     outcome_in_words,
     reads_checkpoint,
     repair_line,
 )
-from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.run_facts import RunFacts
-from ddp_runner.supervisor.world import World
-from ddp_runner.system.clock import Clock
+from ddp_runner.supervisor.recovery.rank_regrow import ReturningRanks
+from ddp_runner.supervisor.run_context import RunContext
 
 # For the ranks to leave their generation, which takes milliseconds; who takes longer is not waited for.
 ANSWERS_TIME_S = 0.2
@@ -60,35 +53,23 @@ class Repair:
 
     def __init__(
         self,
-        settings: Settings,
-        facts: RunFacts,
+        run: RunContext,
         *,
-        machine: Machine[RunState, RunEvent],
-        world: World,
-        recorder: Recorder,
-        fault_injector: FaultInjector,
-        published: Published,
         cutting: Cutting,
-        clock: Clock,
+        injections_left: Callable[[int], Mapping[int, int]],
     ) -> None:
-        self._settings = settings.recovery
-        self._resume = settings.run.resume
-        self._published = published
-        self._facts = facts
-        self._machine = machine
-        self._world = world
-        self._recorder = recorder
-        self._fault_injector = fault_injector
+        """``injections_left``: what is still to be injected into a rank, by number."""
+        self._settings = run.settings
+        self._resume = run.resume
+        self._published = run.published
+        self._facts = run.facts
+        self._machine = run.machine
+        self._world = run.world
+        self._recorder = run.record
+        self._injections_left = injections_left
         self._cutting = cutting
-        self._clock = clock
-        self._hangs = HangFinder(
-            settings.recovery,
-            facts,
-            loading_s=settings.data.loader_timeout_s,
-            world=world,
-            recorder=recorder,
-            clock=clock,
-        )
+        self._clock = run.clock
+        self._hangs = HangFinder(run)
         self._incident: OpenIncident | None = None
         self._loader: int | None = 0  # at launch the first rank reads what is resumed
         # Ranks of other machines that have, until training begins, a newer checkpoint of their own.
@@ -97,14 +78,7 @@ class Repair:
         self._plain_retry = False  # one of them is to change nothing
         self._short_of_memory: dict[int, str] = {}  # ranks that end of it, and in which phase
         self.returning = ReturningRanks(
-            settings.recovery,
-            facts,
-            world=world,
-            recorder=recorder,
-            fault_injector=fault_injector,
-            hangs=self._hangs,
-            cutting=cutting,
-            clock=clock,
+            run, hangs=self._hangs, cutting=cutting, injections_left=injections_left
         )
         self._respawn_at_s = 0.0
 
@@ -180,7 +154,14 @@ class Repair:
         self._incident = None
         self._world.forget_stacks()
 
-    def name_stragglers(self) -> None:
+    def look_while_running(self, now_s: float, *, may_take_back: bool) -> None:
+        """Try dropped ranks again, take back who is ready, and name who is slow; only while the run trains."""
+        self.returning.try_again(now_s)
+        if may_take_back and not self.is_open:
+            self.returning.take_back(now_s)
+        self._name_stragglers()
+
+    def _name_stragglers(self) -> None:
         """Name ranks that are persistently slow, once each; nothing is done to them."""
         if self._incident is not None:
             return
@@ -296,7 +277,7 @@ class Repair:
         plan = plan_recovery(
             self._as_incident(incident, now_s),
             world=WorldFacts(lost=ranks, filled=True, present=len(self._world.present)),
-            history=self._recorder.accounting.history,
+            history=self._recorder.history,
             settings=self._settings,
         )
         if not isinstance(plan, ReplaceRanks) or plan.ranks != ranks or plan.delay_s:
@@ -355,7 +336,7 @@ class Repair:
         plan = plan_recovery(
             incident,
             world=who_is_left(ranks, incident, forked_ahead=opened.forked_ahead, now_s=now_s),
-            history=self._recorder.accounting.history,
+            history=self._recorder.history,
             settings=self._settings,
         )
         if isinstance(plan, ReplaceRanks):
@@ -433,7 +414,7 @@ class Repair:
         start = RankStart(
             loads=handle.rank == self._loader or self._loads_elsewhere(handle.rank),
             resume=self._resume_word(),
-            injections_left=self._fault_injector.left_for(handle.rank),
+            injections_left=self._injections_left(handle.rank),
             short_of_memory_in=self._short_of_memory.get(handle.rank, ""),
             device_free_bytes=handle.device_free_bytes,
             may_take_spare=handle.membership is not Membership.REJOINING,

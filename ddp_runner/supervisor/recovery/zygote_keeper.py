@@ -7,6 +7,7 @@ there is no zygote nobody who dies is replaced, and whoever kills one may kill o
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ddp_runner.core import events
@@ -15,11 +16,10 @@ from ddp_runner.core.fork_specs import NothingMore
 from ddp_runner.core.helper_roles import STANDBY
 from ddp_runner.core.messages import NO_PROCESS, Forked
 from ddp_runner.core.settings.recovery import RecoverySettings
-from ddp_runner.supervisor.ports import Notes, Respawns
+from ddp_runner.supervisor.ports import EventRecorder, RespawnScheduler
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Awake, Keeper
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 
 ZYGOTES_LOST_MAX = 20  # within the restart window, or as many as ranks may be replaced in it
@@ -39,20 +39,21 @@ class NoZygote:
 
 
 class ZygoteKeeper:
-    """Driven by :class:`Supervisor`: ``look`` at each tick, ``zygote_ended`` when one was reaped, ``ended`` for who stood by."""
+    """Driven by :class:`Supervisor`: ``look`` at each tick, ``replace_zygote`` when one was reaped, ``ended`` for who stood by."""
+
+    role = STANDBY
 
     def __init__(
         self,
         settings: RecoverySettings,
-        facts: RunFacts,
         *,
         node: Node,
         world: World,
-        recorder: Notes,
-        repair: Respawns,
+        recorder: EventRecorder,
+        repair: RespawnScheduler,
     ) -> None:
         self._settings = settings
-        self._facts = facts
+        self._facts = recorder.facts
         self._node = node
         self._world = world
         self._recorder = recorder
@@ -77,8 +78,12 @@ class ZygoteKeeper:
         if is_wanted and self._node.fork_owed_since_s is None and self._standby.is_due(now_s):
             self._standby.start(now_s, NothingMore())
 
+    def said(self) -> Mapping[type[object], Callable[..., None]]:
+        """It says nothing until it forks for others."""
+        return {}
+
     def was_forked(self, forked: Forked, now_s: float) -> None:
-        """The zygote's answer for who is to stand by; the run can do without."""
+        """Take the zygote's answer for who is to stand by; the run can do without."""
         if forked.pid == NO_PROCESS:
             self._standby.refused(now_s)
 
@@ -89,6 +94,9 @@ class ZygoteKeeper:
             events.StandbyEnded(exit_code=ended.exit_code, signal=ended.signal_number)
         )
         self._standby.ended(now_s)
+
+    def zygote_ended(self, now_s: float) -> None:
+        """Nothing follows here: a fork that was owed is forgotten, and the next one is due in its turn."""
 
     def _look_at_zygote(self, now_s: float) -> None:
         if self._node.zygote_stopped_s(now_s) > self._settings.stopped_max_s:
@@ -114,7 +122,7 @@ class ZygoteKeeper:
         self._asked_at_s, self._hangs = now_s, hangs
         self._node.ask_zygote_for_stacks()
 
-    def zygote_ended(self, ended: Ended, output: str) -> NoZygote | None:
+    def replace_zygote(self, ended: Ended, output: str) -> NoZygote | None:
         """Start another one, or say why there will be none."""
         self._recorder.record(
             events.ZygoteEnded(exit_code=ended.exit_code, signal=ended.signal_number)

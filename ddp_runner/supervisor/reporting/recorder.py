@@ -1,4 +1,4 @@
-"""The one place where it is recorded what happens; every file and line about it is derived from there."""
+"""Records what happens, in one place; every file and line about it is derived from there."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_runner import config
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.core import events, messages
+from ddp_runner.core import events
 from ddp_runner.core.faults import Fault
-from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.recovery import Incident
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.console import ConsoleLine
 from ddp_runner.observe.files import read_tail
 from ddp_runner.observe.history.json_lines import epoch_s, parsed
 from ddp_runner.observe.history.table_rows import FaultRow, FaultRows
 from ddp_runner.observe.loss_history import LossHistory
-from ddp_runner.observe.summary import FaultRecord
-from ddp_runner.supervisor.reporting.completed_run import lines_of_kept
-from ddp_runner.supervisor.reporting.event_log import EventLog, lines_of_begin
+from ddp_runner.observe.summary import FaultRecord, RunFindings, RunSummary
+from ddp_runner.supervisor.reporting.event_log import EventLog
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.system.clock import Clock
@@ -53,18 +51,23 @@ class Recorder:
         self,
         outputs: Outputs,
         *,
-        facts: RunFacts,
+        name: str,
+        facts: RunFacts | None = None,
         published: Published,
         clock: Clock,
         host_of: Callable[[int], str] = _no_host,
     ) -> None:
-        """``host_of`` names the machine of a rank."""
+        """``name`` is that of the run; ``host_of`` names the machine of a rank."""
         self.outputs = outputs
         self._clock = clock
-        self.facts = facts
+        self.facts = facts = facts or RunFacts()
+        self.findings = RunFindings(name=name, inexact_reasons=facts.inexact_reasons)
+        self.kept: RunSummary | None = (
+            None  # of the run, where that was complete before this launch
+        )
         self.accounting = RunAccounting(began_s=clock.monotonic())
         self._event_log = EventLog(outputs)
-        self._published = published
+        self.published = published
         self.losses = LossHistory()
         self.evaluated: Evaluated | None = None  # the newest of this launch and stage
         self.observers: list[Callable[[events.Event], None]] = []  # each hears every event, once
@@ -78,10 +81,21 @@ class Recorder:
         """True if files are open."""
         return self.outputs.may_write
 
+    @property
+    def hidden(self) -> Sequence[str]:
+        """Texts that no line and no record may hold."""
+        return self.outputs.hidden
+
+    @property
+    def history(self) -> Sequence[Incident]:
+        """The incidents so far, oldest first."""
+        return self.accounting.history
+
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
         """Something has happened, because of event ``cause``; returns its id."""
         event = self._completed(event.without(self.outputs.hidden))
         self.facts.take(event)
+        self.findings.take(event)
         self.accounting.take(event, now_s=self._clock.monotonic(), cause=cause)
         if isinstance(event, events.StageBegins):
             self.evaluated = None  # its data is another
@@ -114,6 +128,10 @@ class Recorder:
         """A line in the supervisor's log only."""
         self.outputs.keep(text)
 
+    def keep_words(self, rank: int, text: str) -> None:
+        """Put what a rank said before it had a log file into that file, now that it has ended."""
+        self.outputs.keep_words(rank, text)
+
     def metrics(self, step: int, rank: int, values: Mapping[str, float]) -> None:
         """One logged step, or what an evaluation after it has found."""
         if LOSS in values:
@@ -125,44 +143,7 @@ class Recorder:
                 more.update(reading(rank))
         else:
             self.evaluated = Evaluated(step=step, figures=dict(values))
-        self.outputs.metrics(step, rank, {**values, **more}, stage=self.facts.stage)
-
-    def begun(self, plan: LaunchPlan, ready: Sequence[messages.Ready]) -> None:
-        """The run begins, with what its ranks have built."""
-        first = ready[0]
-        self._published.begin()
-        if self.took_over:
-            self.outputs.keep_points()
-            log_dir = Path(plan.settings.run.log_dir)
-            self.accounting.before = faults_before(
-                log_dir / "events.jsonl", run_id=self.facts.run_id
-            )
-        self.record(
-            events.RunBegins(
-                run_id=self.facts.run_id,
-                command=tuple(plan.command),
-                world_size=plan.world_size,
-                resumed_step=max(one.committed_step for one in ready),
-                total_steps=first.total_steps,
-                took_over=self.took_over,
-                lines=lines_of_begin(plan, ready),
-                warnings=config.unread_warning(
-                    plan.settings, plan.origins, is_given_all=first.is_given_all
-                ),
-            )
-        )
-
-    def already_complete(self, plan: LaunchPlan, first: messages.Ready) -> None:
-        """There is nothing to train: the result stands, and what was asked for without effect is named."""
-        self.record(
-            events.AlreadyComplete(
-                run_id=self.facts.run_id,
-                command=tuple(plan.command),
-                step=first.committed_step,
-                total_steps=first.total_steps,
-                text=tuple(lines_of_kept(plan.as_written, first)),
-            )
-        )
+        self.outputs.metrics(step, rank, {**values, **more}, stage=self.findings.stage)
 
     def reported(self, report: events.Report) -> None:
         """Record what a rank reports of itself; of a repair the fault comes first, as its cause."""
@@ -173,27 +154,27 @@ class Recorder:
 
     def saved(self, saved: events.CheckpointSaved) -> None:
         """A rank reports a checkpoint, of which it may have been recorded that nobody has."""
-        if self._published.is_news(saved):
+        if self.published.is_news(saved):
             self.record(saved)
         else:
             self.accounting.take(saved, now_s=self._clock.monotonic())
 
     def saved_unreported(self) -> None:
         """Checkpoints that are on disk, of ranks that may not have lived to report them."""
-        for manifest in self._published.find():
-            path = str(self._published.directory / manifest.file)
+        for manifest in self.published.find():
+            path = str(self.published.directory / manifest.file)
             self.record(
                 events.CheckpointSaved(
                     step=manifest.step, path=path, blocked_s=None, size_bytes=manifest.size_bytes
                 )
             )
             # Another rank may have saved a later step since, and lived to report it.
-            self.accounting.newest_checkpoint(self._published.newest())
+            self.accounting.newest_checkpoint(self.published.newest())
 
     def know_newest(self) -> None:
         """Take the newest checkpoint of an earlier launch if this launch has saved none."""
         if not self.accounting.checkpoint:
-            self.accounting.newest_checkpoint(self._published.newest())
+            self.accounting.newest_checkpoint(self.published.newest())
 
     def world_formed(self, now_s: float, *, committed_step: int, productive_ns: int) -> None:
         """Every rank is in: the run begins, or incidents are over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 
 from ddp_runner.core.batch_sizes import global_batch
 from ddp_runner.core.board import Cell, SlotReading
@@ -14,50 +14,80 @@ from ddp_runner.core.lifecycle import IN_WORLD, RankState, RunState
 from ddp_runner.core.phases import Stage
 from ddp_runner.core.run_stages import steps_before
 from ddp_runner.observe.summary import TimeShares, goodput
-from ddp_runner.observe.view import FaultView, NodeView, RankView, RunView
+from ddp_runner.observe.view import NodeView, RankView, RunView
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.reporting.recorder import Evaluated
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
-from ddp_runner.supervisor.run_facts import RunFacts
+
+FAULTS_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """What is shown next to the ranks: links of trackers, other machines, the use of GPUs and CPUs, the spare that waits."""
+
+    trackers: Mapping[str, str] = field(default_factory=dict)
+    nodes: tuple[NodeView, ...] = ()
+    watch: RunWatch | None = None
+    spare: Mapping[str, object] = field(default_factory=dict)
 
 
 def run_view(
     plan: LaunchPlan,
     handles: list[RankHandle],
+    recorder: Recorder,
     *,
-    facts: RunFacts,
     state: RunState,
     doing: tuple[str, float],
-    began_s: float,
-    faults_total: int,
-    restarts: int,
     now_ns: int,
-    trackers: Mapping[str, str],
-    nodes: tuple[NodeView, ...] = (),
-    watch: RunWatch | None = None,
-    faults: tuple[FaultView, ...] = (),
-    losses: tuple[tuple[int, float], ...] = (),
-    time_s: TimeShares | None = None,
-    evaluated: Evaluated | None = None,
+    around: Around,
 ) -> RunView:
-    """One look at everything."""
+    """Look once at everything. ``doing``: what the start is at, and for how long."""
+    view = _where_it_stands(plan, handles, recorder, state=state, now_ns=now_ns, around=around)
+    findings, evaluated = recorder.findings, recorder.evaluated
+    if evaluated is not None and evaluated.step > view.step:
+        evaluated = None  # the ranks went back behind it, and evaluate again
+    first = next(handle for handle in handles if handle.membership in IN_WORLD)
+    logged, now_s = first.metrics.get("step"), now_ns / 1e9
+    time_s = recorder.accounting.shares(first.slot.read(), now_s=now_s)
+    return replace(
+        view,
+        doing=doing[0],
+        doing_s=round(doing[1], 3),
+        logged_step=None if logged is None else int(logged),
+        learning_rate=first.metrics.get("learning_rate"),
+        grad_norm=first.metrics.get("grad_norm"),
+        tokens_per_s=first.metrics.get("tokens_per_s"),
+        flops_utilization=first.metrics.get("flops_utilization"),
+        evaluated_step=None if evaluated is None else evaluated.step,
+        evaluated={} if evaluated is None else evaluated.figures,
+        inexact_reasons=tuple(findings.inexact_reasons),
+        stragglers=findings.stragglers,
+        stage=findings.stage,
+        faults=recorder.accounting.newest_faults(FAULTS_SHOWN, now_s=now_s),
+        losses=recorder.losses.points(),
+        time_s=asdict(time_s),
+        goodput=_goodput(time_s, view.elapsed_s),
+    )
+
+
+def _where_it_stands(
+    plan: LaunchPlan,
+    handles: list[RankHandle],
+    recorder: Recorder,
+    *,
+    state: RunState,
+    now_ns: int,
+    around: Around,
+) -> RunView:
+    """Return the steps, the pace and the ranks, by the board and the newest reports."""
     readings = [handle.slot.read() for handle in handles]
     first = next(handle for handle in handles if handle.membership in IN_WORLD)
     step = max(reading.committed_step for reading in readings)
     total = max(reading.total_steps for reading in readings)
-    step_s = max((reading.step_ns for reading in readings), default=0) / 1e9
     rates = [handle.metrics.get("samples_per_s") for handle in handles]
-    known = [rate for rate in rates if rate is not None]
-    rate = known[0] if known else None
-    remaining = max(0, total - step)
-    batch = global_batch(plan.settings.data, world_size=plan.computing_devices)
-    by_steps_s = remaining * step_s if step_s and total else None
-    eta_s = remaining * batch / rate if rate else by_steps_s
-    per_epoch = facts.steps_per_epoch
-    logged = first.metrics.get("step")
-    elapsed_s = now_ns / 1e9 - began_s
-    if evaluated is not None and evaluated.step > step:
-        evaluated = None  # the ranks went back behind it, and evaluate again
+    rate = next((one for one in rates if one is not None), None)
+    facts, accounting = recorder.facts, recorder.accounting
     return RunView(
         run_id=facts.run_id,
         pid=os.getpid(),
@@ -67,46 +97,41 @@ def run_view(
         step=step,
         max_steps=total,
         epoch=readings[first.rank].epoch,
-        epochs=_epochs(plan, total - steps_before(plan.settings.stage), per_epoch),
+        epochs=_epochs(plan, total - steps_before(plan.settings.stage), facts.steps_per_epoch),
         loss=_known_loss(readings[first.rank]),
         samples_per_s=rate,
-        eta_s=eta_s,
-        elapsed_s=elapsed_s,
-        faults_total=faults_total,
-        restarts=restarts,
-        doing=doing[0],
-        doing_s=round(doing[1], 3),
+        eta_s=_eta_s(plan, readings, rate, remaining=max(0, total - step) if total else None),
+        elapsed_s=now_ns / 1e9 - accounting.began_s,
+        faults_total=accounting.faults_total,
+        restarts=accounting.restarts,
         ranks=tuple(
-            _rank_view(handle, reading, now_ns, watch, plan)
+            _rank_view(handle, reading, now_ns, around.watch, plan)
             for handle, reading in zip(handles, readings, strict=True)
         ),
         title=plan.title,
         name=plan.settings.run.name,
         log_dir=plan.settings.run.log_dir,
-        logged_step=None if logged is None else int(logged),
-        learning_rate=first.metrics.get("learning_rate"),
-        grad_norm=first.metrics.get("grad_norm"),
-        evaluated_step=None if evaluated is None else evaluated.step,
-        evaluated={} if evaluated is None else evaluated.figures,
-        inexact_reasons=tuple(facts.inexact_reasons),
-        trackers=trackers,
-        nodes=nodes,
-        gpus=() if watch is None else watch.gpus(handles),
-        tokens_per_s=first.metrics.get("tokens_per_s"),
-        flops_utilization=first.metrics.get("flops_utilization"),
-        faults=faults,
-        stragglers=facts.stragglers,
-        losses=losses,
-        time_s={} if time_s is None else asdict(time_s),
-        goodput=_goodput(time_s, elapsed_s),
-        stage=facts.stage,
+        trackers=around.trackers,
+        nodes=around.nodes,
+        gpus=() if around.watch is None else around.watch.gpus(handles),
+        spare=dict(around.spare),
         stages=len(plan.stages),
-        spare=dict(facts.spare),
     )
 
 
-def _goodput(time_s: TimeShares | None, elapsed_s: float) -> float | None:
-    if time_s is None or not time_s.productive:
+def _eta_s(
+    plan: LaunchPlan, readings: list[SlotReading], rate: float | None, *, remaining: int | None
+) -> float | None:
+    """Return the seconds that are left, by the samples a second if they are known, else by the slowest step."""
+    if rate:
+        batch = global_batch(plan.settings.data, world_size=plan.computing_devices)
+        return (remaining or 0) * batch / rate
+    step_s = max((reading.step_ns for reading in readings), default=0) / 1e9
+    return remaining * step_s if step_s and remaining is not None else None
+
+
+def _goodput(time_s: TimeShares, elapsed_s: float) -> float | None:
+    if not time_s.productive:
         return None
     share = goodput(productive_s=time_s.productive, wall_s=elapsed_s, startup_s=time_s.startup)
     return round(share, 4)

@@ -14,7 +14,6 @@ from ddp_runner.observe.tail import FollowedMemory
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 
 IMPORTING, FORMING, FIRST_STEP = "importing", "forming", "first step"
@@ -43,7 +42,6 @@ class Start:
 
     def __init__(
         self,
-        facts: RunFacts,
         *,
         node: Node,
         world: World,
@@ -52,7 +50,7 @@ class Start:
         waits_for: Callable[[], str],
     ) -> None:
         """``waits_for`` says in words what the run cannot begin without; empty: nothing."""
-        self._facts = facts
+        self._facts = recorder.facts
         self._node = node
         self._world = world
         self._recorder = recorder

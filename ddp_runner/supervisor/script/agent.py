@@ -42,11 +42,9 @@ from ddp_runner.core.lifecycle import (
 from ddp_runner.core.messages import (
     CollectivesBegun,
     Finished,
-    Forked,
     Leaving,
     Message,
     Ready,
-    StoreReady,
     decode,
 )
 from ddp_runner.core.script import (
@@ -64,16 +62,16 @@ from ddp_runner.core.script import (
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
+from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.endings import exit_of, store_died
+from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.helper_process import HelperEnded, RankEnded, ZygoteEnded
-from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.processes.resources import remove_temporary_files
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.recovery.zygote_keeper import ZygoteKeeper
+from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote, ZygoteKeeper
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.start_progress import Start
@@ -102,22 +100,25 @@ class ScriptAgent:
         *,
         outputs: Outputs,
         directories: RunDirectories,
-        published: Published,
         clock: Clock,
+        published: Published | None = None,
     ) -> None:
         self.plan = plan
         self.node = node
         self.world = World(node)
         self.outputs = outputs
         self.directories = directories
-        self.facts = RunFacts(name=plan.settings.run.name)
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
         self.ending: Ending | None = None
         self.recorder = Recorder(
-            outputs, facts=self.facts, published=published, clock=clock, host_of=self.world.host_of
+            outputs,
+            name=plan.settings.run.name,
+            published=published or Published(Path(plan.settings.run.checkpoint_dir)),
+            clock=clock,
+            host_of=self.world.host_of,
         )
+        self.facts: RunFacts = self.recorder.facts
         self.start = Start(
-            self.facts,
             node=node,
             world=self.world,
             recorder=self.recorder,
@@ -125,15 +126,13 @@ class ScriptAgent:
             waits_for=str,
         )
         recovery = plan.settings.recovery
-        self._zygotes = ZygoteKeeper(
-            recovery,
-            self.facts,
-            node=node,
-            world=self.world,
-            recorder=self.recorder,
-            repair=self,
+        zygotes = ZygoteKeeper(
+            recovery, node=node, world=self.world, recorder=self.recorder, repair=self
         )
-        self._store = Keeper(STORE, node, stopped_max_s=recovery.stopped_max_s)
+        stores = StorePolicy(self.facts, node=node, stopped_max_s=recovery.stopped_max_s)
+        self._keeper = NodeKeeper(
+            zygotes, stores, (), node=node, world=self.world, recorder=self.recorder, clock=clock
+        )
         self._script = script
         self._clock = clock
         self._run_id = uuid.uuid4().hex[:12]
@@ -154,27 +153,10 @@ class ScriptAgent:
         if self.ending is not None:
             return
         message = decode(packet)
-        if rank is None:
-            self._on_helper_message(message)
-        else:
+        if rank is not None:
             self._on_rank_message(message, self.world.ranks[rank])
-
-    def _on_helper_message(self, message: Message) -> None:
-        match message:
-            case events.ZygoteReady():
-                self.node.zygote_is_ready()
-                self.start.imported(message.import_s)
-                self.recorder.record(message)
-            case Forked():
-                rank, ended = self.node.claim(message)
-                if rank is not None:
-                    self.world.ranks[rank].pid = message.pid
-                if ended is not None:
-                    self.on_ended(ended)
-            case StoreReady():
-                self.node.helper_is_ready(STORE, message)
-            case _:
-                raise TypeError(f"unexpected {type(message).__name__}")
+        elif (ended := self._keeper.on_message(message, self.start)) is not None:
+            self.on_ended(ended)
 
     def _on_rank_message(self, message: Message, handle: RankHandle) -> None:
         match message:
@@ -211,17 +193,13 @@ class ScriptAgent:
         match self.node.departed(ended):
             case RankEnded(rank=rank, wrote=wrote):
                 self._on_rank_ended(self.world.ranks[rank], ended, wrote)
-            case ZygoteEnded(output=output) if self.ending is None:
-                none_left = self._zygotes.zygote_ended(ended, output)
-                if none_left is not None:
-                    detail = self.start.without_shown(none_left.detail)
-                    self._end(Ending.of(RunStatus.FAILED, none_left.reason, detail=detail))
-            case HelperEnded(output=output, was_unwanted=was_unwanted):
-                if ended.signal_number == signal.SIGKILL:
-                    # If the kernel has killed it for memory, no rank is taken for the one that it killed.
-                    self.node.kernel_kills.claim(self._clock.monotonic())
-                if not was_unwanted:
-                    self._report(store_died(ended, output=output, step=self.facts.committed_step))
+            case (HelperEnded() | ZygoteEnded()) as departure if self.ending is None:
+                match self._keeper.ended(departure):
+                    case NoZygote(reason=reason, detail=said):
+                        detail = self.start.without_shown(said)
+                        self._end(Ending.of(RunStatus.FAILED, reason, detail=detail))
+                    case Fault() as fault:
+                        self._report(fault)
 
     def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
         attempt, was_killed = self._attempt, handle.state is RankState.KILLING
@@ -320,8 +298,7 @@ class ScriptAgent:
             return
         self.node.kernel_kills.look_sometimes(now_s)
         self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
-        self._zygotes.look(now_s)
-        self._store.look(now_s)
+        self._keeper.look(now_s)
         self._look_for_stopped(now_s)
         self._end_after_fault()
         if self._attempt.rest_ends_by_s is not None:
@@ -608,6 +585,11 @@ class ScriptAgent:
         last = detail.strip().splitlines()[-1]
         line = f"a bug in the supervisor: {last}"
         self._end(Ending.of(RunStatus.FAILED, line, detail=detail))
+
+    @property
+    def spare(self) -> dict[str, object]:
+        """Nothing: no process waits to become a rank of a script."""
+        return {}
 
     def tidy_up(self) -> None:
         """Remove what a save into the folder of the logs has left that was cut off; every process has ended."""

@@ -1,0 +1,380 @@
+"""Builds a run from its plan: the kernel's parts, what works next to them, and the loop that drives them."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
+from ddp_runner.observe.script_summary import ScriptSummary
+from ddp_runner.observe.summary import RunSummary
+from ddp_runner.supervisor.features.drills import DrillKeeper
+from ddp_runner.supervisor.features.fault_injector import FaultInjector
+from ddp_runner.supervisor.features.folders import FolderKeeper
+from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
+from ddp_runner.supervisor.features.spare_keeper import SpareKeeper
+from ddp_runner.supervisor.features.stage_change import StageChange
+from ddp_runner.supervisor.loop import Agent, Loop
+from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
+from ddp_runner.supervisor.nodes.coordinator import (
+    CoordinatorSupervisor,
+    NodeTraffic,
+    missing_nodes,
+)
+from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes, Place
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.supervisor.ports import HelperPolicy, Host
+from ddp_runner.supervisor.processes.children import end_descendants
+from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.processes.operating_system import Linux
+from ddp_runner.supervisor.processes.resources import StorePlace, remove_temporary_files
+from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
+from ddp_runner.supervisor.recovery.communicator_cut import Cutting
+from ddp_runner.supervisor.recovery.repair import Repair
+from ddp_runner.supervisor.recovery.zygote_keeper import ZygoteKeeper
+from ddp_runner.supervisor.reporting.outputs import Outputs
+from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.reporting.run_begin import RunBegin
+from ddp_runner.supervisor.reporting.run_screen import RunScreen, Shown, run_summary
+from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.run_context import RunContext
+from ddp_runner.supervisor.run_end import RunEnd
+from ddp_runner.supervisor.run_facts import Ending
+from ddp_runner.supervisor.script.agent import ScriptAgent
+from ddp_runner.supervisor.signal_box import SignalBox
+from ddp_runner.supervisor.supervisor import Parts, Supervisor
+from ddp_runner.supervisor.world import World
+from ddp_runner.system import parent_death
+from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
+from ddp_runner.system.folder_owner import FolderOwner, new_term
+from ddp_runner.system.folder_probe import FolderProbe
+from ddp_runner.system.run_directories import RunDirectories
+
+
+def _for_nothing(world: World) -> str:
+    """Return that the run waits for nothing: all its ranks are here."""
+    del world
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """All of one run but who supervises it: the kernel's parts, and the features next to them."""
+
+    run: RunContext
+    parts: Parts
+    recorder: Recorder
+    start: Start
+    drills: DrillKeeper
+    savers: SaverKeeper
+    spares: SpareKeeper
+    injector: FaultInjector
+    stages: StageChange
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """The plan in force: that of the stage that is trained."""
+        return self.stages.plan
+
+    @property
+    def spare(self) -> dict[str, object]:
+        """What the process holds that waits to become a rank; empty if there is none."""
+        return self.spares.shown
+
+    def tidy_up(self) -> None:
+        """Remove what the run has left on disk, and take up what it has saved; every process has ended."""
+        self.drills.clear()
+        for path in remove_temporary_files(Path(self.plan.settings.run.checkpoint_dir)):
+            self.recorder.say(f"removed {path}, which a save that was cut off had left")
+        self.recorder.saved_unreported()
+        self.recorder.know_newest()
+
+
+def assembled(
+    plan: LaunchPlan,
+    node: Node,
+    *,
+    outputs: Outputs,
+    directories: RunDirectories,
+    clock: Clock,
+    published: Published | None = None,
+    others: Sequence[Host] = (),
+    waits_for: Callable[[World], str] = _for_nothing,
+) -> Assembly:
+    """Put a run together. ``others``: its other machines; ``waits_for``: what it cannot begin without, in words."""
+    world = World(node, others)
+    published = published or Published(Path(plan.settings.run.checkpoint_dir))
+    recorder = Recorder(
+        outputs,
+        name=plan.settings.run.name,
+        published=published,
+        clock=clock,
+        host_of=world.host_of,
+    )
+    run = _context(plan, world, recorder, published, clock)
+    cutting = Cutting(world=world, recorder=recorder)
+    injector = FaultInjector(plan, world, recorder, machine=run.machine)
+    repair = Repair(run, cutting=cutting, injections_left=injector.left_for)
+    drills = DrillKeeper(plan, node=node, recorder=recorder)
+    savers = SaverKeeper(plan, node=node, recorder=recorder, clock=clock)
+    spares = SpareKeeper(plan, node=node, world=world, recorder=recorder, repair=repair)
+    stages = StageChange(
+        plan, node, repair=repair, recorder=recorder, others=(drills,), clock=clock
+    )
+    start = Start(
+        node=node,
+        world=world,
+        recorder=recorder,
+        debug=plan.settings.run.debug,
+        waits_for=partial(waits_for, world),
+    )
+    parts = Parts(
+        node=node,
+        start=start,
+        cutting=cutting,
+        repair=repair,
+        keeper=_keeper(run, node, repair, policies=(spares, drills, savers)),
+        run_end=RunEnd(run, start=start, cutting=cutting, owed=savers.owed),
+        opening=RunBegin(
+            recorder, directories, plan=lambda: stages.plan, shown_bytes=start.shown_bytes
+        ),
+        stages=stages,
+        observers=(drills, savers, injector, spares, stages),
+        goes_on_behind=plan.loop is not None,
+    )
+    return Assembly(
+        run=run,
+        parts=parts,
+        recorder=recorder,
+        start=start,
+        drills=drills,
+        savers=savers,
+        spares=spares,
+        injector=injector,
+        stages=stages,
+    )
+
+
+def _keeper(
+    run: RunContext, node: Node, repair: Repair, *, policies: Sequence[HelperPolicy]
+) -> NodeKeeper:
+    """Return who looks after the processes of this machine that are no ranks."""
+    world, recorder = run.world, run.record
+    zygotes = ZygoteKeeper(run.settings, node=node, world=world, recorder=recorder, repair=repair)
+    stores = StorePolicy(run.facts, node=node, stopped_max_s=run.settings.stopped_max_s)
+    return NodeKeeper(
+        zygotes, stores, policies, node=node, world=world, recorder=recorder, clock=run.clock
+    )
+
+
+def _context(
+    plan: LaunchPlan, world: World, recorder: Recorder, published: Published, clock: Clock
+) -> RunContext:
+    machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
+    return RunContext(
+        settings=plan.settings.recovery,
+        resume=plan.settings.run.resume,
+        log_dir=plan.settings.run.log_dir,
+        loading_s=plan.settings.data.loader_timeout_s,
+        machine=machine,
+        world=world,
+        record=recorder,
+        published=published,
+        clock=clock,
+    )
+
+
+def supervise(
+    plan: LaunchPlan, place: Place | None = None, *, ahead: ZygoteAhead | None = None
+) -> int:
+    """Run ``plan`` to its end and return the exit code.
+
+    ``place``: this machine's in a run on several, of which it is the coordinator. ``ahead``: a zygote that imports torch already, if one was started.
+    Must be called from the main thread. Raises BadInputError before any process was started; after that, every ending is an exit code.
+    """
+    directories = RunDirectories(plan.settings.run)
+    directories.refuse_if_held()
+    parent_death.adopt_orphans()
+    parent_death.set_process_name("ddp:supervisor")
+    signals = SignalBox()
+    with signals.installed(), selectors.DefaultSelector() as selector:
+        at = _Here(plan, signals=signals, selector=selector, directories=directories)
+        if place is not None:
+            return at.coordinate(place)
+        return at.supervise(ahead)
+
+
+class _Here:
+    """Supervises ``plan`` from this process and machine, until it has ended."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        *,
+        signals: SignalBox,
+        selector: selectors.BaseSelector,
+        directories: RunDirectories,
+    ) -> None:
+        self._plan = plan
+        self._signals = signals
+        self._selector = selector
+        self._directories = directories
+
+    def supervise(self, ahead: ZygoteAhead | None) -> int:
+        """Run on this machine alone."""
+        plan, directories = self._plan, self._directories
+        node = Node(plan, self._selector, system=Linux(ahead), clock=SYSTEM_CLOCK)
+        outputs = Outputs(plan.as_written, ranks=plan.world_size, seal=node.log_seal)
+        if plan.script is not None:
+            agent = ScriptAgent(
+                plan,
+                plan.script,
+                node,
+                outputs=outputs,
+                directories=directories,
+                clock=SYSTEM_CLOCK,
+            )
+            with self._cleared(node):
+                return self._driven(agent, agent, summary=agent.summary).exit_code
+        run = assembled(plan, node, outputs=outputs, directories=directories, clock=SYSTEM_CLOCK)
+        supervisor = Supervisor(run.run, run.parts)
+        with self._cleared(node):
+            return self._driven(run, supervisor, summary=_summary(run, supervisor)).exit_code
+
+    def coordinate(self, place: Place) -> int:
+        """Run with ranks on other machines too."""
+        plan = self._plan
+        node = self._node_at(place)
+        owner = FolderOwner(Path(plan.settings.run.checkpoint_dir), new_term())
+        node.term = owner.term
+        names = (plan.settings.run.checkpoint_dir, plan.settings.run.log_dir)
+        probes = [FolderProbe(Path(name), owner.term) for name in names]
+        for probe in probes:
+            probe.write()
+        others = _other_machines(plan, node, place)
+        assert plan.nodes is not None
+        run = assembled(
+            plan,
+            node,
+            outputs=Outputs(plan.settings, ranks=plan.world_size, seal=node.log_seal),
+            directories=self._directories,
+            clock=SYSTEM_CLOCK,
+            others=others,
+            waits_for=partial(missing_nodes, others, plan.nodes),
+        )
+        supervisor = CoordinatorSupervisor(
+            run.run,
+            run.parts,
+            plan=plan,
+            recorder=run.recorder,
+            others=others,
+            owner=owner,
+            probes=probes,
+        )
+        links = OtherNodes(
+            plan,
+            Door(
+                meeting=place.meeting,
+                listening=place.listening,
+                store=(place.store_host, node.store_at.port),
+                term=owner.term,
+            ),
+            nodes=others,
+            selector=self._selector,
+            coordinator=supervisor,
+            clock=SYSTEM_CLOCK,
+        )
+        ending = Ending.of(RunStatus.FAILED, "the coordinator has failed")
+        with self._cleared(node):
+            try:
+                ending = self._driven(
+                    run, supervisor, summary=_summary(run, supervisor), links=links
+                )
+            finally:
+                links.end((supervisor.ending or ending).event)
+                for probe in probes:
+                    probe.remove()
+        return ending.exit_code
+
+    def _node_at(self, place: Place) -> Node:
+        """Return the node of this machine, one of several."""
+        per_node = self._plan.ranks_per_node
+        first, port = place.number * per_node, self._plan.settings.ddp.port
+        return Node(
+            self._plan,
+            self._selector,
+            system=Linux(),
+            clock=SYSTEM_CLOCK,
+            ranks=range(first, first + per_node),
+            store=StorePlace.on_this_machine(port, address=place.address),
+        )
+
+    def _driven(
+        self,
+        shown: Shown,
+        agent: Agent,
+        *,
+        summary: Callable[[Ending], RunSummary | ScriptSummary | None],
+        links: OtherNodes | None = None,
+    ) -> Ending:
+        """Drive ``agent`` to its ending, and conclude what is shown of it."""
+        folders = FolderKeeper(
+            self._directories,
+            node=agent.node,
+            world=agent.world,
+            recorder=shown.recorder,
+            ask_save=agent.ask_save,
+        )
+        screen = RunScreen(agent, shown, folders, clock=SYSTEM_CLOCK, others=links)
+        traffic = None
+        if links is not None:
+            assert isinstance(agent, CoordinatorSupervisor)
+            traffic = NodeTraffic(links, agent, clock=SYSTEM_CLOCK)
+        loop = Loop(
+            agent,
+            signals=self._signals,
+            selector=self._selector,
+            clock=SYSTEM_CLOCK,
+            limit=self._plan.time_limit,
+            sideshows=(screen,),
+            traffic=traffic,
+        )
+        ending = loop.run()
+        screen.finish(ending, signals=self._signals, summary=summary)
+        return ending
+
+    @contextmanager
+    def _cleared(self, node: Node) -> Iterator[None]:
+        """Leave no process and no folder taken, whatever happens."""
+        try:
+            yield
+        finally:
+            end_descendants(timeout_s=10.0)
+            node.close()
+            self._directories.release()
+
+
+def _other_machines(plan: LaunchPlan, node: Node, place: Place) -> list[RemoteNode]:
+    assert plan.nodes is not None
+    per_node = plan.ranks_per_node
+    return [
+        RemoteNode(
+            number,
+            ranks=range(number * per_node, (number + 1) * per_node),
+            slots={rank: node.slot(rank) for rank in range(plan.world_size)},
+            clock=SYSTEM_CLOCK,
+        )
+        for number in range(plan.nodes.most)
+        if number != place.number
+    ]
+
+
+def _summary(run: Assembly, supervisor: Supervisor) -> Callable[[Ending], RunSummary]:
+    return lambda ending: run_summary(supervisor, run.recorder, ending, run.run.clock.monotonic())
