@@ -42,7 +42,7 @@ ENVIRONMENT = {
 }
 # What the command imports on its way: the supervisor, the screens and all that they need.
 _PRELOADED = (
-    *("ddp_runner.cli.train", "ddp_runner.cli.run", "ddp_runner.supervisor.launch"),
+    *("ddp_runner.cli.train", "ddp_runner.cli.run", "ddp_runner.supervisor.assembly"),
     "ddp_runner.observe.display",
 )
 _POPEN = subprocess.Popen

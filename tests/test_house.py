@@ -41,17 +41,17 @@ NEVER = {
     ("supervisor", "observe"): 34,
     ("rank", "observe"): 13,
     ("training", "observe"): 14,
-    ("supervisor", "config"): 5,
+    ("supervisor", "config"): 4,
     ("cli", "supervisor"): 13,
     ("supervisor", "supervisor.nodes"): 3,
 }
 
 COUNTS = {
-    "imports by the kernel of what is outside it": 150,
-    "files with one importer and under 120 lines": 17,
-    "functions of more than 60 lines": 6,
-    "functions of nine parameters or more": 9,
-    "files": 481,
+    "imports by the kernel of what is outside it": 93,
+    "files with one importer and under 120 lines": 13,
+    "functions of more than 60 lines": 2,
+    "functions of nine parameters or more": 3,
+    "files": 482,
 }
 
 

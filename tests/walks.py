@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ddp_runner.__main__ import main
-from ddp_runner.supervisor import launch
+from ddp_runner.supervisor import assembly
 
 PACKAGE = str(Path(__file__).parents[1] / "ddp_runner") + "/"
 
@@ -43,7 +43,7 @@ def _walk_to_supervise(words):
     def reached(*_, **__):
         raise ReachedError
 
-    launch.supervise = reached
+    assembly.supervise = reached
     with contextlib.suppress(ReachedError), walk.watched():
         main(words)
     return walk

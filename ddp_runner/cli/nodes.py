@@ -20,7 +20,7 @@ from ddp_runner.config.identity import is_sealed, shared_settings
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.core.settings.declaration import OnResume
-from ddp_runner.supervisor.launch import supervise
+from ddp_runner.supervisor.assembly import supervise
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place

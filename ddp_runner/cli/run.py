@@ -131,7 +131,7 @@ def _supervise(plan: LaunchPlan, words: Sequence[str]) -> int:
     plan = replace(plan, command=(*plan.command[:3], "run", *masked_words(words)))
     allow_open_files(plan.world_size)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
-    from ddp_runner.supervisor.launch import supervise  # noqa: PLC0415
+    from ddp_runner.supervisor.assembly import supervise  # noqa: PLC0415
 
     return supervise(plan)
 

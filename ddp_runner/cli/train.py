@@ -82,7 +82,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
 
         return train_on_several(plan, token_file=dict(arguments.nodes).get("--token-file", ""))
     # Imported here, so that --help and wrong input answer without loading the supervisor.
-    from ddp_runner.supervisor.launch import supervise  # noqa: PLC0415
+    from ddp_runner.supervisor.assembly import supervise  # noqa: PLC0415
 
     return supervise(plan, ahead=ahead)
 

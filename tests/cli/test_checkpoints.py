@@ -13,7 +13,7 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.left_out import START
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.weights import load_weights
-from ddp_runner.cli.checkpoints import perform_pruning, plan_pruning, run
+from ddp_runner.cli.checkpoints import DECLARATION, perform_pruning, plan_pruning
 from ddp_runner.config import from_flat
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.training.components.start_weights import record_of
@@ -141,7 +141,7 @@ def test_export_writes_weights_that_a_run_can_begin_with(tmp_path, capsys, form)
     )
     assert all(torch.equal(found[name].float(), one) for name, one in WEIGHTS.items())
     with pytest.raises(BadInputError, match="must be a new or an empty folder"):
-        run(["export", *words])
+        DECLARATION.run(["export", *words])
 
 
 def test_export_has_the_model_save_itself_with_the_average(tmp_path, capsys):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import doctor, gpu_checks, probing
+from ddp_runner.cli import doctor, machine_checks
 from ddp_runner.cli.machine_checks import (
     Probed,
     Verdict,
@@ -122,7 +122,7 @@ def test_a_rank_that_is_stopped_fails_the_machine_within_the_limit(mark, monkeyp
 
 def test_the_process_that_leads_is_ended_when_it_hangs_itself(mark, monkeypatch):
     """Then nothing keeps its limit but ours."""
-    monkeypatch.setattr(probing, "_GRACE_S", 1.5)
+    monkeypatch.setattr(machine_checks, "_GRACE_S", 1.5)
     began_s = time.monotonic()
     assert _probe("lead hangs", limit_s=0.5).failure == "the check itself has not ended within 2 s"
     assert time.monotonic() - began_s < 60
@@ -164,7 +164,7 @@ def test_gpus_and_backend_are_chosen_as_training_chooses_them(monkeypatch, capsy
     monkeypatch.setattr(
         doctor, "torch_build", lambda: TorchBuild(version="2.9.0+cu128", cuda="12.8")
     )
-    monkeypatch.setattr(gpu_checks, "ask", lambda _: "")
+    monkeypatch.setattr(machine_checks, "ask", lambda _: "")
     monkeypatch.setattr(
         doctor,
         "probe",

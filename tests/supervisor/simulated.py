@@ -50,7 +50,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import StagePlace
 from ddp_runner.core.settings import CheckpointSettings, RecoverySettings, RunSettings, Settings
 from ddp_runner.memory.kernel_kills import KernelKills
-from ddp_runner.supervisor.launch import assembled
+from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.loop import Loop
 from ddp_runner.supervisor.processes.children import Ended, make_output_file
 from ddp_runner.supervisor.processes.node import STACKS_SIGNAL, Node

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from ddp_runner.core.board import Cell
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.phases import Phase
-from ddp_runner.supervisor.launch import assembled
+from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.loop import Loop
 from ddp_runner.supervisor.nodes import follower_loop
 from ddp_runner.supervisor.nodes.admission import Meeting

@@ -31,7 +31,7 @@ from ddp_runner.core.node_messages import (
 )
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.recovery import GiveUp
-from ddp_runner.supervisor.launch import assembled
+from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import (

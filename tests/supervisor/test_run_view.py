@@ -8,7 +8,6 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from ddp_runner.observe.findings import RunFindings
 
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
@@ -18,7 +17,7 @@ from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import DataSettings, RunSettings, Settings
 from ddp_runner.observe.files import encode_record
 from ddp_runner.observe.loss_history import LossHistory
-from ddp_runner.observe.summary import TimeShares
+from ddp_runner.observe.summary import RunFindings, TimeShares
 from ddp_runner.observe.view import status_record
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.rank_process import RankProcess

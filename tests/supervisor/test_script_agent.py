@@ -139,7 +139,7 @@ def test_a_stop_between_two_attempts_ends_the_run(simulate):
     assert run.attempts[1].seconds < 1.0
 
 
-def test_a_bug_of_the_agent_ends_a_run_of_a_script_at_once(simulate):
+def test_a_bug_of_the_agent_ends_a_script_at_once(simulate):
     """Nobody waits for a last save, which no script makes by order."""
     run = simulate()
     run.to_step(9)

@@ -185,7 +185,7 @@ def test_another_end_of_a_stream_is_named(tmp_path, ends):
     assert found.changes == (f"data.stream_end {before} -> {after} at step 40",)
 
 
-def test_a_setting_that_the_old_version_had_not_is_held_against_its_default(tmp_path):
+def test_a_setting_that_a_file_lacks_had_its_default(tmp_path):
     """Files of before ``checkpoint.mode`` and ``data.stream_end`` wrote neither."""
     newer = {"plateau_patience": 3, "monitor": "train_loss"}
     store = CheckpointStore(tmp_path, keep_last=3)

@@ -107,7 +107,7 @@ def test_at_a_limit_values_are_named_and_not_gone_into():
     assert dict(counted)["a000"] is Reach.LEFT
 
 
-def test_values_that_are_made_on_the_way_are_not_taken_for_one_another():
+def test_values_made_on_the_way_are_not_taken_for_one_another():
     """One that nobody holds would give its id to the next one."""
 
     def made(path, value):
