@@ -25,10 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from contenders import machine, show_machine
 
+from ddp_runner.core import wire
 from ddp_runner.core.board import CELLS_PER_SLOT, Cell
+from ddp_runner.core.events import Faulted, RankFormed
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.messages import Abort, Faulted, Form, Formed, Message, Ready, decode, encode
+from ddp_runner.core.messages import Abort, Form, Message, Ready, decode, encode
 from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
     LOOK_EVERY_S,
@@ -41,8 +43,6 @@ from ddp_runner.core.node_messages import (
     RankStarted,
     StartRank,
     ToRank,
-    decode_from_node,
-    encode_for_node,
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.system.node_link import NodeLink
@@ -62,8 +62,8 @@ class Home(NodesSimulation):
         self.send(process, formed(process.rank, form))
 
 
-def formed(rank: int, form: Form) -> Formed:
-    return Formed(
+def formed(rank: int, form: Form) -> RankFormed:
+    return RankFormed(
         rank=rank,
         generation=form.generation,
         committed_step=0,
@@ -101,10 +101,10 @@ class Peer:
         self._send(hello)
 
     def _send(self, message: NodeMessage) -> None:
-        self._link.send(encode_for_node(message))
+        self._link.send(wire.encode(message))
 
     def _say(self, rank: int, message: Message) -> None:
-        packet = encode(message).decode()
+        packet = encode(message)
         self._send(FromRank(rank=rank, process=self._process[rank], packet=packet))
 
     def look(self) -> None:
@@ -133,7 +133,7 @@ class Peer:
 
     def turn(self) -> None:
         for content in self._link.receive():
-            match decode_from_node(content, allowed=FROM_COORDINATOR):
+            match wire.decode(content, FROM_COORDINATOR):
                 case StartRank(rank=rank, process=process):
                     self._process[rank] = process
                     started = RankStarted(
@@ -142,7 +142,7 @@ class Peer:
                     self._send(started)
                     self._say(rank, self._run.ready(rank, committed_step=self.steps))
                 case ToRank(rank=rank, packet=packet):
-                    self._hear(rank, decode(packet.encode()))
+                    self._hear(rank, decode(packet))
                 case _:
                     pass
         self._link.flush()

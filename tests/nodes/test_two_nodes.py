@@ -282,7 +282,7 @@ def test_commands_on_a_follower_name_the_machine_with_the_files(nodes, monkeypat
         (checkpoints, ["list"], first.checkpoints),
     ):
         with pytest.raises(BadInputError, match=f"; {re.escape(where + str(folder))}$"):
-            command.run(words)
+            command.DECLARATION.run(words)
 
 
 def _mine(nodes, number, rate):

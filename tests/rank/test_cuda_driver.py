@@ -64,20 +64,20 @@ def nvidia(tmp_path_factory):
 def _use(me, folder, changes):
     import ctypes
 
-    from ddp_runner.rank import cuda_driver, zygote
+    from ddp_runner.rank import spare, zygote
 
     os.environ.update(changes)
     name = str(folder / "libcuda.so.1")
     facts = {"started": [zygote.driver_has_started(name)]}
     try:
-        driver = cuda_driver.CudaDriver(name)
-    except cuda_driver.CudaDriverError as error:
+        driver = spare.CudaDriver(name)
+    except spare.CudaDriverError as error:
         return {**facts, "error": str(error)}
     facts["started"].append(zygote.driver_has_started(name))
     facts["count"], facts["opened"] = driver.device_count(), driver.opened()
-    facts["without"] = cuda_driver.load_libraries()
+    facts["without"] = spare.load_libraries()
     ctypes.CDLL(str(folder / "libcudnn.so.9"))
-    facts["loaded"] = sorted(os.path.basename(file) for file in cuda_driver.load_libraries())  # noqa: PTH119
+    facts["loaded"] = sorted(os.path.basename(file) for file in spare.load_libraries())  # noqa: PTH119
     facts["mapped"] = [name in _maps() for name in ("libcudnn_ops.so.9", "libcudnn_cnn.so.9")]
     return facts
 

@@ -7,7 +7,7 @@ import time
 
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.device_progress import WrittenByDevice
-from ddp_runner.training import trainer
+from ddp_runner.training import prepare
 from ddp_runner.training import workload as build
 from tests.collective import silent
 from tests.scenarios.workload import PacedTask, is_beside, make_trouble
@@ -33,7 +33,7 @@ class LaterProgress(WrittenByDevice):
 silent.register()
 # What a GPU's run has instead of gloo; the task is imported before a group is made.
 build.backend_of = lambda settings, device: silent.BACKEND
-trainer.device_progress = lambda slot, device, warn: LaterProgress(slot, device)
+prepare.device_progress = lambda slot, device, warn: LaterProgress(slot, device)
 AbortSwitch.trip = _trip_late
 
 

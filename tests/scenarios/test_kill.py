@@ -15,7 +15,7 @@ from tests.scenarios.harness import Run, poll
 
 def refused(*words):
     with pytest.raises(BadInputError) as caught:
-        kill.run(words)
+        kill.DECLARATION.run(words)
     (line,) = str(caught.value).splitlines()
     return line
 
@@ -28,7 +28,7 @@ def test_the_rank_that_is_named_is_killed_and_replaced(tmp_path, capsys):
         folder = ("-l", str(run.logs))
         assert "kill=2: must be the number of a rank" in refused("2", *folder)
         assert "the ranks 0, 1" in refused("rank1", *folder)
-        assert kill.run(["1", *folder]) == 0
+        assert kill.DECLARATION.run(["1", *folder]) == 0
         assert (
             capsys.readouterr().out == f"killed rank 1, process {pid}, of the run in {run.logs}\n"
         )

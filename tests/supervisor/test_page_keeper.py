@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.cli import page
+from ddp_runner.cli import extras
 from ddp_runner.cli.planning import page_notes
 from ddp_runner.config import check_relations, refuse_without_supervisor, resolve
 from ddp_runner.core.errors import BadInputError
@@ -103,7 +103,7 @@ def test_a_page_that_cannot_be_started_is_one_line(made, monkeypatch):
 
 def test_without_the_extra_a_run_says_how_to_install_it(tmp_path, monkeypatch):
     """As a line at its start; nothing is started, and nothing refused."""
-    monkeypatch.setattr(page.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     wanted = settings(("log.page", "true"))
     (line,) = page_notes(wanted)
     assert line.startswith("no page, the run goes on without it: NiceGUI is not installed")

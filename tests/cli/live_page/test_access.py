@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from ddp_runner.cli import page
+from ddp_runner.cli import extras, page
 from ddp_runner.cli.live_page.access import Access
 from ddp_runner.cli.live_page.known_runs import KnownRuns
 from ddp_runner.core.errors import BadInputError
@@ -166,12 +166,12 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, words, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
     with pytest.raises(BadInputError) as found:
-        page.run(words)
+        page.DECLARATION.run(words)
     assert str(found.value).startswith(text)
 
 
 def test_without_the_extra_one_line_says_how_to_get_it(tmp_path, monkeypatch):
     """The command is there all the same."""
-    monkeypatch.setattr(page.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(BadInputError, match=r"environment --extra page"):
-        page.run(["-l", str(tmp_path), "--port", "8124"])
+        page.DECLARATION.run(["-l", str(tmp_path), "--port", "8124"])
