@@ -112,7 +112,14 @@ class Peer:
         now_ns = self._run.clock.monotonic_ns()
         looks = {str(rank): self._look_at(now_ns) for rank in self.ranks}
         self._send(
-            Look(number=self._looks, now_ns=now_ns, can_fork=True, has_spare=True, ranks=looks)
+            Look(
+                number=self._looks,
+                now_ns=now_ns,
+                can_fork=True,
+                has_spare=True,
+                round_trip_s=0.0,
+                ranks=looks,
+            )
         )
 
     def _look_at(self, now_ns: int) -> RankLook:
