@@ -69,7 +69,7 @@ def test_who_waits_for_an_evaluation_or_a_comparison_is_not_blamed(tmp_path):
     waited = {f["phase"] for f in faults if f["kind"] == "collective_failed"}
     assert waited == {"reduce"}
     # Who hangs has been made to say where before it was killed, who waits before it was freed.
-    for rank, where in enumerate(("_accumulate", "make_trouble", "_accumulate")):
+    for rank, where in enumerate(("compute", "make_trouble", "compute")):
         log = (run.logs / f"rank_{rank}.log").read_text(encoding="utf-8")
         assert "(most recent call first):" in log
         assert f" in {where}\n" in log, log
