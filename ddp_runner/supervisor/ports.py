@@ -1,6 +1,6 @@
 """The kernel's ports in the supervisor: what it asks of machines, records, checkpoints, and of what works next to a run.
 
-Each is implemented outside of the kernel, or by a part of it that a test replaces, and handed in by :mod:`.launch`.
+Each is implemented outside of the kernel, or by a part of it that a test replaces, and handed in by :mod:`.assembly`.
 """
 
 from __future__ import annotations

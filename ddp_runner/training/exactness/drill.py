@@ -1,6 +1,6 @@
 """Builds, loads and feeds a replacement apart from the run, and compares its results. Changes nothing of the run.
 
-``drilling.py`` writes, in a rank, what is read here.
+``drill_notes.py`` writes, in a rank, what is read here.
 """
 
 from __future__ import annotations
