@@ -160,10 +160,10 @@ def test_a_framework_whose_hooks_bound_the_steps_is_repaired_in_place(tmp_path):
         assert run.wait() == 0, run.console
     harmed = tmp_path / "harmed"
     harmed.mkdir()
-    plant(harmed, r1_s3_forward=KILL, r0_s6_update=KILL, r1_s10_forward=RAISE, r0_s14_between=EXIT)
+    plant(harmed, r1_s3_forward=KILL, r0_s6_update=KILL, r0_s10_forward=RAISE, r1_s14_between=EXIT)
     with run_loop(harmed, loop=LOOPS / "hooked.py") as run:
         assert_as_if_nothing_happened(run, harmed, final(own), repaired=4)
-    assert run.console.count("the trainer has failed: a cosmic ray") == 1
+    assert "the trainer has failed: a cosmic ray" in run.console
 
 
 def test_the_documents_loop_of_another_framework_is_repaired_in_place(tmp_path):

@@ -27,7 +27,7 @@ class InPlace(Trainer):
     def on_step_end(self):
         harm(self.run, "update")
         self.run.end_step()
-        assert self.run.step_number == self.global_step + 1, "told once for each committed step"
+        assert self.run.step_number == self.global_step + 1, "called once for each committed step"
         harm(self.run, "between")
 
     def training_step(self, batch):
