@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ddp_runner.rank.attach import attach
     from ddp_runner.system.heartbeat import heartbeat
     from ddp_runner.training.own_loop.attached_run import AttachedRun
+    from ddp_runner.training.own_loop.declared import RepeatStep
     from ddp_runner.training.task import Datasets, Task
     from ddp_runner.training.trainer import DDPTrainer
 
@@ -47,6 +48,7 @@ __all__ = [
     "GpuWatch",
     "JsonLines",
     "MemoryManager",
+    "RepeatStep",
     "SafeDataLoader",
     "Settings",
     "ShardedStream",
@@ -72,6 +74,7 @@ _HOME_OF_NAME = {
     "GpuWatch": "ddp_runner.observe.gpu_watch",
     "JsonLines": "ddp_runner.data.shard_files",
     "MemoryManager": "ddp_runner.memory.manager",
+    "RepeatStep": "ddp_runner.training.own_loop.declared",
     "SafeDataLoader": "ddp_runner.data.epoch_loader",
     "Settings": "ddp_runner.core.settings",
     "ShardedStream": "ddp_runner.data.shards",

@@ -17,6 +17,7 @@ from ddp_runner.core.exits import ExitCode
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from tests.scenarios.conftest import PATIENT, filled_once
 from tests.scenarios.harness import ROOT, Run
+from tests.test_documented import blocks_of
 
 RUN = (sys.executable, "-m", "ddp_runner", "run")
 LOOPS = Path(__file__).with_name("loops")
@@ -25,6 +26,7 @@ KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 STOP = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 RAISE = "raise RuntimeError('a cosmic ray')"
 EXIT = "import os; os._exit(7)"
+HOOKS_TEST = "test_the_documents_loop_of_another_framework_is_repaired_in_place"
 
 
 def run_loop(folder, *words, world=2, options=(), loop=CLASSIFIER, **how):
@@ -148,6 +150,37 @@ def test_habits_of_loops_make_no_difference(tmp_path, fault_free, words):
         plant(tmp_path, r0_s13_forward="pass")
     with run_loop(tmp_path, *words) as run:
         assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=2 + raises)
+
+
+def test_a_framework_whose_hooks_bound_the_steps_is_repaired_in_place(tmp_path):
+    """Killed on either rank, and raised in the body: to the weights of the framework's own DDP, bit for bit."""
+    own = tmp_path / "own"
+    words = ("-l", own / "logs", LOOPS / "foreign_trainer.py")
+    with Run(own, *words, task=None, verb="run") as run:
+        assert run.wait() == 0, run.console
+    harmed = tmp_path / "harmed"
+    harmed.mkdir()
+    plant(harmed, r1_s3_forward=KILL, r0_s6_update=KILL, r0_s10_forward=RAISE, r1_s14_between=EXIT)
+    with run_loop(harmed, loop=LOOPS / "hooked.py") as run:
+        assert_as_if_nothing_happened(run, harmed, final(own), repaired=4)
+    assert "the trainer has failed: a cosmic ray" in run.console
+
+
+def test_the_documents_loop_of_another_framework_is_repaired_in_place(tmp_path):
+    """As it is written there, with rank 1 killed."""
+    mark = f"run by tests/scenarios/test_attached.py::{HOOKS_TEST}"
+    (block,) = [one for one in blocks_of(ROOT / "docs" / "own-loop.md") if one.mark == mark]
+    found = []
+    for name, harm in (("calm", ()), ("harm", ("--inject", "kill:rank=1,step=9"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "hooks.py").write_text(block.text, encoding="utf-8")
+        with run_loop(folder, loop=folder / "hooks.py", options=harm) as run:
+            assert run.wait() == 0, run.console
+        assert run.summary()["exact"], run.summary()["inexact_reasons"]
+        assert len(run.summary()["faults"]) == len(harm) // 2
+        found.append(run.digest)
+    assert found[0] == found[1]
 
 
 COUNTER = """

@@ -26,6 +26,7 @@ from ddp_runner.training.own_loop.batches import (
     why_alike,
     why_spawned,
 )
+from ddp_runner.training.own_loop.declared import RepeatStep
 from ddp_runner.training.own_loop.kept import KeptObjects, KeptState
 from ddp_runner.training.runtime import local_runtime
 
@@ -155,6 +156,37 @@ def _batch_without_block(run):
         pass
 
 
+def _two_begins(run):
+    model, optimizer = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    for _ in run.steps(DATA, max_steps=1):
+        run.begin_step()
+        run.begin_step()
+
+
+def _batch_within_a_step(run):
+    model, optimizer = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    for _ in run.steps(DATA, max_steps=2):
+        run.begin_step()
+
+
+def _two_ends(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    def body(x, y):
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.end_step()
+
+    one_step(run, net, optimizer, body)
+
+
 def _late_keep(run):
     model, optimizer = parts()
     run.ddp(model)
@@ -248,6 +280,9 @@ def _short_batches(run):
         (_forward_outside, "the net is called with gradients outside"),
         (_step_outside, "optimizer.step() outside of"),
         (_batch_without_block, "a batch was given and no step made of it"),
+        (_two_begins, "a step begins within another one"),
+        (_batch_within_a_step, "a batch is asked for within a step"),
+        (_two_ends, "run.end_step() without run.begin_step()"),
         (_late_keep, "keep() comes after run.steps()"),
         (_steps_twice, "steps() comes after run.steps()"),
         (_unkept_parameter, "1.weight of the net is in no kept module"),
@@ -263,6 +298,7 @@ def _short_batches(run):
         (lambda run: run.ddp(nn.Linear(1, 1), static_graph=True), "static_graph=...) is none of"),
         (lambda run: run.steps(DATA, max_steps=1), "no net"),
         (lambda run: run.step().__enter__(), "run.step() needs a batch"),
+        (lambda run: run.end_step(), "run.end_step() without run.begin_step()"),
         (lambda run: run.loader(DATA, batch_size=0), "loader() needs batch_size="),
         (lambda run: run.note(loss=torch.ones(3)), "note(loss=...) is a Tensor of 3 elements"),
         (lambda run: run.note(model="small"), "note(model=...) is a str: give one number"),
@@ -309,6 +345,63 @@ def test_a_stop_ends_the_loop_and_functions_are_called_in_between(run):
                 run.stop()
     assert run.step_number == 6, "the vote of step 5 is heard with step 6's gradients"
     assert called == [2, 4, 6]
+
+
+def _train_by_hooks(run, net, optimizer, body=lambda: None):
+    """As a framework's loop does, which is entered again after an error; how often its body has begun and ended."""
+    batches, begun, ended = run.steps(DATA, max_steps=3), 0, 0
+    while not run.has_ended:
+        try:
+            for x, y in batches:
+                run.begin_step()
+                begun += 1
+                body()
+                (net(x) - y).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.end_step()
+                ended += 1
+                assert run.step_number == ended
+        except BaseException as error:  # noqa: PERF203 - the loop is entered again
+            if not run.fail_step(error):
+                raise
+    return begun, ended
+
+
+def test_hooks_train_as_a_plain_loop_does_without_a_supervisor(run):
+    """The first body is made twice, and what is behind the end of a step is reached once for each."""
+    model, optimizer = parts()
+    plain = copy.deepcopy(model)
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    assert _train_by_hooks(run, net, optimizer) == (4, 3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in DATA[:3]:
+        (plain(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(model.weight, plain.weight)
+
+
+@pytest.mark.parametrize("error", [ValueError("a cosmic ray"), KeyboardInterrupt()])
+def test_an_error_between_the_hooks_ends_a_program_without_supervisor(run, error):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    def body():
+        if run.step_number == 1:
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        _train_by_hooks(run, net, optimizer, body)
+    assert caught.value is error
+
+
+def test_an_error_outside_of_a_step_is_not_taken_in(run):
+    """It is none of the run's; what end_step() raises is, also once it is given to fail_step()."""
+    assert run.fail_step(ValueError()) is False
+    assert run.fail_step(RepeatStep()) is True
 
 
 def test_a_loss_may_be_noted_behind_backward_too(run):

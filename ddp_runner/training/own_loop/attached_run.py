@@ -38,7 +38,7 @@ from ddp_runner.training.own_loop.batches import (
     why_spawned,
 )
 from ddp_runner.training.own_loop.client import LoopClient
-from ddp_runner.training.own_loop.declared import LeaveBlock, OwnLoop, Recurring
+from ddp_runner.training.own_loop.declared import OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.loop_setup import LoopSetup
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
@@ -89,8 +89,8 @@ class AttachedRun:
         self._length: RunLength | None = None
         self._state: KeptState | None = None
         self._parts: LoopParts | None = None
-        self._is_given = False  # a batch was given, and no block has been entered for it
-        self._was_made = True  # the newest block, or there was none
+        self._is_given = False  # a batch was given, and its step has not begun
+        self._was_made = True  # the newest step, or there was none
         self._was_broken = False
         self.left_at = ""  # the line at which the loop was left before its end
         seed_all(settings.run.seed)
@@ -264,6 +264,47 @@ class AttachedRun:
         """Return a context for the body of one optimizer step, which repairs faults and repeats the step."""
         return _Block(self)
 
+    def begin_step(self) -> None:
+        """Begin the body of the step whose batch :meth:`steps` has given last.
+
+        With :meth:`end_step` and :meth:`fail_step` it does what ``with run.step():`` does, for a loop that is
+        not yours and only calls hooks. Raises BadInputError within a step, and where no batch was given.
+        """
+        if self._is_in_body:
+            raise misuse("a step begins within another one: run.end_step() comes first")
+        if self._client is None or self._client.steps is None or not self._is_given:
+            raise misuse(
+                "run.step() needs a batch, and so does run.begin_step():"
+                " for batch in run.steps(...): with run.step(): ..."
+            )
+        assert self._engine is not None, "there are steps"
+        self._is_given = False
+        self._client.steps.begin_body(self._engine.in_hand.votes)
+
+    def end_step(self) -> None:
+        """End the body that :meth:`begin_step` has begun. If it returns, the step is committed.
+
+        Raises RepeatStep if the step is to be made again, with the batch that :meth:`steps` gives next, and
+        BadInputError outside of a step. Without a supervisor it raises what broke the step.
+        """
+        if not self._is_in_body:
+            raise misuse("run.end_step() without run.begin_step()")
+        if not self._end_body(None):
+            raise RepeatStep
+
+    def fail_step(self, error: BaseException) -> bool:
+        """End a body that ``error`` has left, and return True if the loop continues with the next batch.
+
+        False means that the error must be raised again: it ends the program, as SystemExit does, or it does not
+        come from a step. Without a supervisor an error of a step is raised here, as nobody can repair it.
+        """
+        if not self._is_in_body:
+            return isinstance(error, RepeatStep)  # of end_step(), which has ended the body
+        if not isinstance(error, (Exception, RepeatStep)):
+            return False
+        self._end_body(error if isinstance(error, Exception) else None)
+        return True
+
     def _length_of(
         self, batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs: int
     ) -> RunLength:
@@ -323,7 +364,7 @@ class AttachedRun:
             self._refuse_kept_parameters(optimizer)
             return
         if self._client.steps is None:
-            raise LeaveBlock
+            raise RepeatStep
         # torch calls hooks with the optimizer itself as first argument too.
         self._client.steps.before_update(args[1:], named)
 
@@ -344,6 +385,8 @@ class AttachedRun:
         """Prepare the next step: changes that the loop has made since the last one become part of the state."""
         if self._is_given:
             raise misuse("a batch was given and no step made of it: with run.step(): ...")
+        if self._is_in_body:
+            raise misuse("a batch is asked for within a step: run.end_step() comes first")
         assert self._state is not None, "there are steps"
         if self._was_broken:  # what was done behind that block has been for nothing
             self._was_broken = False
@@ -394,41 +437,36 @@ class AttachedRun:
         self._client.steps.seed()
         self._is_given = True
 
-    def begin_block(self) -> None:
-        """The body of the step in hand begins."""
-        if self._client is None or self._client.steps is None or not self._is_given:
-            raise misuse(
-                "run.step() needs a batch: for batch in run.steps(...): with run.step(): ..."
-            )
-        assert self._engine is not None, "there are steps"
-        self._is_given = False
-        self._client.steps.begin_block(self._engine.in_hand.votes)
+    @property
+    def _is_in_body(self) -> bool:
+        """True if a step's body has begun and has not ended."""
+        steps = None if self._client is None else self._client.steps
+        return steps is not None and steps.in_body
 
-    def end_block(self, error: BaseException | None) -> bool:
-        """The body has ended; whether ``error`` goes no further. Raises it where nobody repairs it."""
-        if error is not None and not isinstance(error, (Exception, LeaveBlock)):
-            return False
-        assert self._engine is not None, "a block has begun"
+    def _end_body(self, error: Exception | None) -> bool:
+        """The body has ended, by ``error`` or without one; whether its step is committed.
+
+        Raises what broke the step where nobody repairs it.
+        """
+        assert self._engine is not None, "a body has begun"
         assert self._client is not None, "as above"
-        steps, raised = self._client.steps, error if isinstance(error, Exception) else None
+        steps = self._client.steps
         failure: Exception | None = None
         with self._engine.step() as step:
-            assert steps is not None, "a block has begun"
+            assert steps is not None, "a body has begun"
             try:
-                step.result = steps.end_block(raised)
+                step.result = steps.end_body(error)
             except Exception as found:
                 failure = found
                 raise
         self._was_made, self._was_broken = step.result is not None, failure is not None
-        if failure is None:
-            return True
-        if not self._runtime.is_watched:
+        if failure is not None and not self._runtime.is_watched:
             self._leave()
             raise failure  # there is nobody to form the next generation
-        if not self._engine.goes_on:
-            # It was reported; what is behind the block must not see a half update.
+        if failure is not None and not self._engine.goes_on:
+            # It was reported; what is behind the body must not see a half update.
             raise SystemExit(1)
-        return True
+        return self._was_made
 
     def ended(self) -> None:
         """Training has ended. Ends the process, by SystemExit, where it was asked to stop."""
@@ -491,13 +529,13 @@ class _Steps:
 
 
 class _Block:
-    """The context manager of :meth:`AttachedRun.step`."""
+    """The context manager of :meth:`AttachedRun.step`: its three calls around a block of the loop."""
 
     def __init__(self, run: AttachedRun) -> None:
         self._run = run
 
     def __enter__(self) -> None:
-        self._run.begin_block()
+        self._run.begin_step()
 
     def __exit__(
         self,
@@ -505,7 +543,11 @@ class _Block:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        return self._run.end_block(error)
+        if error is not None:
+            return self._run.fail_step(error)
+        with contextlib.suppress(RepeatStep):  # the loop's next batch is this one again
+            self._run.end_step()
+        return False
 
 
 def program_files() -> dict[str, str]:

@@ -19,8 +19,11 @@ from ddp_runner.training.own_loop.net import AttachedModule
 LOSS = "loss"
 
 
-class LeaveBlock(BaseException):
-    """Leaves the body of a step, past any ``except Exception`` in it. Never leaves the block."""
+class RepeatStep(BaseException):
+    """Leaves the body of a step that is made again, past any ``except Exception`` in it.
+
+    ``with run.step():`` catches it. In a loop that is not yours, give it to :meth:`AttachedRun.fail_step`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from ddp_runner.training.commit import Agreed, Commit
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.exactness.kept_kinds import Kept
 from ddp_runner.training.guard import NumericsGuard
-from ddp_runner.training.own_loop.declared import LOSS, LeaveBlock, OwnLoop
+from ddp_runner.training.own_loop.declared import LOSS, OwnLoop, RepeatStep
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.save_room import ROOM_SHARE_MAX
@@ -77,7 +77,7 @@ class LoopSteps:
         self._votes = Votes()
         self._failure: Exception | None = None  # of the step in hand, whatever the loop makes of it
         self._agreed: Agreed | None = None  # of the step in hand, once its update has begun
-        self._in_block = False
+        self.in_body = False  # a step's body has begun, and has not ended
         self._has_carried = False  # the signals have been given to a backward of this step
         self._has_carried_loss = False  # so has a loss that was noted
         self._is_to_stop = False
@@ -152,7 +152,7 @@ class LoopSteps:
         step = self._state.committed_step
         seed_step(seed=self._settings.run.seed, step=step, rank=self._group.rank, micro_step=0)
 
-    def begin_block(self, votes: Votes) -> None:
+    def begin_body(self, votes: Votes) -> None:
         """The body of a step begins: no signal is given yet."""
         self._votes, self._failure, self._agreed = votes, None, None
         self._has_carried = self._has_carried_loss = False
@@ -163,12 +163,12 @@ class LoopSteps:
         if self._rehearses:
             self._begin_rehearsal()
         self._scales = self._loop.scales()
-        self._in_block = True
+        self.in_body = True
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Call the module, within the body of a step."""
-        if not self._in_block:
-            raise misuse("the net is called with gradients outside of `with run.step():`")
+        if not self.in_body:
+            raise misuse("the net is called with gradients outside of a step: with run.step(): ...")
         if self._agreed is not None:
             raise misuse("the net is called after optimizer.step() within one step")
         self._follow_flags()
@@ -178,7 +178,7 @@ class LoopSteps:
             # The module's own forward has changed them, so what it has computed is for nothing.
             self._wrap_again()
             self._held, self._given_up = None, True
-            raise LeaveBlock
+            raise RepeatStep
         self._has_called = True
         return outputs
 
@@ -217,14 +217,14 @@ class LoopSteps:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context like that of DDP; between steps it does nothing."""
-        return self._replica.no_sync() if self._in_block else contextlib.nullcontext()
+        return self._replica.no_sync() if self.in_body else contextlib.nullcontext()
 
     def before_update(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Called by each kept optimizer before it steps. Raises LeaveBlock where it must not."""
-        if not self._in_block:
-            raise misuse("optimizer.step() outside of `with run.step():`")
+        """Called by each kept optimizer before it steps. Raises RepeatStep where it must not."""
+        if not self.in_body:
+            raise misuse("optimizer.step() outside of a step: with run.step(): ...")
         if self._failure is not None or self._given_up:
-            raise LeaveBlock
+            raise RepeatStep
         if self._agreed is not None:
             return  # another optimizer of the same step
         try:
@@ -232,18 +232,18 @@ class LoopSteps:
             self._agreed = self._get_ready()
         except Exception as error:
             self._failure = error
-            raise LeaveBlock from error
+            raise RepeatStep from error
         if self._agreed is None:
-            raise LeaveBlock
+            raise RepeatStep
         self._commit.begin_change()
         self._begun_at_update = collectives_begun()
 
-    def end_block(self, error: Exception | None) -> StepResult | None:
+    def end_body(self, error: Exception | None) -> StepResult | None:
         """The body has ended, by ``error`` or without one; None where the step is to be begun again.
 
         Raises what broke the step, also where the body has swallowed it.
         """
-        self._in_block = False
+        self.in_body = False
         self._sync_norms(with_peers=False)
         failure = self._failure or self._replica.failure or error
         if failure is not None:
