@@ -24,6 +24,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.exactness.first_step import report_inexact
 from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.state import TrainState
 from ddp_runner.training.whole_state import completed_in_run
 
 
@@ -125,11 +126,12 @@ def _averaged(weights: Mapping[str, Any], means: Mapping[str, Any]) -> dict[str,
 
 
 @contextlib.contextmanager
-def swapped_in(model: nn.Module, best: BestWeights | None) -> Iterator[None]:
+def swapped_in(state: TrainState, best: BestWeights | None) -> Iterator[None]:
     """Within the block the model has the best weights; then its own again."""
     if best is None:
         yield
         return
+    model = state.model
     own = {
         name: value.clone()
         for name, value in bare_state(model).items()
@@ -140,6 +142,7 @@ def swapped_in(model: nn.Module, best: BestWeights | None) -> Iterator[None]:
         yield
     finally:
         load_bare_state(model, {**bare_state(model), **own})
+        state.buffers.expect_written()  # a rank that is lost from here on costs no exactness
 
 
 def give_best(parts: RankParts, group: Group, best: BestWeights | None) -> nn.Module | None:

@@ -223,7 +223,7 @@ class TaskClient:
             parts.state.model.eval()
             helpers = Helpers(parts.workload.task, warn=self._runtime.logger.warning)
             # The report is of the weights before it: a sample may change them.
-            with swapped_in(parts.state.model, best):
+            with swapped_in(parts.state, best):
                 report = replace(report, sample=helpers.sample(parts.state.model))
         agree_on_weights(group, parts.state, self._runtime, report.weights_sha256)
         if reason is StopReason.COMPLETED:

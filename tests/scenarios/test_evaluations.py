@@ -167,3 +167,15 @@ def test_two_texts_have_figures_of_their_own(tmp_path):
     assert by_hand(Language(), model) == pytest.approx(found, rel=1e-5)
     assert {one["monitor"] for one in manifests(run)} == {"all/loss"}
     assert "evaluated: all/loss" in run.console
+
+
+def test_a_rank_lost_while_the_best_weights_are_in_costs_no_exactness(tmp_path):
+    """Rank 0 has had them in the model for a moment when rank 1 dies, which waits for the last save."""
+    words = ("--max-steps", 12, "load_best_at_end=true", "evaluate_every_steps=4")
+    kill = ("--inject", "kill:rank=1,step=11,phase=checkpoint")
+    task = f"{TASKS.with_name('workload.py')}:PacedTask"
+    with Run(tmp_path, "-b", 4, "num_workers=0", *words, *kill, task=task) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert [fault["kind"] for fault in summary["faults"]] == ["rank_killed"]
+    assert summary["exact"], summary["inexact_reasons"]

@@ -146,7 +146,7 @@ def test_the_best_checkpoint_is_the_end_where_that_is_asked_for(tmp_path, model)
     if model is not None:
         for found in (plain, averaged):
             assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
-    with swapped_in(parts.state.model, best):
+    with swapped_in(parts.state, best):
         inside = parts.state.model.state_dict()
         assert all(torch.equal(inside[name], averaged[name]) for name in averaged)
     assert bits_of(parts.state) == before

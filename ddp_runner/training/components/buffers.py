@@ -236,6 +236,11 @@ class Buffers:
         for name, was in held.items():
             every[name].detach().copy_(was)
 
+    def expect_written(self) -> None:
+        """Take parameters for unchanged that were written and hold the same values again."""
+        self._trained_looks = [one._version for one in self._trained.values()]  # noqa: SLF001
+        self._frozen_looks = self._look_at_frozen()
+
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {**self._frozen, **self._trained, **self._followed}
 
