@@ -9,6 +9,7 @@ from ddp_runner.core.events import CheckpointSaved, Faulted, RepairedInPlace
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished, RestartProgress
+from ddp_runner.observe.summary import EndOfRun
 from ddp_runner.rank.restarts import replay
 
 S = 1_000_000_000
@@ -44,16 +45,15 @@ def summed_up(reported, *, now_s=180):
     """The summary, as rank 0 writes it at ``now_s``."""
     run = replay(reported)
     slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
-    return run.accounting.summary(
+    end = EndOfRun(
         status=RunStatus.COMPLETED,
         exit_code=ExitCode.DONE,
-        world_size=len(reported),
         reading=run.reading_of_all(slot.read()),
-        steps_per_epoch=8,
         finished=[Finished(rank=0, reason=StopReason.COMPLETED, step=40)],
-        facts=run.findings,
-        own_step_s={},
         now_s=now_s,
+    )
+    return run.accounting.summary(
+        end, facts=run.findings, world_size=len(reported), steps_per_epoch=8, own_step_s={}
     )
 
 
