@@ -81,7 +81,8 @@ def test_records_of_many_processes_never_interleave(tmp_path):
         subprocess.Popen([sys.executable, "-c", script, str(path), str(rank)]) for rank in range(4)
     ]
     assert [writer.wait(timeout=200) for writer in writers] == [0] * 4
-    lines = [parse_line(line) for line in path.read_text().splitlines()]
+    # Who opens the file while another's record is half in it takes that for a torn line, and ends it.
+    lines = [parse_line(line) for line in path.read_text().splitlines() if line]
     assert len(lines) == 1200
     for rank in range(4):
         mine = [line.message for line in lines if line is not None and line.rank == rank]
