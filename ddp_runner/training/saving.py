@@ -7,6 +7,7 @@ the next, and nobody waits for it.
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -397,7 +398,7 @@ class Saving:
             start_sha256=start_sha256(state),
             about=about_file(
                 self._state,
-                loss=self._progress.loss if monitor.last is None else monitor.last,
+                loss=math.nan if monitor.last is None else monitor.last,
                 settings=self._settings_record,
                 monitor=workload.monitor,
                 place=self._settings.stage,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -198,7 +199,7 @@ def report_of(parts: RankParts, reason: StopReason) -> TrainReport:
         epochs=state.own_step // length.steps_per_epoch,
         samples=state.samples,
         tokens=state.tokens,
-        loss=parts.progress.loss if state.monitor.last is None else state.monitor.last,
+        loss=math.nan if state.monitor.last is None else state.monitor.last,
         figures=dict(state.figures),
         weights_sha256=weights_sha256(state.weights()),
         checkpoint=parts.progress.checkpoint,
