@@ -1,4 +1,4 @@
-"""How a command is declared: its options, its help and what it does are one value in the command's module.
+"""Declares commands: options, help and action of each are one value in the command's module.
 
 ``cli/commands.py`` has the row that leads there. Also the only way from a command to the terminal.
 """

@@ -110,9 +110,9 @@ def _as_written(settings: Settings, kind: OnResume) -> dict[str, JsonValue]:
 
 
 def value_before(old: Mapping[str, object], new: Mapping[str, object], key: str) -> object:
-    """What the recipe ``old`` has as ``key``; where its version had no such setting, that setting's default.
+    """Return the value of ``key`` in the recipe ``old``, or the setting's default if its version lacked the setting.
 
-    What only some runs write has not changed where ``old`` lacks it: then it is the value in ``new``.
+    A key that only some runs write counts as unchanged if ``old`` lacks it: the value in ``new`` is returned.
     """
     spec = known_fields().get(key)
     is_written = spec is not None and not spec.is_derived and spec.on_resume is OnResume.REPORTED

@@ -56,7 +56,7 @@ class StorePolicy:
 
 
 class NodeKeeper:
-    """Driven by :class:`Supervisor`: it hears what those processes say, and how they end.
+    """Hears what those processes say and how they end, for a Supervisor or a ScriptAgent.
 
     ``policies``: of the roles that have processes here besides the store and the next zygote.
     """
