@@ -6,6 +6,7 @@ Imports nothing of the package but ``core``. Only this room reads names of setti
 from ddp_runner.config.compose import (
     Resolved,
     SettingsError,
+    build_models,
     from_flat,
     origins_of,
     refuse_untrue,
@@ -48,6 +49,7 @@ __all__ = [
     "SettingsError",
     "Surroundings",
     "aligned",
+    "build_models",
     "check_relations",
     "described_key",
     "difference",

@@ -318,6 +318,12 @@ def validate_record(record: Mapping[str, object]) -> Settings:
         raise
 
 
+def build_models() -> None:
+    """Build the models of all settings now, which pydantic leaves to their first use: forks inherit them."""
+    settings = validate_record({})
+    replace(settings, run=replace(settings.run))
+
+
 def _in_words(found: Mapping[str, object]) -> BadInputError:
     location = found["loc"]
     parts = [str(part) for part in location] if isinstance(location, tuple) else [str(location)]

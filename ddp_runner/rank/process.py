@@ -38,6 +38,7 @@ from ddp_runner.training.loaders import collective_timeout_s
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.trainer import DDPTrainer
 
+config.build_models()  # once, in the zygote that imports this: a replaced rank has no time for it
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 
 
