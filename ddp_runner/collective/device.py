@@ -12,6 +12,7 @@ from ddp_runner.core.faults import Fault, FaultError, FaultKind
 
 PROOF_TIMEOUT_S = 30.0
 FREE_TIMEOUT_S = 30.0  # for the driver to give back what a process held that was killed
+STILL_S = 3.0  # without any more of it: somebody else has the rest
 _FREE_LOOK_S = 0.1
 _AS_FREE_AS = 0.98  # of what was free before
 
@@ -35,16 +36,23 @@ def await_free(
     *,
     look: Callable[[torch.device], int] = free_bytes,
     timeout_s: float = FREE_TIMEOUT_S,
+    still_s: float = STILL_S,
 ) -> int:
-    """Return what is free once that is about ``wanted_bytes``, or the time is up.
+    """Return what is free once that is about ``wanted_bytes``, has not grown for ``still_s``, or the time is up.
 
     A process that was killed holds its GPU's memory until the driver has taken its context down,
-    while the process that replaces it is there already.
+    while the process that replaces it is there already. What other processes have taken meanwhile
+    does not come back.
     """
-    deadline_s = time.monotonic() + timeout_s
+    begun_s = grown_s = time.monotonic()
+    most = 0
     while True:
-        free = look(device)
-        if free >= _AS_FREE_AS * wanted_bytes or time.monotonic() > deadline_s:
+        free, now_s = look(device), time.monotonic()
+        if free > most:
+            most, grown_s = free, now_s
+        if free >= _AS_FREE_AS * wanted_bytes:
+            return free
+        if now_s - grown_s > still_s or now_s - begun_s > timeout_s:
             return free
         time.sleep(_FREE_LOOK_S)
 

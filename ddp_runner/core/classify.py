@@ -61,7 +61,8 @@ def classify_exit(end: RankExit) -> Fault:
             f"where it expected {mismatch[1]}"
         )
     elif end.signal_number is not None:
-        kind = FaultKind.RANK_KILLED
+        # A destructor that meets the error of a lost device ends the process: nobody can catch it.
+        kind = FaultKind.DEVICE_LOST if _says_device_lost(end.crash) else FaultKind.RANK_KILLED
         cause = f"rank {end.rank} killed ({_signal_in_words(end, end.signal_number)})"
     elif end.exit_code == 0:
         kind = FaultKind.RANK_EXITED
@@ -81,6 +82,12 @@ def classify_exit(end: RankExit) -> Fault:
         is_disagreement=mismatch is not None,
         origin=_origin(end) if kind is FaultKind.RANK_KILLED else Origin.OWN,
     )
+
+
+def _says_device_lost(crash: CrashOutput | None) -> bool:
+    reason = "" if crash is None else crash.reason
+    kind = classify_error(type_name="RuntimeError", text=reason, aborted=False)
+    return kind is FaultKind.DEVICE_LOST
 
 
 def _origin(end: RankExit) -> Origin:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -28,6 +30,14 @@ def test_a_replacement_waits_until_its_gpu_is_as_free_as_it_was():
 def test_a_replacement_does_not_wait_for_ever():
     """Somebody else may have taken that memory; then it is tried with what there is."""
     assert await_free(CPU, 1000, look=lambda _: 10, timeout_s=0.05) == 10
+
+
+def test_a_replacement_does_not_wait_for_what_somebody_else_has_taken():
+    """Another process on the same GPU: its memory does not come back, and nothing more gets free."""
+    free = iter([10, 400, *[500] * 1000])
+    begun_s = time.monotonic()
+    assert await_free(CPU, 1000, look=lambda _: next(free), still_s=0.3) == 500
+    assert time.monotonic() - begun_s < 5, "not the whole time-out"
 
 
 def test_nobody_waits_where_it_is_not_known_what_was_free():

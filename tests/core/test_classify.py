@@ -50,6 +50,24 @@ def test_a_kill_by_the_kernel_for_memory_is_no_mystery():
 
 
 @pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("CUDA error: device-side assert triggered", FaultKind.DEVICE_LOST),
+        ("CUDA error: an illegal memory access was encountered", FaultKind.DEVICE_LOST),
+        ("free(): invalid pointer", FaultKind.RANK_KILLED),
+        ("CUDA out of memory", FaultKind.RANK_KILLED),
+    ],
+)
+def test_a_destructor_that_meets_a_lost_device_ends_the_process(reason, kind):
+    """As on an H200: the error in C++ aborts the process before Python hears of it."""
+    crash = CrashOutput(reason=reason, text=f"what():  {reason}")
+    died = ended(signal_number=6, crash=crash, place="in drop, bucket_sums.py:73")
+    assert died.kind is kind
+    assert died.cause == f"rank 1 killed (SIGABRT in drop, bucket_sums.py:73: {reason})"
+    assert ended(signal_number=9, crash=None).kind is FaultKind.RANK_KILLED
+
+
+@pytest.mark.parametrize(
     ("facts", "origin"),
     [
         ({"signal_number": 9}, Origin.OUTSIDE),

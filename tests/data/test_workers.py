@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import stat
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,7 @@ import pytest
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.loader_recovery import CALM_STEPS
 from ddp_runner.data.order import SampleOrder
+from ddp_runner.data.workers.pool import garbage_kept
 from ddp_runner.data.workers.timeouts import SLICE_S
 from tests.data.failing import (
     BAD,
@@ -69,6 +72,59 @@ def test_killed_worker_is_replaced_at_once(pin):
         assert pids[-1] == loader.worker_pids
         take_on(loader, step + 1)
         assert len(reported) == 1
+
+
+class OnDevice:
+    """A tensor of a GPU, as it is in a fork: its destructor ends the process."""
+
+    def __init__(self):
+        self.itself = self  # the collector alone destroys it
+        self._pid = os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self._pid:
+            os.abort()
+
+
+class Collects(Plain):
+    """Its samples make the worker's collector look at everything."""
+
+    def __getitem__(self, index):
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def test_a_worker_never_collects_what_its_rank_has_left():
+    """Garbage of the rank may hold a GPU's tensors, which no fork may destroy; the rank still collects it."""
+    reported = []
+    gc.collect()
+    gc.disable()  # until the pool starts: the rank itself has not collected it yet
+    try:
+        left = weakref.ref(OnDevice())
+        with make(Collects(), num_workers=1, on_repaired=reported.append) as loader:
+            gc.disable()
+            take_on(loader, 0)
+            assert left() is not None
+    finally:
+        gc.enable()
+    gc.collect()
+    assert left() is None
+    assert reported == []
+
+
+def test_the_collector_of_rank_and_worker_is_on_after_a_start():
+    """Held back for the fork alone; control: who has turned it off finds it so."""
+    with garbage_kept() as collects:
+        assert collects
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with garbage_kept() as collects:
+            assert not collects
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_death_while_the_rank_waits_is_seen_at_once():

@@ -41,7 +41,7 @@ PARTS = (
     Part(
         name="nccl",
         module="tests.gpu.nccl",
-        limit_s=100,
+        limit_s=120,
         shown=("cycle_eager.form_s.median", "behind_kernels.5s.abort_s", "while_enqueuing.ended"),
     ),
     Part(
@@ -65,17 +65,18 @@ PARTS = (
     Part(
         name="one_rank",
         module="tests.gpu.one_rank",
-        limit_s=120,
+        limit_s=160,
         shown=(
             "faults.verdict",
             "special.verdict",
             "ours_ms",
+            "ddp_loop.ms",
             "syncs.a_step",
             "save_4gb.blocked_s",
         ),
     ),
     Part(name="classes", module="tests.gpu.classes", limit_s=40, shown=("faster", "repaired_s")),
-    Part(name="marked", module="tests.gpu.marked", limit_s=15, shown=("passed", "failed")),
+    Part(name="marked", module="tests.gpu.marked", limit_s=40, shown=("passed", "failed")),
 )
 
 

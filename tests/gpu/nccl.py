@@ -13,7 +13,8 @@ from tests.gpu import driver
 from tests.gpu import group as by_hand
 from tests.gpu.facts import Timed, error_text, rehearses, spread
 
-CYCLES = 50
+CYCLES = 12  # an abort takes a second: proxy threads look every half of one
+OTHER_CYCLES = 6
 STRIKES = 200
 MISSING_S = 6.0  # for what ends a communicator that waits for a rank that never comes
 HEARTBEAT_S = 5
@@ -60,9 +61,11 @@ def measure(facts):
             fork.finish(18)
     facts.forked("while_enqueuing", while_enqueuing, False, limit_s=14, **known)
     facts.forked("while_enqueuing_locked", while_enqueuing, True, limit_s=12, **known)
-    facts.forked("cycle_lazy", cycle, usage, 15, False, limit_s=10, **known)
-    facts.forked("cycle_nonblocking", cycle, usage, 15, limit_s=10, **known, **nonblocking)
-    facts.forked("cycle_destroyed", cycle, usage, 10, True, True, limit_s=10, **known)
+    facts.forked("cycle_lazy", cycle, usage, OTHER_CYCLES, False, limit_s=10, **known)
+    facts.forked(
+        "cycle_nonblocking", cycle, usage, OTHER_CYCLES, limit_s=10, **known, **nonblocking
+    )
+    facts.forked("cycle_destroyed", cycle, usage, OTHER_CYCLES, True, True, limit_s=10, **known)
 
 
 def cycle(facts, usage, count, is_eager=True, is_destroyed=False):
@@ -235,7 +238,7 @@ def _joined(generation, *, switch, world_size=1, port=0):
 
 
 def product_generations(facts):
-    """The product's own group: summed, aborted in two acts behind a kernel, formed again, 20 times."""
+    """The product's own group: summed, aborted in two acts behind a kernel, formed again, many times."""
     import torch
 
     from ddp_runner.collective import device as product_device
@@ -243,7 +246,7 @@ def product_generations(facts):
 
     spent = {name: [] for name in ("form", "sum", "leave", "prove")}
     ends = Counter()
-    for generation in range(1, 21):
+    for generation in range(1, CYCLES + 1):
         switch = AbortSwitch()
         before_s = time.perf_counter()
         left_s = None
@@ -272,7 +275,7 @@ def product_generations(facts):
             product_device.prove_device(by_hand.device(), rank=0, step=generation)
         spent["prove"].append(timed.s)
         facts.note("ends", dict(ends))
-        if generation in (1, 5, 20):
+        if generation in (1, 5, CYCLES):
             facts.note(f"held_after_{generation}", by_hand.held())
             for name, values in spent.items():
                 facts.note(f"{name}_s", spread(values))

@@ -124,9 +124,10 @@ def _overhead(facts, folder):
     """Milliseconds of a step of ours and of a plain loop, at 1, 10 and 100 ms of kernels."""
     from tests.gpu import tasks
 
-    plain = facts.start("plain_loop", plain_loop)
-    if plain is not None:
-        plain.finish(20)
+    for name, wraps in (("plain_loop", False), ("ddp_loop", True)):
+        plain = facts.start(name, plain_loop, wraps, **by_hand.PRODUCT)
+        if plain is not None:
+            plain.finish(20)
     # Nobody saves, looks or logs in between: what is left is the step itself.
     quiet = ("num_workers=0", "save_every_steps=0", "log_interval=1000", "replica_check_steps=0")
     words = (*quiet, "--max-steps", tasks.Paced.STEPS)
@@ -159,9 +160,13 @@ def sections(times):
     return found
 
 
-def plain_loop(facts):
-    """The same net, pace and optimizer as somebody writes it by hand; the loss is asked for every 10 steps."""
+def plain_loop(facts, wraps):
+    """The same net, pace and optimizer as somebody writes it by hand; the loss is asked for every 10 steps.
+
+    ``wraps``: in DDP, which looks for unused parameters as ours does.
+    """
     import torch
+    from torch.nn.parallel import DistributedDataParallel
 
     from tests.gpu import tasks
 
@@ -169,6 +174,9 @@ def plain_loop(facts):
     task = tasks.Normed()
     device = torch.device(device_name())
     model = task.build_model().to(device)
+    if wraps:
+        by_hand.join(by_hand.memory_store(), 0)
+        model = DistributedDataParallel(model, find_unused_parameters=True)
     data = task.build_datasets().train
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not rehearses())
     times = []
@@ -193,8 +201,9 @@ def plain_loop(facts):
 
 def _saves(facts, folder):
     """What saves of a large state cost training: seconds blocked, first and later ones."""
-    steps = 14
-    words = ["num_workers=0", "--max-steps", steps, "save_every_steps=5", "keep_last=1"]
+    steps = 60
+    words = ["num_workers=0", "--max-steps", steps, "save_every_steps=20", "keep_last=1"]
+    words += ["task.pace_s=0.2"]
     words += ["task.on_cpu=true"] if rehearses() else []
     run = Launch(folder / "large", *words, task="Large", world=1)
     finish([run], limit_s=min(SAVES_S, facts.left_s - 3))

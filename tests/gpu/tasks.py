@@ -240,8 +240,8 @@ def pace_of(step):
 class Large(Normed):
     """4 GB of state with its optimizer; 40 MB where the command is only tried out."""
 
-    def __init__(self, *, on_cpu=False):
-        super().__init__()
+    def __init__(self, *, on_cpu=False, pace_s=0.0):
+        super().__init__(pace_s=pace_s)
         self._wide = 1800 if on_cpu else 18_000
 
     def build_model(self):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import gc
 import os
 import pickle
 import queue
@@ -236,7 +237,7 @@ class WorkerPool:
     def _start(self, source: PackedSource, keys: Iterator[Key], settings: PoolSettings) -> Any:
         others = set(active_children())
         try:
-            with warnings.catch_warnings(), run_signals_held():
+            with warnings.catch_warnings(), run_signals_held(), garbage_kept() as collects:
                 # A rank has threads; the workers touch nothing of theirs.
                 warnings.filterwarnings("ignore", "This process.*fork", DeprecationWarning)
                 # More workers than cores were asked for; the start lines say so.
@@ -252,6 +253,7 @@ class WorkerPool:
                         rank=settings.rank,
                         rank_pid=os.getpid(),
                         stacks=self._stacks,
+                        collects=collects,
                         then=source.enter_worker,
                     ),
                     multiprocessing_context="fork",
@@ -454,16 +456,40 @@ def run_signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def garbage_kept() -> Iterator[bool]:
+    """Hold the garbage collector back while workers are forked; yields whether it was on.
+
+    A worker that collects what its rank has left destroys tensors of a GPU that it cannot use, and
+    CUDA's error in a destructor ends the process.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield was_on
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class WorkerStart:
     """The ``worker_init_fn`` of a rank's loader workers, which are forked from that rank."""
 
     def __init__(
-        self, *, rank: int, rank_pid: int, stacks: int, then: Callable[[int], None]
+        self,
+        *,
+        rank: int,
+        rank_pid: int,
+        stacks: int,
+        collects: bool,
+        then: Callable[[int], None],
     ) -> None:
+        """``collects``: whether the worker's garbage collector is on. ``stacks``: the file that stacks go to."""
         self._rank = rank
+        self._collects = collects
         self._then = then  # what the worker's source has to do
         self._rank_pid = rank_pid
-        self._stacks = stacks  # the file that its stack goes to, where it is asked for
+        self._stacks = stacks
 
     def __call__(self, worker: int) -> None:
         """Set up worker number ``worker``; runs in the worker, once."""
@@ -471,6 +497,9 @@ class WorkerStart:
         # Broken if: the workers are forked by anything but the rank's own process.
         # Guarded by: test_no_worker_outlives_a_killed_rank.
         parent_death.die_with_parent(self._rank_pid)
+        gc.freeze()  # what the rank has left is never destroyed here
+        if self._collects:
+            gc.enable()
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         parent_death.set_process_name(f"loader {self._rank}.{worker}")
         for number in IGNORED:
