@@ -30,6 +30,7 @@ from ddp_runner.training.loaders import waiting
 from ddp_runner.training.local_runtime import LocalRuntime, local_runtime
 from ddp_runner.training.phase_times import timed
 from ddp_runner.training.prepare import begin_start, prepare
+from ddp_runner.training.rank_client import engine_of
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.ready_objects import Objects, ReadyObjects
 from ddp_runner.training.runtime import RankInfo, Runtime
@@ -148,8 +149,8 @@ class DDPTrainer:
         with contextlib.ExitStack() as ending:
             parts, run_id = self._prepare(ending)
             self._parts = parts
-            task = TaskClient(parts)
-            self._engine = engine = Engine(parts, task, run_id=run_id)
+            task = TaskClient(parts, run_id)
+            self._engine = engine = engine_of(task, parts)
             ending.enter_context(engine)
             for micro_batches in engine.steps():
                 with engine.step() as step:

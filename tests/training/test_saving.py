@@ -28,7 +28,7 @@ from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.save_room import SaveRoom
 from ddp_runner.training.saving import Saving
-from ddp_runner.training.step import Votes
+from ddp_runner.training.session import Votes
 from ddp_runner.training.workload import Workload
 from tests.checkpoint.states import facts_of
 from tests.collective.joining import join

@@ -16,30 +16,25 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind, rank_list
 from ddp_runner.core.phases import Phase
-from ddp_runner.training.agreeing import (
-    agree_on_weights,
-    change_tuning,
-    exchange_tuning,
-    recalled,
-)
-from ddp_runner.training.components.tuning import Tuning, free_memory
+from ddp_runner.training.agreeing import agree_on_weights
+from ddp_runner.training.components.tuning import free_memory
 from ddp_runner.training.exactness.first_step import report_inexact
-from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.steps import LoopSteps
-from ddp_runner.training.session import StepMaker
+from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
+from ddp_runner.training.session import Makers
 from ddp_runner.training.train_report import TrainReport, finished_message, report_of
 
 
-class LoopClient:
+class LoopClient(RankClient):
     """Implements :class:`~ddp_runner.training.engine.Client` for a loop, from the rank's start to its end."""
 
-    def __init__(self, parts: LoopParts, loop: OwnLoop) -> None:
-        self._parts = parts
+    _parts: LoopParts
+
+    def __init__(self, parts: LoopParts, run_id: str, loop: OwnLoop) -> None:
+        super().__init__(parts, run_id)
         self._loop = loop
-        self._runtime = parts.runtime
-        self._changed: Tuning | None = None  # until the ranks have agreed on it
         self.steps: LoopSteps | None = None  # of the newest generation
         self.reason: StopReason | None = None  # why training has ended, once it has
         self.report: TrainReport | None = None  # of that
@@ -77,9 +72,9 @@ class LoopClient:
 
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on whether DDP looks for unused parameters."""
-        state = self._parts.state
-        changed = self._changed or (recalled(state, self._runtime) if is_first else None)
-        state.tuning = exchange_tuning(group, state.tuning, changed=changed)
+        super().agree(group, is_first=is_first)
+        state, learnt = self._parts.state, self._learnt(is_first=is_first)
+        state.tuning = exchange_tuning(group, state.tuning, changed=learnt)
         self._changed = None
         self._compare_data(group)
 
@@ -98,10 +93,11 @@ class LoopClient:
                 " numbers, or seed what makes it",
             )
 
-    def enter(self, group: Group, guard: NumericsGuard) -> StepMaker:
+    def enter(self, group: Group) -> Makers:
         """Wrap the module for the steps of a generation."""
+        guard = self._guard(group)
         self.steps = steps = LoopSteps(self._parts, self._loop, group=group, guard=guard)
-        return steps
+        return Makers(maker=steps, guard=guard, side=self._side(group))
 
     def repaired(self, fault: Fault) -> Fault:
         """Have DDP look for unused parameters; a lack of memory is not this process's to repair."""
