@@ -37,10 +37,9 @@ from ddp_runner.training.own_loop.batches import (
     why_alike,
     why_spawned,
 )
-from ddp_runner.training.own_loop.client import LoopClient
+from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.loop_setup import LoopSetup
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
 from ddp_runner.training.own_loop.misuse import is_guarded, misuse, user_frame, user_line
 from ddp_runner.training.own_loop.net import AttachedModule
