@@ -32,8 +32,8 @@ KERNEL = (
     *("supervisor.node_keeper", "supervisor.head_count", "supervisor.signal_box"),
     *("supervisor.run_facts", "supervisor.run_context", "core.settings.recovery", "start"),
     *("supervisor.processes", "supervisor.recovery", "training.engine", "training.session"),
-    *("training.commit", "training.guard", "training.agreeing", "training.state", "training.step"),
-    *("training.durable",),
+    *("training.commit", "training.agreeing", "training.durable", "training.failure"),
+    *("training.runtime",),
 )
 
 # Rooms that are to know nothing of the other: how many imports still do.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 
@@ -62,3 +63,13 @@ class Moment(Enum):
     REDUCING = "reducing"  # in ``reduce``: this rank's last all-reduce of the step is under way
     REDUCED = "reduced"  # in ``reduce``: the sums are there, rank 0's buffers are not
     COMMIT = "commit"  # in ``optimizer``: the board says dirty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DueActions:
+    """The actions of every rank at a boundary, in this order."""
+
+    compare: bool
+    log: bool
+    evaluate: bool
+    save: bool

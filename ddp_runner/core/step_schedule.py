@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ddp_runner.core.phases import DueActions
 from ddp_runner.core.settings import CheckpointSettings, LogSettings, Settings
 
 SAVE_BACKOFF_MAX = 16  # intervals
@@ -65,16 +66,6 @@ def warmup_of(steps: float | Literal["auto"], *, schedule_steps: int) -> int:
     if steps == "auto":
         return min(_WARMUP_STEPS, schedule_steps // _WARMUP_PART)
     return steps_of(steps, of=schedule_steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DueActions:
-    """The actions of every rank at a boundary, in this order."""
-
-    compare: bool
-    log: bool
-    evaluate: bool
-    save: bool
 
 
 def due_after(

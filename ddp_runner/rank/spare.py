@@ -40,8 +40,9 @@ from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
+from ddp_runner.training.session import Votes
 from ddp_runner.training.state import DataState, Trained, TrainState, Watches
-from ddp_runner.training.step import Stepper, StepRules, Votes
+from ddp_runner.training.step import Stepper, StepRules
 from ddp_runner.values.generators import generators_kept
 
 _WIDTH = 8

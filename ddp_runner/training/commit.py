@@ -1,21 +1,92 @@
 """The two halves of every commit: when the state may change, and what makes the change count.
 
-Whoever trains makes the update between them. Computes no gradient and updates no weight.
+Whoever trains makes the update between them. Computes no gradient and updates no weight. :class:`State` is all
+that the ranks' agreement, commit and repair know of what is trained.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ddp_runner.collective.loss_module import Signal
-from ddp_runner.collective.replica import Replica
+from ddp_runner.collective.replica import Relaid, Replica
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.phases import Moment, Phase
-from ddp_runner.training.state import TrainState
+
+
+class Buffers(Relaid, Protocol):
+    """The buffers of a model, which forward writes."""
+
+    def live(self) -> list[Tensor]:
+        """Return the buffers that are rank 0's on every rank after a step."""
+        ...
+
+
+class State(Protocol):
+    """Everything that a step changes on one rank.
+
+    ``committed_step`` counts the steps that count; EMPTY_STEP: the state is nothing yet, and must be received.
+    ``boundary_done_step``: up to which due evaluations and saves are made. ``is_in_doubt``: a comparison has
+    just found that it differs from others'.
+    """
+
+    committed_step: int
+    samples: int
+    boundary_done_step: int
+    is_in_doubt: bool
+
+    @property
+    def buffers(self) -> Buffers:
+        """The buffers of the model."""
+        ...
+
+    @property
+    def is_calm(self) -> bool:
+        """True if the newest steps were applied: a later roll-back to this state helps."""
+        ...
+
+    @property
+    def is_at_goal(self) -> bool:
+        """True if a step has reached what the run is for, before its last step."""
+        ...
+
+    @property
+    def is_spent(self) -> bool:
+        """True if an evaluation has found that more steps do not help."""
+        ...
+
+    def before_change(self) -> None:
+        """Return once nobody reads in the background what a step changes; whoever changes it calls this first."""
+        ...
+
+    def change_begins(self) -> None:
+        """Note what the step has made until its update."""
+        ...
+
+    def change_ends(self, step: int, *, applied: bool, all_used: bool) -> None:
+        """Keep what ``step`` has made besides its update; what it wrote is put back where it is not ``applied``."""
+        ...
+
+    def drop_unfinished_step(self) -> None:
+        """Forget what an unfinished step has changed."""
+        ...
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state by name; references, which are valid until the next update."""
+        ...
+
+    def to_write_over(self) -> dict[str, Any] | None:
+        """Return the tensors that a received state may be written into; None while this state counts."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a captured state. Until that is complete, ``committed_step`` is EMPTY_STEP."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +106,7 @@ class Commit:
     """Takes the steps of one replica over the change of the state. Every rank calls both halves."""
 
     def __init__(
-        self, state: TrainState, replica: Replica, *, slot: Slot, watch_use: bool = False
+        self, state: State, replica: Replica, *, slot: Slot, watch_use: bool = False
     ) -> None:
         """``watch_use``: count the steps in a row in which every parameter was used."""
         self._state = state
@@ -96,18 +167,14 @@ class Commit:
         # Broken if: the optimizer runs outside the two stores.
         # Guarded by: test_half_updated_weights_never_spread.
         self._slot.set(Cell.DIRTY, 1)
-        self._state.buffers.notice()
+        self._state.change_begins()
 
     def end_change(self, agreed: Agreed, *, applied: bool, samples: int) -> None:
         """The update is over, or was left out where it is not ``applied``: the step counts."""
         state = self._state
-        if applied:
-            state.buffers.keep()
-        else:
-            state.buffers.drop()
-        state.all_used_steps = state.all_used_steps + 1 if agreed.all_used else 0
-        state.committed_step += 1
+        step = state.committed_step + 1
+        state.change_ends(step, applied=applied, all_used=agreed.all_used)
+        state.committed_step = step
         state.samples += samples
-        state.side.keep(state.committed_step)
         self._slot.set(Cell.COMMITTED_STEP, state.committed_step)
         self._slot.set(Cell.DIRTY, 0)

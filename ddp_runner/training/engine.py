@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from ddp_runner.collective.device import prove_device
 from ddp_runner.collective.group import Group, joined
@@ -23,22 +27,14 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.events import Faulted, RankFormed
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import REPAIRED_BY_RANK, Fault, FaultKind, ReportedFaultError
+from ddp_runner.core.messages import Ready
 from ddp_runner.core.phases import Phase
-from ddp_runner.data.loader import MicroBatch
-from ddp_runner.memory.reclaim import empty_device_cache
-from ddp_runner.training.agreeing import bring_to_newest
-from ddp_runner.training.audit import GenerationMembers
+from ddp_runner.training.agreeing import Peer, bring_to_newest
+from ddp_runner.training.commit import State
 from ddp_runner.training.durable import Durable, Trust
-from ddp_runner.training.exactness.first_step import SideComparison, report_lost
 from ddp_runner.training.failure import drop_frames, fault_of
-from ddp_runner.training.guard import NumericsGuard
-from ddp_runner.training.loaders import collective_timeout_s
-from ddp_runner.training.rank_context import RankParts
-from ddp_runner.training.runtime import Generation
-from ddp_runner.training.save_room import ROOM_SHARE_MAX
-from ddp_runner.training.session import Session, StepInHand, StepMaker
-from ddp_runner.training.stage_begin import OtherStageError, leave_for
-from ddp_runner.training.train_report import ready_message
+from ddp_runner.training.runtime import Generation, Runtime
+from ddp_runner.training.session import Makers, Session, StepInHand
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -50,20 +46,30 @@ OF_NO_USE = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_I
 
 
 class Client(Protocol):
-    """The loop that the engine runs, and what is trained there. Every rank calls its methods at the same places."""
+    """The loop that the engine runs, and what is trained there. Every rank calls its methods at the same places.
+
+    ``is_first``: this process has trained in no generation yet.
+    """
+
+    def ready(self, *, is_first: bool) -> Ready:
+        """Say with what this rank could join the next generation."""
+        ...
 
     def compare(self, group: Group) -> None:
         """Compare with the other ranks what must be alike before one has another's state."""
         ...
 
-    def agree(self, group: Group, *, is_first: bool) -> None:
-        """Agree with the other ranks, which have the same state by now, on what else they need alike.
-
-        ``is_first``: this process has trained in no generation yet.
-        """
+    def share(
+        self, group: Group, peers: Sequence[Peer], *, is_source: bool, is_first: bool
+    ) -> None:
+        """Do what must be done before the newest state is handed on, which this rank has if ``is_source``."""
         ...
 
-    def enter(self, group: Group, guard: NumericsGuard) -> StepMaker:
+    def agree(self, group: Group, *, is_first: bool) -> None:
+        """Agree with the other ranks, which have the same state by now, on what else they need alike."""
+        ...
+
+    def enter(self, group: Group) -> Makers:
         """Get ready to make steps in a generation."""
         ...
 
@@ -71,29 +77,42 @@ class Client(Protocol):
         """Change what keeps this rank from doing the step, where that is in its hands; the fault then."""
         ...
 
+    def recovered(self) -> None:
+        """The device answers after a fault: give back what the step that broke has left there."""
+        ...
+
     def conclude(self, group: Group, reason: StopReason) -> None:
         """Take in that training has ended, with the other ranks."""
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The device of a rank, and how it joins groups: no collective waits for longer than ``timeout_s``."""
+
+    device: torch.device
+    backend: str
+    timeout_s: float
+
+
 class Engine:
     """Forms, repairs and ends what ``client`` trains. To be closed, as a context manager."""
 
-    def __init__(self, parts: RankParts, client: Client, *, run_id: str) -> None:
-        """``run_id``: of the run that is resumed, if one is."""
-        self._parts = parts
+    def __init__(
+        self, client: Client, *, state: State, runtime: Runtime, durable: Durable, place: Place
+    ) -> None:
+        """``state``: of what ``client`` trains."""
         self._client = client
-        self._run_id = run_id
-        self._state = parts.state
-        self._runtime = parts.runtime
-        self._durable: Durable = parts.saving
-        self._rank = parts.runtime.rank_info.rank
+        self._state = state
+        self._runtime = runtime
+        self._durable = durable
+        self._place = place
+        self._rank = runtime.rank_info.rank
         self._generation: Generation | None = None  # the newest, which may have been left
         self._session: Session | None = None  # of the generation that this rank is in
         self._step: StepInHand | None = None  # in there, between its beginning and the next one's
         self._held = contextlib.ExitStack()  # what is to be left with that generation
         self._fault: Fault | None = None  # for which the last one was left; the runtime knows it
-        self._members: GenerationMembers | None = None  # of the newest that this process was in
         self.error: Exception | None = (
             None  # for which the newest was left, where nobody repairs it
         )
@@ -133,7 +152,7 @@ class Engine:
         assert self._generation is not None, "there is none before the first"
         return self._generation
 
-    def steps(self) -> Iterator[list[MicroBatch]]:
+    def steps(self) -> Iterator[list[Any]]:
         """Yield this rank's share of each step, until the end of the run or an agreed stop.
 
         Whatever is due between steps is done before. After a step that broke, the next generation is
@@ -164,8 +183,9 @@ class Engine:
             self._break_off(error)
 
     def _next_generation(self) -> Generation:
-        ready = ready_message(self._parts, self._run_id, is_first=not self._has_trained)
-        generation = self._runtime.next_generation(ready)
+        generation = self._runtime.next_generation(
+            self._client.ready(is_first=not self._has_trained)
+        )
         if generation is None:
             fault = self._durable.end(None)
             assert fault is not None, "the run is given up"
@@ -186,44 +206,40 @@ class Engine:
 
     def _form(self, generation: Generation) -> Session:
         """Join ``generation``, stand where its ranks stand, and get ready for its first step."""
-        parts, state, slot = self._parts, self._state, self._runtime.slot
+        slot, is_first = self._runtime.slot, not self._has_trained
         began_s = time.monotonic()
         slot.set(Cell.GENERATION, generation.membership.generation)
         slot.stamp(Phase.FORMING, time.monotonic_ns())
-        timeout_s = collective_timeout_s(parts.settings, is_watched=self._runtime.is_watched)
         group = self._held.enter_context(
             joined(
                 generation.membership,
                 link=generation.link,
-                backend=parts.workload.backend,
-                device=parts.workload.device,
-                timeout_s=timeout_s,
+                backend=self._place.backend,
+                device=self._place.device,
+                timeout_s=self._place.timeout_s,
                 switch=generation.switch,
             )
         )
         joined_s = time.monotonic()
         self._client.compare(group)
-        brought = bring_to_newest(
-            group, parts, self._durable, members=self._members, has_trained=self._has_trained
+        source = bring_to_newest(
+            group,
+            self._state,
+            self._runtime,
+            self._durable,
+            share=partial(self._client.share, group, is_first=is_first),
         )
-        self._members = brought.members
-        if not self._has_trained:
-            state.trained_since = state.committed_step
-        if state.buffers.frozen_bytes():
-            room_bytes = ROOM_SHARE_MAX * parts.memory.room_bytes()
-            state.hold_frozen(room_bytes=room_bytes / self._runtime.rank_info.local_world_size)
         transferred_s = time.monotonic()
-        self._client.agree(group, is_first=not self._has_trained)
+        self._client.agree(group, is_first=is_first)
         number = generation.membership.generation
         session = self._open_session(group)
-        report_lost(parts)
         slot.stamp(Phase.FORMING, time.monotonic_ns())
         self._runtime.report(
             RankFormed(
                 rank=self._rank,
                 generation=number,
-                committed_step=state.committed_step,
-                source=brought.source,
+                committed_step=self._state.committed_step,
+                source=source,
                 group_s=joined_s - began_s,
                 transfer_s=transferred_s - joined_s,
                 rebuild_s=time.monotonic() - transferred_s,
@@ -235,27 +251,14 @@ class Engine:
 
     def _open_session(self, group: Group) -> Session:
         """Have the client get ready to make steps in ``group``; what is opened is closed with the generation."""
-        parts = self._parts
-        guard = NumericsGuard(
-            group,
-            settings=parts.settings,
-            state=self._state,
-            durable=self._durable,
-            runtime=self._runtime,
-        )
-        maker = self._client.enter(group, guard)
+        makers = self._client.enter(group)
         self._session = session = Session(
-            self._state,
-            self._runtime,
-            self._durable,
-            group=group,
-            guard=guard,
-            maker=maker,
-            side=SideComparison(parts, is_first=group.rank == 0),
+            self._state, self._runtime, self._durable, group=group, makers=makers
         )
         self._held.callback(self._close_session)
         self._has_trained = True
-        maker.settle()
+        makers.maker.settle()
+        makers.side.report_lost()
         return session
 
     def _close_session(self) -> None:
@@ -272,8 +275,6 @@ class Engine:
 
     def _break_off(self, error: Exception) -> None:
         """Leave the generation because of ``error`` and report it; what its step has changed is put back."""
-        if isinstance(error, OtherStageError):
-            leave_for(error.stage, self._runtime)
         # Without a supervisor it ends the program, as what it is.
         self.error = None if self._runtime.is_watched else error
         fault = self._leave(error)
@@ -335,8 +336,5 @@ class Engine:
             return
         if not self._runtime.survives(fault):
             raise ReportedFaultError(fault)
-        device = self._parts.workload.device
-        prove_device(device, rank=self._rank, step=self._state.committed_step)
-        empty_device_cache(device)  # NCCL takes its buffers from outside torch's cache
-        # Which reads from the device: not before that has let go of the generation.
-        self._state.precision.drop_unfinished_step()
+        prove_device(self._place.device, rank=self._rank, step=self._state.committed_step)
+        self._client.recovered()

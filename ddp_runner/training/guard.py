@@ -34,8 +34,8 @@ from ddp_runner.training.components.tensor_hash import combined, state_hashes
 from ddp_runner.training.durable import Durable, Trust
 from ddp_runner.training.exactness.state_hashes import StateHashing
 from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.session import StepResult
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.step import StepResult
 
 INDICES_SHOWN = 16
 ROLLBACKS_WITHOUT_MAJORITY_MAX = 2  # to one checkpoint; what then differs again differs every time

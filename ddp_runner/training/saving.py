@@ -39,6 +39,7 @@ from ddp_runner.training.progress import Progress
 from ddp_runner.training.resume import newest_to_restore, restore_newest
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.save_room import SaveRoom
+from ddp_runner.training.stage_begin import OtherStageError, leave_for
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import Workload, versions
 
@@ -161,7 +162,10 @@ class Saving:
 
     def give_back(self) -> None:
         """Implement the port: what :func:`restore_newest` finds."""
-        loaded = restore_newest(self._settings, self._workload, self._state, self._store)
+        try:
+            loaded = restore_newest(self._settings, self._workload, self._state, self._store)
+        except OtherStageError as error:
+            leave_for(error.stage, self._runtime)
         self.policy.needed_one()
         if loaded is not None:
             self._disk_faults.report_unusable(self._store, loaded)

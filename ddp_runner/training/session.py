@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 from ddp_runner.collective.group import Group, collectives_begun
 from ddp_runner.collective.waiting import waiting_for_peers
@@ -19,15 +19,50 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError
-from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import DueActions
-from ddp_runner.data.loader import MicroBatch
+from ddp_runner.core.phases import DueActions, Phase
+from ddp_runner.training.commit import State
 from ddp_runner.training.durable import Durable, Keep, Owed
-from ddp_runner.training.exactness.first_step import SideComparison
-from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.runtime import Runtime
-from ddp_runner.training.state import TrainState
-from ddp_runner.training.step import StepResult, Votes, WrapAgainError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Votes:
+    """What a rank wants to happen after the step; one rank is enough."""
+
+    stop: StopReason | None = None
+    save: bool = False
+    copy: bool = False  # in memory, without a file: only rank 0 votes for that
+    news: bool = False  # what it follows is to be compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """A committed step, but for ``waited_ns`` the same on every rank.
+
+    ``applied`` is False for a step that was skipped, because it was not finite or, as ``explosion``
+    then says, far above the steps before it; ``overflowed``: because the loss scale was too high.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+    explosion: str
+    overflowed: bool
+    loss_scale: float | None = None  # that it was computed with, in fp16
+    broken_ranks: tuple[int, ...]  # whose own loss or gradient was not finite, or far too high
+    waited_ns: int = field(compare=False)  # this rank's own, for its peers in the reduction
+    wanted: Votes = Votes()  # by some rank, which is enough for all
+    parts: Mapping[str, float] = field(default_factory=dict)  # named numbers beside the loss
+    without_weight: bool = False  # skipped: no sample of any rank counts
+
+
+class WrapAgainError(Exception):
+    """DDP has to wrap again, and the step is done again.
+
+    Forward has changed which parameters require a gradient, or the loss has other numbers beside it.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +72,7 @@ class StepInHand:
     ``result`` is for whoever makes it to set. It stays None where the state is now an older one.
     """
 
-    micro_batches: list[MicroBatch]
+    micro_batches: list[Any]  # this rank's share, of which only the client knows more
     votes: Votes
     began_ns: int
     waited_ns: int  # for its data
@@ -83,7 +118,7 @@ class StepMaker(Protocol):
         """Say what is due once ``step`` steps are committed."""
         ...
 
-    def take(self, step: int) -> list[MicroBatch]:
+    def take(self, step: int) -> list[Any]:
         """Give this rank's share of ``step``; blocks until it is loaded."""
         ...
 
@@ -112,27 +147,73 @@ class StepMaker(Protocol):
         ...
 
 
+class ReplicaGuard(Protocol):
+    """Compares the replicas of a generation. Every rank calls its methods at the same boundaries."""
+
+    compared_s: float  # the last comparison of :meth:`compare_replicas`
+
+    def begin_comparison(self) -> None:
+        """Compare the state as it is now, while the next step is computed; it changes only after the verdict."""
+        ...
+
+    def compare_replicas(self) -> bool:
+        """Compare now, and return True if the state is an older one after it. Raises FaultError on an odd rank."""
+        ...
+
+    def close(self) -> None:
+        """The generation ends: a comparison without a verdict gets none."""
+        ...
+
+
+class SideWatch(Protocol):
+    """What each rank has beside the model, which steps change and a replaced rank may lack."""
+
+    @property
+    def has_news(self) -> bool:
+        """True if ranks have to compare what they have beside the model."""
+        ...
+
+    def mine(self) -> dict[str, Any]:
+        """Return what the other ranks need to know, as plain values."""
+        ...
+
+    def compare(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Take in what :meth:`mine` returned on each rank."""
+        ...
+
+    def report_lost(self) -> None:
+        """Say what could not be kept over the repair, or the resume, with which the generation begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Makers:
+    """Who makes, compares and watches the steps of one generation."""
+
+    maker: StepMaker
+    guard: ReplicaGuard
+    side: SideWatch
+
+
 class Session:
     """Trains inside one generation until the run's end, a stop, or a fault that leaves as exception."""
 
     def __init__(
         self,
-        state: TrainState,
+        state: State,
         runtime: Runtime,
         durable: Durable,
         *,
         group: Group,
-        guard: NumericsGuard,
-        maker: StepMaker,
-        side: SideComparison,
+        makers: Makers,
     ) -> None:
         self._state = state
         self._runtime = runtime
         self._durable = durable
         self.group = group
-        self._guard = guard
-        self._maker = maker
-        self._side = side
+        self._guard = makers.guard
+        self._maker = makers.maker
+        self._side = makers.side
         self._step: StepInHand | None = None
         self.reason = StopReason.COMPLETED  # why training ended, once it has
         self._evaluated_step = EMPTY_STEP  # for whose evaluation the run ends, if it does
@@ -173,7 +254,7 @@ class Session:
                 stop=stop,
                 save=votes.file,
                 copy=votes.copy,
-                news=self._state.side.has_news,
+                news=self._side.has_news,
             ),
             began_ns=began_ns,
             aside_ns=self._aside_ns(),
@@ -215,7 +296,7 @@ class Session:
 
     def _take_up(self) -> StopReason | None:
         """Prepare for the first step of a generation, or for the end of training after a roll-back."""
-        if self._state.monitor.target_reached:  # by the run that is being resumed
+        if self._state.is_at_goal:  # by the run that is being resumed
             return StopReason.COMPLETED
         self._runtime.slot.set(Cell.COLLECTIVES, collectives_begun())
         return self._make_up()
@@ -230,7 +311,7 @@ class Session:
         save_now = self._may_save(wanted=due.save or result.wanted.save)
         if result.wanted.news or save_now or due.compare:
             self._compare_side()
-        copy_now = not save_now and result.wanted.copy and self._state.monitor.is_calm
+        copy_now = not save_now and result.wanted.copy and self._state.is_calm
         return self._run_due(
             evaluate_now=due.evaluate,
             save_now=save_now,
@@ -273,7 +354,7 @@ class Session:
 
     def _may_save(self, *, wanted: bool) -> bool:
         """Not amid skipped steps: a roll-back would lead into them again. It is made up for later."""
-        if wanted and not self._state.monitor.is_calm:
+        if wanted and not self._state.is_calm:
             self._durable.keep(Keep.LATER)
             return False
         return wanted
@@ -303,7 +384,7 @@ class Session:
             max(wanted for _, _, wanted, *_ in answers) > answers[0][3]
         )  # with the rank 0 before
         evaluate_now = is_undone and due.evaluate
-        if self._state.improvement.is_over and not evaluate_now:  # a run that has ended, or was to
+        if self._state.is_spent and not evaluate_now:  # a run that has ended, or was to
             return StopReason.COMPLETED
         save_now = self._may_save(wanted=(is_undone and due.save) or answers[0][1] or is_lost)
         return self._run_due(

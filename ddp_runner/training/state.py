@@ -136,6 +136,34 @@ class TrainState:
         for released in self.readers:
             released()
 
+    def change_begins(self) -> None:
+        """Note which buffers the step has made; the update comes next."""
+        self.buffers.notice()
+
+    def change_ends(self, step: int, *, applied: bool, all_used: bool) -> None:
+        """Keep what ``step`` has made besides its update; of one that is not ``applied`` buffers are put back."""
+        if applied:
+            self.buffers.keep()
+        else:
+            self.buffers.drop()
+        self.all_used_steps = self.all_used_steps + 1 if all_used else 0
+        self.side.keep(step)
+
+    @property
+    def is_calm(self) -> bool:
+        """True if no skipped step is among the newest ones."""
+        return self.monitor.is_calm
+
+    @property
+    def is_at_goal(self) -> bool:
+        """True if the loss has reached its target."""
+        return self.monitor.target_reached
+
+    @property
+    def is_spent(self) -> bool:
+        """True if the monitored figure has not improved for too long."""
+        return self.improvement.is_over
+
     @property
     def own_step(self) -> int:
         """Steps committed in this stage; all, without stages."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ddp_runner.training.commit import Commit
 from ddp_runner.training.components.loss_spikes import Limits
 from ddp_runner.training.components.lr_schedule import apply_learning_rate, learning_rate
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
+from ddp_runner.training.session import StepResult, Votes, WrapAgainError
 from ddp_runner.training.state import TrainState
 from ddp_runner.values.generators import seed_step
 
@@ -52,47 +53,7 @@ class StepRules:
         return 2.0 ** -(self.global_batch - 1).bit_length()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Votes:
-    """What a rank wants to happen after the step; one rank is enough."""
-
-    stop: StopReason | None = None
-    save: bool = False
-    copy: bool = False  # in memory, without a file: only rank 0 votes for that
-    news: bool = False  # what it follows is to be compared
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """A committed step, but for ``waited_ns`` the same on every rank.
-
-    ``applied`` is False for a step that was skipped, because it was not finite or, as ``explosion``
-    then says, far above the steps before it; ``overflowed``: because the loss scale was too high.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    applied: bool
-    explosion: str
-    overflowed: bool
-    loss_scale: float | None = None  # that it was computed with, in fp16
-    broken_ranks: tuple[int, ...]  # whose own loss or gradient was not finite, or far too high
-    waited_ns: int = field(compare=False)  # this rank's own, for its peers in the reduction
-    wanted: Votes = Votes()  # by some rank, which is enough for all
-    parts: Mapping[str, float] = field(default_factory=dict)  # named numbers beside the loss
-    without_weight: bool = False  # skipped: no sample of any rank counts
-
-
 _NOTHING_WANTED, _NO_LIMITS = Votes(), Limits()
-
-
-class WrapAgainError(Exception):
-    """DDP has to wrap again, and the step is done again.
-
-    Forward has changed which parameters require a gradient, or the loss has other numbers beside it.
-    """
 
 
 class SparseGradientError(Exception):

@@ -14,22 +14,18 @@ from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.collective.group import Group
 from ddp_runner.config.identity import task_has_changed
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.events import TuningChanged
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.recovery import is_short_for_steps
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.data.order import ORDER_VERSION
-from ddp_runner.training.agreeing import (
-    agree_on_tuning,
-    agree_on_weights,
-    change_tuning,
-    recalled,
-)
+from ddp_runner.training.agreeing import agree_on_weights
 from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.compiling import Compiler
-from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory
+from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory, repair_tuning
 from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.final_weights import (
@@ -40,17 +36,17 @@ from ddp_runner.training.final_weights import (
     swapped_in,
 )
 from ddp_runner.training.given import give_average
-from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loaders import make_loader, open_quarantine
 from ddp_runner.training.preloading import preloaded
 from ddp_runner.training.prepare import Kept, StageClock
 from ddp_runner.training.profiling import step_profile
 from ddp_runner.training.progress import Progress
+from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.resume import TakenUp, is_complete
 from ddp_runner.training.runtime import Runtime
-from ddp_runner.training.step import StepResult, Votes
+from ddp_runner.training.session import Makers, StepResult, Votes
 from ddp_runner.training.task_steps import TaskSteps
 from ddp_runner.training.train_report import TrainReport, finished_message, report_of
 from ddp_runner.training.workload import build_workload
@@ -157,16 +153,16 @@ class TaskSetup:
         )
 
 
-class TaskClient:
+class TaskClient(RankClient):
     """Implements :class:`~ddp_runner.training.engine.Client` for a Task, from the rank's start to its end."""
 
-    def __init__(self, parts: TaskParts) -> None:
-        self._parts = parts
-        self._runtime = parts.runtime
+    _parts: TaskParts
+
+    def __init__(self, parts: TaskParts, run_id: str) -> None:
+        super().__init__(parts, run_id)
         self._rank_info = parts.runtime.rank_info
         self._steps: TaskSteps | None = None  # of the newest generation
         self._short_of_memory_in = self._rank_info.short_of_memory_in
-        self._changed_tuning: Tuning | None = None  # until the ranks have agreed on it
         self.report: TrainReport | None = None  # once training has ended
 
     def train_step(self, micro_batches: list[MicroBatch], *, votes: Votes) -> StepResult | None:
@@ -180,20 +176,21 @@ class TaskClient:
 
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on the tuning, and take over what is known of bad samples."""
+        super().agree(group, is_first=is_first)
         agree_on_tuning(
             group,
             self._parts,
-            changed=self._changed_tuning
-            or (recalled(self._parts.state, self._runtime) if is_first else None),
+            changed=self._learnt(is_first=is_first),
             short_of_memory_in=self._short_of_memory_in,
         )
-        self._changed_tuning, self._short_of_memory_in = None, ""
+        self._changed, self._short_of_memory_in = None, ""
         open_quarantine(self._parts, is_first=is_first)
 
-    def enter(self, group: Group, guard: NumericsGuard) -> TaskSteps:
+    def enter(self, group: Group) -> Makers:
         """Wrap the model for the steps of a generation."""
-        self._steps = TaskSteps(self._parts, group=group, guard=guard)
-        return self._steps
+        guard = self._guard(group)
+        self._steps = steps = TaskSteps(self._parts, group=group, guard=guard)
+        return Makers(maker=steps, guard=guard, side=self._side(group))
 
     def repaired(self, fault: Fault) -> Fault:
         """Ask for less memory, or have DDP search for unused parameters; the fault says if it was in vain."""
@@ -206,7 +203,7 @@ class TaskClient:
         )
         if changed is None:
             return beyond_repair(fault, self._parts.settings.ddp)
-        self._changed_tuning = changed
+        self._changed = changed
         return fault
 
     def conclude(self, group: Group, reason: StopReason) -> None:
@@ -236,3 +233,59 @@ class TaskClient:
             model = model or give_average(parts.state.model, parts.state.ema)
             report = replace(report, model=model)
         self.report = report
+
+
+def agree_on_tuning(
+    group: Group, parts: TaskParts, *, changed: Tuning | None, short_of_memory_in: str
+) -> None:
+    """Take what suits every rank, and cut this rank's share accordingly. Every rank must call it.
+
+    ``changed``: what this rank has just changed for a fault of its own; the state that it received
+    since then, where the others had gone on without it, knows nothing of that.
+    ``short_of_memory_in``: the phase in which this rank's predecessor ended for lack of memory, if it
+    did, so that it asks for half.
+    Raises FaultError (OUT_OF_MEMORY) where that cannot be halved.
+    """
+    state = parts.state
+    mine = _halved(parts, short_of_memory_in) if short_of_memory_in else state.tuning
+    state.tuning = exchange_tuning(group, mine, changed=changed)
+    shares = parts.settings.data.shares
+    if shares and shares != "auto":
+        # By the ranks of the launch: of those that are left each keeps its own.
+        places = group.exchange("place", str(parts.runtime.rank_info.rank))
+        parts.drills.shares = tuple(shares[int(place)] for place in places)
+        parts.loader.use_shares(parts.drills.shares)
+    parts.loader.assign(
+        rank=group.rank,
+        world_size=group.world_size,
+        micro_batch_size=state.tuning.micro_batch_size,
+    )
+
+
+def _halved(parts: TaskParts, phase: str) -> Tuning:
+    """Return the tuning with which this rank avoids the lack of memory that ended its predecessor."""
+    state, runtime = parts.state, parts.runtime
+    fault = Fault(
+        kind=FaultKind.OUT_OF_MEMORY,
+        rank=runtime.rank_info.rank,
+        step=state.committed_step,
+        cause="this rank ended for lack of memory, with single samples",
+        phase=phase,
+        at_ns=time.monotonic_ns(),
+        may_retry=False,
+    )
+    change = repair_tuning(fault, state.tuning, samples=parts.loader.share_samples)
+    if change is None:
+        raise FaultError(fault)
+    runtime.logger.warning(f"the process before this one ran out of memory: {change.action}")
+    runtime.report(
+        TuningChanged(
+            rank=fault.rank,
+            step=fault.step,
+            action=change.action,
+            inexact_reason=change.inexact_reason,
+            fault_free=True,
+            plain_retry=change.plain_retry,
+        )
+    )
+    return change.tuning

@@ -19,9 +19,9 @@ from ddp_runner.core.events import TuningChanged
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import DueActions, Phase
 from ddp_runner.core.run_stages import is_first_generation, uses_best
-from ddp_runner.core.step_schedule import DueActions, due_by_settings
+from ddp_runner.core.step_schedule import due_by_settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.audit import open_audit
 from ddp_runner.training.batch_copy import copy_ahead
@@ -34,8 +34,8 @@ from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.phase_times import phase_values
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.runtime import Runtime
-from ddp_runner.training.session import Outcome, StepInHand
-from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes, WrapAgainError
+from ddp_runner.training.session import Outcome, StepInHand, StepResult, Votes, WrapAgainError
+from ddp_runner.training.step import Stepper, StepRules
 from ddp_runner.training.use_figures import UseFigures, tokens_per_sample
 
 WRAPS_MAX = 3  # of one step

@@ -16,9 +16,10 @@ from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat
 from ddp_runner.core.events import Faulted
 from ddp_runner.core.faults import FaultKind
-from ddp_runner.training import engine
-from ddp_runner.training.engine import Engine
-from ddp_runner.training.runtime import LocalRuntime, RankInfo
+from ddp_runner.training import rank_client
+from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.rank_client import engine_of
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.task_client import TaskClient
 from tests.processes import run_ranks
 
@@ -120,7 +121,7 @@ def test_what_breaks_goes_no_further_and_comes_again(tmp_path, broken, formed_at
 
 def _train_and_note(me, config):
     noted = []
-    engine.empty_device_cache = lambda device: noted.append(device.type)
+    rank_client.empty_device_cache = lambda device: noted.append(device.type)
     return *_train(me, config), noted
 
 
@@ -165,8 +166,8 @@ def _left_early(me, config):
     with contextlib.ExitStack() as ending:
         trainer = DDPTrainer(config=config, runtime=Reforming(config))
         parts, run_id = trainer._prepare(ending)
-        task = TaskClient(parts)
-        with Engine(parts, task, run_id=run_id) as engine:
+        task = TaskClient(parts, run_id)
+        with engine_of(task, parts) as engine:
             for micro_batches in engine.steps():
                 began.append((parts.state.committed_step, micro_batches[0].indices))
                 with engine.step() as step:

@@ -27,8 +27,8 @@ from ddp_runner.training import saving as training_saving
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.durable import Trust
 from ddp_runner.training.guard import NumericsGuard
-from ddp_runner.training.runtime import LocalRuntime
-from ddp_runner.training.step import StepResult
+from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.session import StepResult
 from ddp_runner.training.task import Datasets
 from tests.collective.joining import join
 from tests.processes import hosted_store, poll, ranks, run_ranks

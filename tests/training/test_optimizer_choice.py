@@ -16,7 +16,7 @@ from ddp_runner.core.settings import OptimSettings
 from ddp_runner.training.components.optimizer import build_optimizer, bytes_to_come, take_in
 from ddp_runner.training.fitting import misfit
 from ddp_runner.training.last_save import checkpoint_bytes
-from ddp_runner.training.step import Votes
+from ddp_runner.training.session import Votes
 from ddp_runner.values.generators import seed_step
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks

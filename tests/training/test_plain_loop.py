@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_runner.training.components.lr_schedule import learning_rate
-from ddp_runner.training.step import Votes
+from ddp_runner.training.session import Votes
 from ddp_runner.values.generators import seed_step
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks

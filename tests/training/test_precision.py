@@ -10,7 +10,7 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.training.components import precision as choosing
 from ddp_runner.training.components.precision import Precision, cpu_has_fast_bf16
-from ddp_runner.training.step import Votes
+from ddp_runner.training.session import Votes
 from ddp_runner.values.generators import seed_step
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks

@@ -19,7 +19,8 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
-from ddp_runner.training.step import StepRules, Votes, own_share
+from ddp_runner.training.session import Votes
+from ddp_runner.training.step import StepRules, own_share
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks
 

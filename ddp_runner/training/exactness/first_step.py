@@ -229,6 +229,22 @@ class SideComparison:
         self._side = parts.state.side
         self._is_first = is_first
 
+    @property
+    def has_news(self) -> bool:
+        """True if a step has changed something that no comparison has covered."""
+        return self._side.has_news
+
+    def report_lost(self) -> None:
+        """Say what of a step that is done again, or of a rank that is replaced, could not be kept."""
+        parts, side = self._parts, self._side
+        if lost := parts.state.take_lost():
+            report_lost_names(parts, lost)
+        if side.took_over:
+            report_inexact(parts, f"{named(side.took_over)}, {_NOT_ITS_OWN} {_what_came(parts)}")
+        if side.doubtful:
+            report_inexact(parts, f"{named(side.doubtful)}, {_NOT_SEEN} {_what_came(parts)}")
+        side.took_over, side.doubtful = [], []
+
     def mine(self) -> dict[str, Any]:
         """Return the facts about this rank that the other ranks need."""
         self._side.look_again(whole=True)
@@ -256,18 +272,6 @@ class SideComparison:
         if any(answer["was_received"] for answer in answers):
             what = f"{named(new)}, {_NOT_ITS_OWN} {_what_came(self._parts)}"
             report_inexact(self._parts, what)
-
-
-def report_lost(parts: RankParts) -> None:
-    """Say what of a step that is done again, or of a rank that is replaced, could not be kept."""
-    lost, side = parts.state.take_lost(), parts.state.side
-    if lost:
-        report_lost_names(parts, lost)
-    if side.took_over:
-        report_inexact(parts, f"{named(side.took_over)}, {_NOT_ITS_OWN} {_what_came(parts)}")
-    if side.doubtful:
-        report_inexact(parts, f"{named(side.doubtful)}, {_NOT_SEEN} {_what_came(parts)}")
-    side.took_over, side.doubtful = [], []
 
 
 def report_lost_names(parts: RankParts, lost: list[str]) -> None:

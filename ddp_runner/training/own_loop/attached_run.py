@@ -37,15 +37,15 @@ from ddp_runner.training.own_loop.batches import (
     why_alike,
     why_spawned,
 )
-from ddp_runner.training.own_loop.client import LoopClient
+from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.loop_setup import LoopSetup
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
 from ddp_runner.training.own_loop.misuse import is_guarded, misuse, user_frame, user_line
 from ddp_runner.training.own_loop.net import AttachedModule
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.prepare import begin_start, prepare
+from ddp_runner.training.rank_client import engine_of
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.train_report import TrainReport
 from ddp_runner.values.generators import seed_all
@@ -253,11 +253,11 @@ class AttachedRun:
         self._variables = LoopVariables(
             is_kept=lambda value: id(value) in kept or isinstance(value, (_Steps, AttachedModule))
         )
-        self._client = LoopClient(parts, self._loop)
+        self._client = LoopClient(parts, run_id, self._loop)
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
         atexit.register(self._leave)
-        self._engine = self._held.enter_context(Engine(parts, self._client, run_id=run_id))
+        self._engine = self._held.enter_context(engine_of(self._client, parts))
         return _Steps(self, self._engine.steps(), accumulate=accumulate)
 
     def step(self) -> _Block:

@@ -1,4 +1,4 @@
-"""A loop of the user's own as the engine's client: what its ranks compare, agree on and end with.
+"""A loop of the user's own as the engine's client: is built of what the loop has kept, compares, agrees and ends.
 
 Its steps in one generation are ``steps.py``'s.
 """
@@ -8,38 +8,200 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
+
+from ddp_runner import config
+from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
+from ddp_runner.config.identity import TOTAL_STEPS
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind, rank_list
+from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, Monitor, highest_refused
 from ddp_runner.core.phases import Phase
-from ddp_runner.training.agreeing import (
-    agree_on_weights,
-    change_tuning,
-    exchange_tuning,
-    recalled,
-)
-from ddp_runner.training.components.tuning import Tuning, free_memory
+from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.core.step_schedule import RunLength
+from ddp_runner.data.order import SampleOrder
+from ddp_runner.training.agreeing import agree_on_weights
+from ddp_runner.training.components.tuning import free_memory
 from ddp_runner.training.exactness.first_step import report_inexact
-from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.loaders import make_loader
+from ddp_runner.training.own_loop.batches import (
+    GivenBatches,
+    KeptLoader,
+    OwnBatches,
+    SafeBatches,
+    batch_size_of,
+    digest_in_memory,
+)
 from ddp_runner.training.own_loop.declared import OwnLoop
-from ddp_runner.training.own_loop.parts import LoopParts
+from ddp_runner.training.own_loop.kept import KeptState
+from ddp_runner.training.own_loop.parts import Batches, LoopParts
 from ddp_runner.training.own_loop.steps import LoopSteps
-from ddp_runner.training.session import StepMaker
+from ddp_runner.training.prepare import Kept
+from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
+from ddp_runner.training.resume import TakenUp
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.session import Makers
+from ddp_runner.training.task import Datasets
 from ddp_runner.training.train_report import TrainReport, finished_message, report_of
+from ddp_runner.training.workload import Workload, backend_of, versions
+
+ARGUMENTS = "the arguments of the program"
 
 
-class LoopClient:
+class LoopSetup:
+    """Implements :class:`~ddp_runner.training.prepare.Setup` for a loop: builds its state from what it has kept."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        loop: OwnLoop,
+        given: GivenBatches,
+        *,
+        arguments: str,
+        on_wait: Callable[[], None],
+    ) -> None:
+        """Build the order, the state and the workload. ``arguments``: of the program, as text.
+
+        Raises BadInputError for what cannot be trained.
+        """
+        _refuse_evaluations(settings)
+        self._runtime = runtime
+        self._given = given
+        self._on_wait = on_wait
+        info, batches = runtime.rank_info, given.batches
+        device = torch.device(info.device)
+        if isinstance(batches, KeptLoader):
+            size, share = len(batches.dataset), batches.batch_size * batches.accumulate
+            data = replace(settings.data, batch_size=share, micro_batch_size=batches.batch_size)
+            settings = replace(settings, data=data)
+        else:  # in batches, where nobody knows how large they are
+            share = batch_size_of(batches) * given.accumulate
+            size = given.length.steps_per_epoch * info.world_size * share
+        order = SampleOrder(
+            seed=settings.run.seed, dataset_size=size, global_batch_size=share * info.world_size
+        )
+        self.settings = settings
+        self.state = KeptState(
+            loop.kept,
+            settings=settings,
+            device=device,
+            dataset_size=size,
+            find_unused_parameters=loop.ddp.find_unused_parameters is True,
+        )
+        _refuse_unsavable(self.state)
+        self.workload = Workload(
+            order=order,
+            length=given.length,
+            global_batch=order.global_batch_size,
+            device=device,
+            backend=backend_of(settings, device),
+            resume_key={"run.seed": settings.run.seed, "ranks": info.world_size},
+            recipe=_recipe(runtime, given.length, arguments=arguments),
+            settings_digest=config.digest(settings),
+            monitor=Monitor(by_evaluations=False),
+            parameters=sum(one.numel() for one in self.state.model.parameters()),
+        )
+        self._data_digest = digest_in_memory(batches)
+
+    def take_in(self, start: TakenUp) -> None:
+        """Take in nothing more than what the state has."""
+
+    def open_loader(self) -> Batches:
+        """Open a Loader over the dataset of ``run.loader()``, or go through the loop's own batches."""
+        settings, runtime, batches = self.settings, self._runtime, self._given.batches
+        if isinstance(batches, KeptLoader):
+            datasets = Datasets(train=batches.dataset, collate=batches.collate_fn)
+            loader = make_loader(
+                settings, self.workload, datasets, self.state, runtime, on_wait=self._on_wait
+            )
+            self._loader: Batches = SafeBatches(loader)
+            return self._loader
+        self._loader = OwnBatches(
+            self._given,
+            seed=settings.run.seed,
+            rank=runtime.rank_info.rank,
+            say=runtime.logger.info,
+            warn=runtime.logger.warning,
+            alive=self._on_wait,
+            begins=lambda: runtime.slot.stamp(Phase.DATA_BEGIN, time.monotonic_ns()),
+        )
+        return self._loader
+
+    def seen_data(self) -> Mapping[str, JsonValue]:
+        """Return nothing: a loop's data is compared by its digest, which the state has."""
+        return {}
+
+    def parts(self, kept: Kept) -> LoopParts:
+        """Return all that the rank trains with."""
+        return LoopParts(
+            data_digest=self._data_digest,
+            settings=self.settings,
+            workload=self.workload,
+            state=self.state,
+            loader=self._loader,
+            memory=kept.memory,
+            store=kept.store,
+            runtime=self._runtime,
+            progress=kept.progress,
+            saving=kept.saving,
+            device=kept.device,
+        )
+
+
+def _refuse_evaluations(settings: Settings) -> None:
+    """Refuse settings about evaluations: a loop evaluates by itself, and nothing here knows the results."""
+    wanted = settings.checkpoint.monitor
+    if wanted not in (AUTO, TRAIN_LOSS):
+        expected = (
+            "a loop of one's own has no evaluation that is known here: take train_loss or auto"
+        )
+        raise BadInputError("checkpoint.monitor", wanted, expected)
+    if settings.checkpoint.mode == "max":
+        raise highest_refused(TRAIN_LOSS)
+    for key, is_on in (
+        ("run.load_best_at_end", settings.run.load_best_at_end),
+        ("log.evaluate_at_start", settings.log.evaluate_at_start),
+    ):
+        if is_on:
+            raise BadInputError(key, "true", "is for a task: leave it out of a loop of one's own")
+
+
+def _refuse_unsavable(state: KeptState) -> None:
+    try:
+        stored_bytes(state.capture())
+    except TypeError as error:  # said now, not at the first save
+        raise BadInputError(
+            "run.keep()", "", f"what is kept cannot be saved: its {error}"
+        ) from error
+
+
+def _recipe(runtime: Runtime, length: RunLength, *, arguments: str) -> dict[str, JsonValue]:
+    """Return the values of which a change gives the same run other weights."""
+    info = runtime.rank_info
+    return {
+        TOTAL_STEPS: length.total_steps,
+        "device": torch.device(info.device).type,
+        "threads per rank": torch.get_num_threads() if info.device == "cpu" else 0,
+        "torch": versions()["torch"],
+        ARGUMENTS: arguments,
+    }
+
+
+class LoopClient(RankClient):
     """Implements :class:`~ddp_runner.training.engine.Client` for a loop, from the rank's start to its end."""
 
-    def __init__(self, parts: LoopParts, loop: OwnLoop) -> None:
-        self._parts = parts
+    _parts: LoopParts
+
+    def __init__(self, parts: LoopParts, run_id: str, loop: OwnLoop) -> None:
+        super().__init__(parts, run_id)
         self._loop = loop
-        self._runtime = parts.runtime
-        self._changed: Tuning | None = None  # until the ranks have agreed on it
         self.steps: LoopSteps | None = None  # of the newest generation
         self.reason: StopReason | None = None  # why training has ended, once it has
         self.report: TrainReport | None = None  # of that
@@ -77,9 +239,9 @@ class LoopClient:
 
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on whether DDP looks for unused parameters."""
-        state = self._parts.state
-        changed = self._changed or (recalled(state, self._runtime) if is_first else None)
-        state.tuning = exchange_tuning(group, state.tuning, changed=changed)
+        super().agree(group, is_first=is_first)
+        state, learnt = self._parts.state, self._learnt(is_first=is_first)
+        state.tuning = exchange_tuning(group, state.tuning, changed=learnt)
         self._changed = None
         self._compare_data(group)
 
@@ -98,10 +260,11 @@ class LoopClient:
                 " numbers, or seed what makes it",
             )
 
-    def enter(self, group: Group, guard: NumericsGuard) -> StepMaker:
+    def enter(self, group: Group) -> Makers:
         """Wrap the module for the steps of a generation."""
+        guard = self._guard(group)
         self.steps = steps = LoopSteps(self._parts, self._loop, group=group, guard=guard)
-        return steps
+        return Makers(maker=steps, guard=guard, side=self._side(group))
 
     def repaired(self, fault: Fault) -> Fault:
         """Have DDP look for unused parameters; a lack of memory is not this process's to repair."""

@@ -26,8 +26,8 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics
-from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import DueActions, due_by_settings
+from ddp_runner.core.phases import DueActions, Phase
+from ddp_runner.core.step_schedule import due_by_settings
 from ddp_runner.training.commit import Agreed, Commit
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.exactness.kept_kinds import Kept
@@ -36,8 +36,8 @@ from ddp_runner.training.own_loop.declared import LOSS, OwnLoop, RepeatStep
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.save_room import ROOM_SHARE_MAX
-from ddp_runner.training.session import Outcome, StepInHand
-from ddp_runner.training.step import StepResult, Votes, agreed_votes, as_signals
+from ddp_runner.training.session import Outcome, StepInHand, StepResult, Votes
+from ddp_runner.training.step import agreed_votes, as_signals
 from ddp_runner.training.use_figures import memory_figures
 from ddp_runner.values.generators import seed_step
 
