@@ -61,7 +61,7 @@ STANDBY = Role(
 )
 SPARE = Role(
     name="spare",
-    module="ddp_runner.rank.spare",
+    module="ddp_runner.features.spare.child",
     fork=ForkKind.SPARE,
     spec=SpareSpec,
     runs_user_code=True,

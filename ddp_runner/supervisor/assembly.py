@@ -13,13 +13,13 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
+from ddp_runner.features.spare.parent import SpareKeeper
 from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.supervisor.features.drills import DrillKeeper
 from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
-from ddp_runner.supervisor.features.spare_keeper import SpareKeeper
 from ddp_runner.supervisor.features.stage_change import StageChange
 from ddp_runner.supervisor.loop import Agent, Loop
 from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy

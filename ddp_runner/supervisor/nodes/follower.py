@@ -52,8 +52,8 @@ from ddp_runner.core.node_messages import (
 )
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.wire import WireError, by_name, name_of
+from ddp_runner.features.spare.parent import SpareKeeper
 from ddp_runner.observe.console import LogTail, Shown
-from ddp_runner.supervisor.features.spare_keeper import SpareKeeper
 from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
 from ddp_runner.supervisor.ports import Turn
 from ddp_runner.supervisor.processes.children import Ended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.spare import (
+from ddp_runner.features.spare.rules import (
     BEGIN_TIMEOUT_S,
     BUILDS_MIN_S,
     LOST_BUILDING_MAX,

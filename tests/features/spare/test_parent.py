@@ -6,7 +6,7 @@ import pytest
 
 from ddp_runner.core import helper_roles as roles
 from ddp_runner.core.faults import FaultKind
-from ddp_runner.core.spare import BEGIN_TIMEOUT_S
+from ddp_runner.features.spare.rules import BEGIN_TIMEOUT_S
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import FORK_S, SPARE, TICK_S, WARM_S
 

@@ -6,9 +6,9 @@ import pytest
 
 from ddp_runner.core import helper_roles as roles
 from ddp_runner.core.board import Cell
+from tests.features.spare.test_parent import another
 from tests.supervisor.judging import assert_done
 from tests.supervisor.simulated import SPARE, TICK_S
-from tests.supervisor.test_spare import another
 
 
 def takes_long_to_build(run, *, rank_bytes=2**30):

@@ -31,8 +31,8 @@ from ddp_runner.core.messages import Fork
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.features.spare.building import Built, build, first_to_end, spare_children
 from ddp_runner.rank import process
-from ddp_runner.rank.building import Built, build, first_to_end, spare_children
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.training.components.loss_monitor import LossMonitor

@@ -12,7 +12,7 @@ from ddp_runner.core.helper_roles import SPARE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import NO_PROCESS, Forked
-from ddp_runner.core.spare import (
+from ddp_runner.features.spare.rules import (
     LOST_BUILDING_MAX,
     builds_ahead,
     must_give_back,
