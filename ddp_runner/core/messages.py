@@ -292,11 +292,14 @@ class RestartProgress:
 class Fork:
     """Supervisor -> zygote: fork a process of this kind. Supervisor -> spare: become that rank.
 
-    ``rank``, ``local_rank``: -1 where it is none. Descriptors come along.
+    ``module``: its ``main()`` is the process; empty: that of a rank. ``is_dispensable``: the run goes on where it
+    cannot be forked. ``rank``, ``local_rank``: -1 where it is none. Descriptors come along.
     """
 
     token: int
     kind: ForkKind
+    module: str = ""
+    is_dispensable: bool = False
     rank: int = -1
     local_rank: int = -1
     spec: Spec = field(default_factory=NothingMore)

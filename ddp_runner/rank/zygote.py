@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_runner import start
+from ddp_runner import installed, start
 from ddp_runner.core.events import ZygoteReady
 from ddp_runner.core.fork_specs import ForkKind, ImportsSpec
-from ddp_runner.core.helper_roles import FORKED, ROLE_OF, STORE
+from ddp_runner.core.helper_roles import FORKED, STORE
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked
 from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
@@ -100,6 +100,8 @@ def preload_for_programs(kind: str, modules: Sequence[str]) -> float:
     gc.disable()
     for name in _PRELOADED_FOR[kind]:
         importlib.import_module(name)
+    if kind == ZYGOTE_OF_LOOPS:
+        installed.parts("child")
     was_fit = not what_forks_inherit()
     for name in modules:
         importlib.import_module(name)
@@ -123,6 +125,7 @@ def preload(task: str) -> float:
     gc.disable()  # looking for garbage while importing takes a quarter of the time, for 7 MB
     for name in _PRELOADED:
         importlib.import_module(name)
+    installed.parts("child")
     from ddp_runner.training.fork_safety import make_forks_safe  # noqa: PLC0415 - imports torch
 
     make_forks_safe()
@@ -215,8 +218,7 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
         try:
             pid = fork_to_supervisor(supervisor_pid, run)
         except OSError:
-            role = ROLE_OF.get(message.kind)
-            if role is None or not role.is_dispensable:
+            if not message.is_dispensable:
                 raise
             pid = NO_PROCESS
         for descriptor in descriptors:
@@ -228,12 +230,11 @@ def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
     """Run the work that a fork is for, and return its exit code."""
     if request.kind is ForkKind.STANDBY:
         return stand_by(*inherited, supervisor_pid=supervisor_pid)
-    role, program = ROLE_OF.get(request.kind), _PROGRAMS.get(request.kind)
+    program = _PROGRAMS.get(request.kind)
     if program is not None:
         run = importlib.import_module(program).run
         raise ProgramBegins(lambda: int(run(request, inherited)))
-    module = importlib.import_module(_RANK if role is None else role.module)
-    return int(module.main(request, inherited))
+    return int(importlib.import_module(request.module or _RANK).main(request, inherited))
 
 
 def stand_by(channel_descriptor: int, output: int, *, supervisor_pid: int) -> int:

@@ -13,9 +13,9 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
-from ddp_runner.features.spare.parent import SpareKeeper
 from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary
+from ddp_runner.supervisor import around
 from ddp_runner.supervisor.features.drills import DrillKeeper
 from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.features.folders import FolderKeeper
@@ -30,7 +30,7 @@ from ddp_runner.supervisor.nodes.coordinator import (
 )
 from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
-from ddp_runner.supervisor.ports import HelperPolicy, Host
+from ddp_runner.supervisor.ports import HelperPolicy, Host, Observer
 from ddp_runner.supervisor.processes.children import end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
@@ -74,9 +74,9 @@ class Assembly:
     start: Start
     drills: DrillKeeper
     savers: SaverKeeper
-    spares: SpareKeeper
     injector: FaultInjector
     stages: StageChange
+    features: tuple[Observer, ...]
 
     @property
     def plan(self) -> LaunchPlan:
@@ -86,7 +86,8 @@ class Assembly:
     @property
     def spare(self) -> dict[str, object]:
         """What the process holds that waits to become a rank; empty if there is none."""
-        return self.spares.shown
+        shown = (one.shown().get("spare") for one in self.features)
+        return dict(next(filter(None, shown), {}))
 
     def tidy_up(self) -> None:
         """Remove what the run has left on disk, and take up what it has saved; every process has ended."""
@@ -124,7 +125,16 @@ def assembled(
     repair = Repair(run, cutting=cutting, injections_left=injector.left_for)
     drills = DrillKeeper(plan, node=node, recorder=recorder)
     savers = SaverKeeper(plan, node=node, recorder=recorder, clock=clock)
-    spares = SpareKeeper(plan, node=node, world=world, recorder=recorder, repair=repair)
+    features = around.observers(
+        around.OfRun(
+            plan=plan,
+            node=node,
+            world=world,
+            recorder=recorder,
+            repair=repair,
+            machine=run.machine,
+        )
+    )
     stages = StageChange(
         plan, node, repair=repair, recorder=recorder, others=(drills,), clock=clock
     )
@@ -140,13 +150,13 @@ def assembled(
         start=start,
         cutting=cutting,
         repair=repair,
-        keeper=_keeper(run, node, repair, policies=(spares, drills, savers)),
+        keeper=_keeper(run, node, repair, policies=(*around.policies(features), drills, savers)),
         run_end=RunEnd(run, start=start, cutting=cutting, owed=savers.owed),
         opening=RunBegin(
             recorder, directories, plan=lambda: stages.plan, shown_bytes=start.shown_bytes
         ),
         stages=stages,
-        observers=(drills, savers, injector, spares, stages),
+        observers=(drills, savers, injector, *features, stages),
         goes_on_behind=plan.loop is not None,
     )
     return Assembly(
@@ -156,9 +166,9 @@ def assembled(
         start=start,
         drills=drills,
         savers=savers,
-        spares=spares,
         injector=injector,
         stages=stages,
+        features=features,
     )
 
 

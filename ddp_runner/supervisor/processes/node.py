@@ -26,7 +26,7 @@ from ddp_runner.core.fork_specs import (
     SpareSpec,
     Spec,
 )
-from ddp_runner.core.helper_roles import SPARE, STANDBY, STORE, Role
+from ddp_runner.core.helper_roles import STANDBY, STORE, Role
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message, encode
 from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
@@ -233,8 +233,14 @@ class Node:
     @property
     def has_spare(self) -> bool:
         """True if a process waits that may become a rank."""
-        spare = self.helper(SPARE)
+        spare = self._spare
         return spare is not None and self._is_warm(spare) and self.fits(spare)
+
+    @property
+    def _spare(self) -> Helper | None:
+        """The process that waits to become a rank, whoever has asked for it."""
+        helpers = self._helpers.values()
+        return next((one for one in helpers if one.role.fork is ForkKind.SPARE), None)
 
     def forked_helper(self, forked: Forked) -> Helper | None:
         """Return the helper whose fork the zygote reports; None if none is waited for."""
@@ -486,7 +492,7 @@ class Node:
 
     def _spare_becomes(self, process: RankProcess, request: Fork, descriptors: list[int]) -> bool:
         """Have it become a rank. False where that needs an ordinary fork: it is gone, or has built something else."""
-        spare = self.helper(SPARE)
+        spare = self._spare
         if spare is None or not self.has_spare or not isinstance(request.spec, RankSpec):
             return False
         assert spare.pid is not None
