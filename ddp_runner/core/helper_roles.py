@@ -61,7 +61,7 @@ STANDBY = Role(
 
 DRILL = Role(
     name="drill",
-    module="ddp_runner.rank.drill",
+    module="ddp_runner.features.proof.child",
     fork=ForkKind.DRILL,
     runs_user_code=True,
 )

@@ -13,10 +13,10 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
+from ddp_runner.features.proof.parent import DrillKeeper
 from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.supervisor import around
-from ddp_runner.supervisor.features.drills import DrillKeeper
 from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.features.saver_keeper import SaverKeeper

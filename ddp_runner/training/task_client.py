@@ -21,6 +21,7 @@ from ddp_runner.core.recovery import is_short_for_steps
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.data.order import ORDER_VERSION
+from ddp_runner.features.proof.notes import Drills
 from ddp_runner.training.agreeing import (
     agree_on_tuning,
     agree_on_weights,
@@ -30,7 +31,6 @@ from ddp_runner.training.agreeing import (
 from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory
-from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.final_weights import (
     BestWeights,
