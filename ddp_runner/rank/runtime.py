@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.checkpoint.disk import Disk
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership, collectives_begun
 from ddp_runner.collective.loss import Loss
@@ -51,6 +50,7 @@ from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.fenced_disk import FencedDisk, may_not_publish
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.disk import Disk
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.run_files import open_to_append, open_to_append_anywhere
 from ddp_runner.training.runtime import Generation, RankInfo, without_secrets_in

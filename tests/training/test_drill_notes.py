@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.drill import STATE_FOLDER, folder_name
 from ddp_runner.core.messages import DrillPart
+from ddp_runner.system.disk import RealDisk
 from ddp_runner.system.run_files import temporary_path
 from ddp_runner.training.exactness import drill_notes
 from ddp_runner.training.exactness.drill_notes import Drills
