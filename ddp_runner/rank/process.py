@@ -20,16 +20,14 @@ from ddp_runner.core.faults import ReportedFaultError
 from ddp_runner.core.fork_specs import RankSpec, Surroundings
 from ddp_runner.core.messages import Fork
 from ddp_runner.core.phases import Phase
-from ddp_runner.observe.files import lossy_text
-from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.exit_functions import run_exit_functions
-from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
+from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime, lossy_text
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.interfaces import interface_of, interface_to
 from ddp_runner.training.failure import fault_of
-from ddp_runner.training.runtime import RankInfo
+from ddp_runner.training.runtime import Log, RankInfo
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 
@@ -49,7 +47,7 @@ def linked(
     request: Fork,
     descriptors: list[int],
     *,
-    logger: DDPLogger,
+    logger: Log,
     output: StartupOutput,
     folder: Path,
     timeout_s: float,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import signal
@@ -12,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership, collectives_begun
@@ -46,14 +47,16 @@ from ddp_runner.core.messages import (
     WriteCopy,
     brief,
 )
-from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.fenced_disk import FencedDisk, may_not_publish
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.disk import Disk
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.run_files import open_to_append, open_to_append_anywhere
-from ddp_runner.training.runtime import Generation, RankInfo, without_secrets_in
+from ddp_runner.training.runtime import Generation, Log, RankInfo, without_secrets_in
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class StartupOutput:
@@ -105,6 +108,34 @@ class StartupOutput:
         os.close(log)
 
 
+class _LossyOutput(io.RawIOBase):
+    """A descriptor that takes what the disk has room for and drops the rest."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def lossy_text(descriptor: int) -> TextIO:
+    """A line-buffered text stream for what a process prints: a full disk never ends a run there."""
+    writer = io.BufferedWriter(_LossyOutput(descriptor))
+    return io.TextIOWrapper(
+        writer, encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
 ASK_AGAIN_S = 1.0  # for what came of an order
 
 
@@ -128,7 +159,7 @@ class SupervisedRuntime:
         *,
         rank_info: RankInfo,
         slot: Slot,
-        logger: DDPLogger,
+        logger: Log,
         output: StartupOutput,
         link: StoreLink,
         owner: FolderOwner | None = None,
