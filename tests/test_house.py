@@ -39,7 +39,7 @@ KERNEL = (
     ),
     *("supervisor.processes", "supervisor.recovery", "training.engine", "training.session"),
     *("training.commit", "training.guard", "training.agreeing", "training.state", "training.step"),
-    *("training.durable",),
+    *("training.durable", "training.runtime"),
 )
 
 # Rooms that are to know nothing of the other: how many imports still do.

@@ -50,9 +50,9 @@ from ddp_runner.core.messages import (
     Stacks,
 )
 from ddp_runner.core.phases import Phase
-from ddp_runner.observe.files import ends_torn, lossy_text
+from ddp_runner.observe.files import ends_torn
 from ddp_runner.observe.logger import HELD_BACK, format_record
-from ddp_runner.rank.runtime import StartupOutput, write_stacks
+from ddp_runner.rank.runtime import StartupOutput, lossy_text, write_stacks
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.start import IMPORTED_BY_PYTHON
 from ddp_runner.system import parent_death

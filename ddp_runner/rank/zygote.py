@@ -35,7 +35,7 @@ STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
 # Whose main() is a rank, and whose run() one that is a program of the user's own.
-_RANK = "ddp_runner.rank.process"
+_RANK = "ddp_runner.rank.trained"
 _PROGRAMS = {
     ForkKind.SCRIPT: "ddp_runner.rank.script",
     ForkKind.LOOP: "ddp_runner.rank.attached",

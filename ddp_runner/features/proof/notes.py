@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ddp_runner.checkpoint.background import BackgroundSaver
-from ddp_runner.checkpoint.disk import Disk
 from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.group import Group
@@ -38,6 +37,7 @@ from ddp_runner.features.proof.rules import (
     number_of_drill,
 )
 from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.system.disk import Disk
 from ddp_runner.system.run_files import replace_file
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.saving import Saving
