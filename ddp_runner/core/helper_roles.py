@@ -14,9 +14,9 @@ from ddp_runner.core.fork_specs import (
     ForkKind,
     ImportsSpec,
     NothingMore,
+    ProgramSpec,
     RankSpec,
     SaverSpec,
-    ScriptSpec,
     SpareSpec,
     Spec,
 )
@@ -113,7 +113,7 @@ ROLE_OF = {role.fork: role for role in FORKED}
 SPEC_OF: dict[ForkKind, type[Spec]] = {
     ForkKind.RANK: RankSpec,
     ForkKind.LOOP: RankSpec,
-    ForkKind.SCRIPT: ScriptSpec,
+    ForkKind.PROGRAM: ProgramSpec,
     ForkKind.IMPORTS: ImportsSpec,
     **{role.fork: role.spec for role in FORKED if role.fork is not None},
 }
