@@ -14,9 +14,9 @@ from ddp_runner.core.fork_specs import (
     ForkKind,
     ImportsSpec,
     NothingMore,
+    ProgramSpec,
     RankSpec,
     SaverSpec,
-    ScriptSpec,
     SpareSpec,
     Spec,
 )
@@ -99,7 +99,7 @@ FORKED = (STORE, STANDBY, DRILL, SAVER)
 SPEC_OF: dict[ForkKind, type[Spec]] = {
     ForkKind.RANK: RankSpec,
     ForkKind.LOOP: RankSpec,
-    ForkKind.SCRIPT: ScriptSpec,
+    ForkKind.PROGRAM: ProgramSpec,
     ForkKind.IMPORTS: ImportsSpec,
     ForkKind.STORE: NothingMore,
     ForkKind.STANDBY: NothingMore,
