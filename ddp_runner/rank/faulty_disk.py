@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import time
@@ -103,6 +104,19 @@ class FaultyDisk(FencedDisk):
         step = step_of(target.name) if target.suffix == ".pt" else None
         if step is not None:
             self._folder, self._cells[_NEWEST] = target.parent, step + 1
+
+
+def shared_trouble(path: str) -> memoryview | None:
+    """Map the disk faults that a rank shares with its writer process; None if nothing is shared."""
+    if not path:
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # the supervisor has just ended, and so does this process
+        return None
+    memory = mmap.mmap(descriptor, 0)
+    os.close(descriptor)
+    return memoryview(memory)
 
 
 def _manifest_of(path: Path) -> Path:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +16,61 @@ from torch import nn
 
 from ddp_runner.collective.loss import Loss, times
 from ddp_runner.core.board import Cell, Slot
-from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind
+from ddp_runner.core.events import Injected
+from ddp_runner.core.fork_specs import RankSpec
+from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind, parse_injection
+from ddp_runner.core.messages import Inject
 from ddp_runner.core.phases import Moment, Phase
-from ddp_runner.rank.faulty_disk import FaultyDisk
+from ddp_runner.core.settings import Settings
+from ddp_runner.rank.faulty_disk import FaultyDisk, shared_trouble
+from ddp_runner.rank.runtime import SupervisedRuntime
 
 FOREVER_S = 1e6
 SPIKE_FACTOR = 1e4
 UNHEARD_OF_BYTES = 1 << 62  # more than any address space: the system refuses it at once
+
+
+def surround_rank(runtime: SupervisedRuntime, settings: Settings, spec: RankSpec) -> None:
+    """Have a rank of a run with ``--inject`` carry out what is still to come; nothing in any other run."""
+    if not settings.run.inject:
+        return
+    rank, slot = runtime.rank_info.rank, runtime.slot
+    disk = FaultyDisk(
+        runtime.may_not_publish,
+        trouble=shared_trouble(spec.saver_trouble) if rank == 0 else None,
+        folder=Path(settings.run.checkpoint_dir),
+    )
+
+    def announce(number: int, kind: InjectKind) -> None:
+        step, phase = slot.get(Cell.STEP), slot.read().phase.label
+        runtime.report(Injected(rank=rank, number=number, kind=kind.value, step=step, phase=phase))
+
+    injecting = InjectingSlot(
+        slot,
+        _still_to_come(settings, spec),
+        announce=announce,
+        loader_pids=lambda: runtime.loader_pids,
+        disk=disk,
+    )
+
+    def inject(message: Inject) -> None:
+        injecting.inject_soon(InjectKind(message.kind), number=message.number)
+
+    runtime.disk, runtime.slot, runtime.change_loss = disk, injecting, injecting.ruinous
+    runtime.answer[Inject] = inject
+
+
+def _still_to_come(settings: Settings, spec: RankSpec) -> dict[int, Injection]:
+    """Return the injections of ``--inject`` that this rank has left, but for those that the data holds."""
+    return {
+        number: replace(injection, times=left)
+        for number, left in spec.injections_left.items()
+        if isinstance(
+            injection := parse_injection(settings.run.inject[number], world_size=spec.world_size),
+            Injection,
+        )
+        and injection.kind is not InjectKind.BAD_SAMPLE  # training/loaders.py
+    }
 
 
 class InjectedError(RuntimeError):

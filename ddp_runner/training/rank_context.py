@@ -10,9 +10,9 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.device_progress import DeviceProgress
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import Loader
+from ddp_runner.features.proof.notes import Drills
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.compiling import Compiler
-from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.profiling import StepProfile
 from ddp_runner.training.progress import Progress

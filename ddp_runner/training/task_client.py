@@ -22,11 +22,11 @@ from ddp_runner.core.recovery import is_short_for_steps
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.data.order import ORDER_VERSION
+from ddp_runner.features.proof.notes import Drills
 from ddp_runner.training.agreeing import agree_on_weights
 from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory, repair_tuning
-from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.final_weights import (
     BestWeights,

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ddp_runner.core import events
-from ddp_runner.core.drill import passed_line, skipped_line
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import fault_line
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Ready
+from ddp_runner.features.proof.rules import passed_line, skipped_line
 from ddp_runner.supervisor.reporting.outputs import Outputs
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_runner.core.fork_specs import Surroundings
-from ddp_runner.rank.building import (
+from ddp_runner.features.spare.building import (
     A_COPY,
     AsksForRankError,
     build,
@@ -20,8 +20,7 @@ from ddp_runner.rank.building import (
     spare_children,
 )
 from tests.processes import run_ranks
-
-from .supervising import plan_for
+from tests.rank.supervising import plan_for
 
 WHERE = Surroundings(
     settings={},

@@ -10,12 +10,11 @@ import pytest
 
 from ddp_runner.core.events import SpareReady
 from ddp_runner.core.fork_specs import SpareKind
-from ddp_runner.core.helper_roles import SPARE
 from ddp_runner.core.messages import Ready
+from ddp_runner.features.spare.rules import SPARE
 from ddp_runner.system.torch_versions import torch_build
 from tests.processes import run_ranks
-
-from .supervising import PlayedSupervisor
+from tests.rank.supervising import PlayedSupervisor
 
 COMPILER = shutil.which("cc")
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is no C compiler")
@@ -64,7 +63,8 @@ def nvidia(tmp_path_factory):
 def _use(me, folder, changes):
     import ctypes
 
-    from ddp_runner.rank import spare, zygote
+    from ddp_runner.features.spare import child as spare
+    from ddp_runner.rank import zygote
 
     os.environ.update(changes)
     name = str(folder / "libcuda.so.1")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core import helper_roles as roles
 from ddp_runner.core.faults import FaultKind
-from ddp_runner.core.spare import BEGIN_TIMEOUT_S
+from ddp_runner.features.spare.rules import BEGIN_TIMEOUT_S
+from ddp_runner.features.spare.rules import SPARE as SPARE_ROLE
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import FORK_S, SPARE, TICK_S, WARM_S
 
@@ -14,7 +14,7 @@ from tests.supervisor.simulated import FORK_S, SPARE, TICK_S, WARM_S
 def with_spare(simulate, **changes):
     run = simulate(steps=300, **changes)
     run.to_step(15)
-    run.run_until(lambda: run.helper(roles.SPARE) is not None and run.helper(roles.SPARE).is_ready)
+    run.run_until(lambda: run.helper(SPARE_ROLE) is not None and run.helper(SPARE_ROLE).is_ready)
     return run
 
 
@@ -152,17 +152,17 @@ def test_spares_that_keep_dying_end_without_harm(simulate):
     run = simulate(steps=2000)
     run.to_step(15)
     while run.ending is None:
-        if run.rank(SPARE) is not None and run.helper(roles.SPARE).is_ready:
+        if run.rank(SPARE) is not None and run.helper(SPARE_ROLE).is_ready:
             run.kill(SPARE)
         run.pass_time(TICK_S / 2)
-    assert len(run.spares_asked) == roles.SPARE.tries
+    assert len(run.spares_asked) == SPARE_ROLE.tries
     assert run.supervisor.recorder.accounting.faults_total == 0
 
 
 def test_spares_that_die_between_used_ones_are_in_no_row(simulate):
     """Each of those shows that one is worth having; there is always another."""
     run = simulate(steps=3000, max_restarts=1000)
-    for number in range(1, roles.SPARE.tries + 2):
+    for number in range(1, SPARE_ROLE.tries + 2):
         first = another(run, None)
         run.kill(SPARE)
         second = another(run, first)
@@ -190,7 +190,7 @@ def test_a_zygote_that_owes_a_spare_may_die_or_hang(simulate, harm):
     """No rank is touched, and the next zygote gives the spare."""
     run = simulate(steps=2000)
     run.run_until(lambda: run.spares_asked)
-    assert run.helper(roles.SPARE).pid is None
+    assert run.helper(SPARE_ROLE).pid is None
     getattr(run, harm)(-2)
     run.run_until(lambda: run.events("spare_ready"), within_s=40.0)
     assert run.zygotes == 2
@@ -274,9 +274,9 @@ def another(run, spare):
     before = None if spare is None else spare.pid
     run.run_until(
         lambda: (
-            run.helper(roles.SPARE)
-            and run.helper(roles.SPARE).is_ready
-            and run.helper(roles.SPARE).pid not in {None, before}
+            run.helper(SPARE_ROLE)
+            and run.helper(SPARE_ROLE).is_ready
+            and run.helper(SPARE_ROLE).pid not in {None, before}
         ),
         within_s=30.0,
     )

@@ -14,9 +14,9 @@ from typing import Any
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.apart import stand_apart
 from ddp_runner.core.board import SLOT_BYTES, Board
-from ddp_runner.core.drill import SHARE_FILE, STATE_FOLDER
 from ddp_runner.core.messages import Message
 from ddp_runner.core.settings import Settings
+from ddp_runner.features.proof.rules import SHARE_FILE, STATE_FOLDER
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.system.disk import RealDisk
 from ddp_runner.system.run_files import read_small

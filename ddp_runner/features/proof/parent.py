@@ -1,4 +1,4 @@
-"""Runs fire drills beside the run, and reports what came of them. When, ``core/drill.py`` decides."""
+"""Runs fire drills beside the run, and reports what came of them. When, ``features/proof/rules.py`` decides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core import events
-from ddp_runner.core.drill import (
+from ddp_runner.core.fork_specs import DrillSpec
+from ddp_runner.core.helper_roles import DRILL
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.messages import DrillPart, Forked
+from ddp_runner.features.proof.rules import (
     DRILLED,
     END_WAIT_S,
     FOLDER,
@@ -23,10 +27,6 @@ from ddp_runner.core.drill import (
     unproved_reason,
     wait_line,
 )
-from ddp_runner.core.fork_specs import DrillSpec
-from ddp_runner.core.helper_roles import DRILL
-from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import DrillPart, Forked
 from ddp_runner.supervisor.ports import EventRecorder, Observer, Turn
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Keeper, Stuck

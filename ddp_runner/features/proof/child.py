@@ -19,12 +19,12 @@ from ddp_runner.core.events import Drill, DrillSkipped
 from ddp_runner.core.fork_specs import DrillSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.core.secrets import hidden_texts, without_secrets
+from ddp_runner.features.proof.comparison import compare
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.process import prepare_interpreter
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.run_files import open_to_append
-from ddp_runner.training.exactness.drill import compare
 from ddp_runner.training.runtime import RankInfo
 
 LOG_NAME = "drill.log"

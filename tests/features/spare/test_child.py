@@ -12,11 +12,10 @@ import pytest
 
 from ddp_runner.core.events import SpareReady
 from ddp_runner.core.fork_specs import SpareKind
-from ddp_runner.core.helper_roles import SPARE
 from ddp_runner.core.messages import Ready
+from ddp_runner.features.spare.rules import SPARE
 from tests.processes import run_ranks
-
-from .supervising import PlayedSupervisor, plan_for, threads_of
+from tests.rank.supervising import PlayedSupervisor, plan_for, threads_of
 
 OWN_BYTES_MAX = 64 * 2**20
 
@@ -31,7 +30,7 @@ def _draws():
 def _warm_up(me, folder):
     import torch
 
-    from ddp_runner.rank.spare import warm_up
+    from ddp_runner.features.spare.child import warm_up
 
     def seed():
         import numpy as np
@@ -150,7 +149,7 @@ def test_on_rocm_a_spare_starts_no_driver_of_cuda(monkeypatch, hip, starts):
     """Its libraries come with torch; a driver that is not there would end each spare at once."""
     import torch
 
-    from ddp_runner.rank import spare
+    from ddp_runner.features.spare import child as spare
 
     started = []
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core.drill import (
+from ddp_runner.features.proof.rules import (
     DrillFacts,
     drilled_rank,
     failed_reason,

@@ -31,8 +31,8 @@ from ddp_runner.core.messages import Fork
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.rank import process
-from ddp_runner.rank.building import Built, build, first_to_end, spare_children
+from ddp_runner.features.spare.building import Built, build, first_to_end, spare_children
+from ddp_runner.rank import trained
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.training.components.loss_monitor import LossMonitor
@@ -91,12 +91,12 @@ def main(request: Fork, descriptors: list[int]) -> int:
         raise TypeError(f"a spare only becomes a rank; got {type(taken).__name__}")
     if built is None:
         os.close(output)
-        return process.main(taken, inherited)
+        return trained.main(taken, inherited)
     # What the task has said is the rank's, wherever it may have led its output since.
     with contextlib.suppress(OSError):
         os.write(inherited[-1], os.pread(output, os.fstat(output).st_size, 0))
     os.close(output)
-    return process.main(taken, inherited, built.ahead)
+    return trained.main(taken, inherited, built.ahead)
 
 
 def start_libraries() -> CudaDriver | None:

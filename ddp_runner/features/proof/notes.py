@@ -1,6 +1,6 @@
 """A rank's part in a fire drill: writes the state beside training, and notes what its share came to.
 
-Who computes the share once more, and compares, is ``drill.py``; when, ``core/drill.py`` decides. The
+Who computes the share once more, and compares, is ``drill.py``; when, ``features/proof/rules.py`` decides. The
 state is copied and written as for a save, into a folder of its own that no checkpoint is read from.
 """
 
@@ -22,7 +22,12 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.group import Group
 from ddp_runner.core.batch_sizes import shares_of
 from ddp_runner.core.board import Cell
-from ddp_runner.core.drill import (
+from ddp_runner.core.faults import FaultError
+from ddp_runner.core.injection import changes_loss
+from ddp_runner.core.messages import DrillPart
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
+from ddp_runner.features.proof.rules import (
     SHARE,
     SHARE_FILE,
     STATE,
@@ -31,11 +36,6 @@ from ddp_runner.core.drill import (
     folder_name,
     number_of_drill,
 )
-from ddp_runner.core.faults import FaultError
-from ddp_runner.core.injection import changes_loss
-from ddp_runner.core.messages import DrillPart
-from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import Settings
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.system.disk import Disk
 from ddp_runner.system.run_files import replace_file

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from ddp_runner.core.fork_specs import SpareKind
+from ddp_runner.core.fork_specs import ForkKind, SpareKind
+from ddp_runner.core.helper_roles import Role
+
+SPARE = Role(
+    name="spare",
+    module=f"{__package__}.child",
+    fork=ForkKind.SPARE,
+    runs_user_code=True,
+    ready_s=20.0,  # it takes a tenth of a second
+    pauses_s=(1.0, 2.0, 3.0, 4.0),
+    lived_s=60.0,
+    tries=5,
+)
 
 BUILDS_MIN_S = 0.1  # of a task that is worth building ahead
 FREE_SHARE_MAX = 0.25  # of the memory that is free, for what is built ahead

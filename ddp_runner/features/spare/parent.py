@@ -8,26 +8,29 @@ from dataclasses import replace
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.fork_specs import SpareKind, SpareSpec
-from ddp_runner.core.helper_roles import SPARE
-from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import NO_PROCESS, Forked
-from ddp_runner.core.spare import (
+from ddp_runner.features.spare.rules import (
     LOST_BUILDING_MAX,
+    SPARE,
     builds_ahead,
     must_give_back,
     wants_spare,
 )
-from ddp_runner.supervisor.ports import EventRecorder, Observer, RespawnScheduler, Turn
+from ddp_runner.supervisor.around import OfMachine
+from ddp_runner.supervisor.ports import Observer, Turn
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Helper
 from ddp_runner.supervisor.processes.keeper import Keeper
-from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.world import World
 
 # For it to be ready, of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.
 CUDA_WARM_TIMEOUT_S = 60.0
 BUILD_FACTOR = 20  # how much longer than a rank's own a spare's building may take, beside all ranks
+
+
+def beside_machine(around: OfMachine) -> SpareKeeper:
+    """Return who keeps a spare on this machine of a run."""
+    return SpareKeeper(around)
 
 
 class SpareKeeper(Observer):
@@ -35,23 +38,16 @@ class SpareKeeper(Observer):
 
     role = SPARE
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        *,
-        node: Node,
-        world: World,
-        recorder: EventRecorder,
-        repair: RespawnScheduler,
-    ) -> None:
+    def __init__(self, around: OfMachine) -> None:
+        plan, node = around.plan, around.node
         self._settings = plan.settings.recovery
         self._is_on_cpu = plan.devices[0].device == "cpu"
-        self._facts = recorder.facts
-        self.shown: dict[str, object] = {}  # what the one that waits holds, for people
+        self._facts = around.recorder.facts
+        self._shown: dict[str, object] = {}  # what the one that waits holds, for people
         self._node = node
-        self._world = world
-        self._recorder = recorder
-        self._repair = repair
+        self._world = around.world
+        self._recorder = around.recorder
+        self._repair = around.repair
         self._generation = 0
         self._formed_at_step = 0
         self._build_s = 0.0  # the longest that a rank took to build what it trains
@@ -61,6 +57,10 @@ class SpareKeeper(Observer):
         self._lost_building = 0
         self._newest: Helper | None = None  # also once it is gone, until it has begun as a rank
         self._dismissed: Helper | None = None  # ended for what it held: it was no use, and no loss
+
+    def shown(self) -> Mapping[str, Mapping[str, object]]:
+        """Return what the one that waits holds."""
+        return {"spare": self._shown} if self._shown else {}
 
     def said(self) -> Mapping[type[object], Callable[..., None]]:
         """Hear when one is ready."""
@@ -78,7 +78,7 @@ class SpareKeeper(Observer):
         self._give_back(now_s)
         self._note_used()
         if self._keeper.process is None:
-            self.shown = {}
+            self._shown = {}
         if not self._settings.warm_spare:
             return
         if self._facts.generation != self._generation:
@@ -160,7 +160,7 @@ class SpareKeeper(Observer):
         spare = self._keeper.process
         if spare is None:
             return
-        self.shown = {
+        self._shown = {
             "kind": self._kind.value,
             "built_bytes": message.built_bytes,
             "build_s": message.build_s,

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import pytest
 
-from ddp_runner.core.spare import (
+from ddp_runner.features.spare.rules import (
     BEGIN_TIMEOUT_S,
     BUILDS_MIN_S,
     LOST_BUILDING_MAX,
     SLOW_BEGIN_TIMEOUT_S,
+    SPARE,
     builds_ahead,
     must_give_back,
     wants_spare,
 )
+
+
+def test_the_module_of_its_role_has_the_process():
+    """The zygote imports it by name."""
+    main = importlib.import_module(SPARE.module).main
+    assert list(inspect.signature(main).parameters) == ["request", "descriptors"]
 
 
 @pytest.mark.parametrize("fault_free", [True, False])

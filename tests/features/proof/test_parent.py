@@ -8,6 +8,7 @@ from ddp_runner.core import helper_roles as roles
 from ddp_runner.core.events import Drill
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.messages import DrillPart
+from ddp_runner.features.spare.rules import SPARE as SPARE_ROLE
 from ddp_runner.supervisor.processes.children import Ended
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import DRILL, SAVER, SPARE
@@ -354,7 +355,7 @@ def test_a_replaced_rank_without_any_drill_changes_nothing(simulate):
 def test_what_users_code_starts_in_a_helper_ends_with_it(simulate):
     """The guardian hears of spare and drill, as of ranks; store and saver run none of it."""
     run = drilling(simulate)
-    run.run_until(lambda: run.helper(roles.SPARE) is not None and run.helper(roles.SPARE).is_ready)
+    run.run_until(lambda: run.helper(SPARE_ROLE) is not None and run.helper(SPARE_ROLE).is_ready)
     run.run_until(lambda: run.rank(SAVER) is not None)
     theirs = {run.rank(number).pid for number in (DRILL, SPARE)}
     ours = {run.rank(number).pid for number in (-1, SAVER)}
