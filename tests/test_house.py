@@ -33,13 +33,14 @@ KERNEL = (
     *(
         "supervisor.run_facts",
         "supervisor.run_context",
-        "core.settings.recovery",
+        "core.limits",
         "start",
         "installed",
     ),
     *("supervisor.processes", "supervisor.recovery", "training.engine", "training.session"),
     *("training.commit", "training.guard", "training.agreeing", "training.state", "training.step"),
-    *("training.durable", "training.runtime"),
+    *("training.durable", "training.runtime", "training.failure"),
+    *("memory.limits", "memory.free", "memory.kernel_kills"),
 )
 
 # Rooms that are to know nothing of the other: how many imports still do.
