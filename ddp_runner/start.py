@@ -28,7 +28,7 @@ IMPORT_FOLDER = os.path.join(_PACKAGE, "on_path")  # noqa: PTH118
 FOLDERS_VARIABLE = "DDP_RUNNER_FOLDERS"
 # Set for what launch() starts: the file with the program's settings, or "1" where it has given none.
 LAUNCHED_VARIABLE = "DDP_RUNNER_LAUNCHED"
-# Sent to a zygote that is started ahead, in place of what it is to import beside torch.
+# Before what a zygote is to import that is started ahead; the rest is sent later.
 ZYGOTE_AHEAD = "ahead:"
 _INTERRUPTED = 130
 # How a person starts us: what stands beside the package in a checkout is not installed with it.

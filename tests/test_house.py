@@ -33,13 +33,13 @@ KERNEL = (
     *(
         "supervisor.run_facts",
         "supervisor.run_context",
-        "core.settings.recovery",
+        "core.limits",
         "start",
         "installed",
     ),
     *("supervisor.processes", "supervisor.recovery", "training.engine", "training.session"),
     *("training.commit", "training.agreeing", "training.durable", "training.failure"),
-    *("training.runtime",),
+    *("training.runtime", "memory.limits", "memory.free", "memory.kernel_kills"),
 )
 
 # Rooms that are to know nothing of the other: how many imports still do.

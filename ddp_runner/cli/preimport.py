@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.machine import core_count
+from ddp_runner.core.launch_plan import TRAINED
 from ddp_runner.core.threads import AUTO_CPU_RANKS, share_of_cores
 from ddp_runner.supervisor.processes.environment import training_environment
 from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
@@ -45,7 +46,7 @@ def start(words: Sequence[str], environment: Mapping[str, str]) -> ZygoteAhead |
         own=environment.get("OMP_NUM_THREADS", ""),
     )
     try:
-        return ZygoteAhead(training_environment(environment, threads=threads))
+        return ZygoteAhead(f"{TRAINED}:", training_environment(environment, threads=threads))
     except OSError:
         return None
 

@@ -117,8 +117,8 @@ def _dry_run(plan: LaunchPlan, *, is_rank: bool) -> int:
 
 
 def _try_out(plan: LaunchPlan, handed: Handed) -> int:
-    environments = import_module("ddp_runner.supervisor.processes.environment")
-    os.environ.update(environments.zygote_environment(plan, os.environ))  # torch reads it
+    plans = import_module("ddp_runner.supervisor.node_plans")
+    os.environ.update(plans.zygote_environment(plan, os.environ))  # torch reads it
     trial = import_module("ddp_runner.training.dry_run")
     return int(trial.main(plan, weights_to=handed.weights_to, named=handed.named))
 

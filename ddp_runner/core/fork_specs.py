@@ -20,10 +20,7 @@ class ForkKind(enum.Enum):
     IMPORTS = "imports"  # no fork: what the zygote imports beside torch, sent first of all
 
 
-# Sent to a zygote in place of a task; modules to import ahead follow, parted by commas. For programs that are opaque the
-# module that is each of their ranks, and a colon, come before those.
-ZYGOTE_OF_LOOPS = "loops:"
-ZYGOTE_OF_PROGRAMS = "programs:"
+PROGRAMS = (ForkKind.LOOP, ForkKind.PROGRAM)  # whose ``run()`` is called at the bottom of the stack
 
 
 class SpareKind(enum.Enum):
@@ -96,12 +93,8 @@ class RankSpec(Surroundings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec(Surroundings):
-    """The specification of a rank that is a program of the user's own. ``module``: whose ``run()`` is the rank.
+    """The specification of a rank that is a program of the user's own. ``call``: what that needs to know besides, as a record."""
 
-    ``call``: what that needs to know besides, as a record.
-    """
-
-    module: str
     call: dict[str, object]
     log_seal: str = field(default="", repr=False)
 

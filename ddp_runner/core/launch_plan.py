@@ -33,6 +33,8 @@ def names_a_gpu_twice(gpus: Sequence[int]) -> bool:
     return len(set(gpus)) < len(gpus)
 
 
+# The module that is each rank: with our trainer, or with a loop that attaches.
+TRAINED, ATTACHED = "ddp_runner.rank.trained", "ddp_runner.rank.attached"
 NCCL_BACKENDS = ("nccl", "nccl2")  # two classes of torch's for one library
 
 
@@ -144,6 +146,13 @@ class LaunchPlan:
         """The name that people see: that of the task or of the program."""
         program = self.opaque or self.loop
         return self.settings.run.task if program is None else program.name
+
+    @property
+    def rank_module(self) -> str:
+        """The module that is each rank."""
+        if self.opaque is not None:
+            return self.opaque.module
+        return TRAINED if self.loop is None else ATTACHED
 
     def has_own_device(self, rank: int) -> bool:
         """Return whether no other rank of its machine uses this rank's device."""

@@ -292,7 +292,7 @@ class RestartProgress:
 class Fork:
     """Supervisor -> zygote: fork a process of this kind. Supervisor -> spare: become that rank.
 
-    ``module``: its ``main()`` is the process; empty: that of a rank. ``is_dispensable``: the run goes on where it
+    ``module``: its ``main()`` is the process, or its ``run()`` that of a program. ``is_dispensable``: the run goes on where it
     cannot be forked. ``rank``, ``local_rank``: -1 where it is none. Descriptors come along.
     """
 

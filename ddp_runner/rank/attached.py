@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
+from ddp_runner import installed
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.fork_specs import RankSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.rank import attach, process, trained
 from ddp_runner.rank.main_program import run_as_main
+from ddp_runner.rank.zygote import Ahead
+
+
+def ahead(modules: str) -> Ahead:
+    """Return what is imported before ranks of a program, and the user's ``modules``, parted by commas."""
+    return Ahead(
+        ours=trained.IMPORTED_AHEAD,
+        settle=partial(installed.parts, "child"),
+        theirs=tuple(filter(None, modules.split(","))),
+    )
 
 
 def run(request: Fork, descriptors: list[int]) -> int:

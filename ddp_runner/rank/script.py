@@ -29,6 +29,7 @@ from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.events import Faulted, RankFormed
 from ddp_runner.core.faults import CAUSE_CHARACTERS_MAX
 from ddp_runner.core.fork_specs import ProgramSpec
+from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.messages import (
     CollectivesBegun,
     CountCollectives,
@@ -48,15 +49,30 @@ from ddp_runner.observe.logger import HELD_BACK, format_record
 from ddp_runner.rank.main_program import run_as_main
 from ddp_runner.rank.runtime import StartupOutput, lossy_text, write_stacks
 from ddp_runner.rank.signals import RUN_SIGNALS
+from ddp_runner.rank.zygote import Ahead
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.heartbeat import count_heartbeats
 from ddp_runner.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.training.failure import fault_of
 
+_IMPORTED_AHEAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch.optim",
+    "torch.utils.data",
+    STORE.module,
+)
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _THREADS = "OMP_NUM_THREADS"
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # which programs of others expect to end of
+
+
+def ahead(modules: str) -> Ahead:
+    """Return what is imported before ranks of a script, and the user's ``modules``, parted by commas."""
+    return Ahead(ours=_IMPORTED_AHEAD, theirs=tuple(filter(None, modules.split(","))))
 
 
 def run(request: Fork, descriptors: list[int]) -> int:

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_runner import config
+from ddp_runner import config, installed
 from ddp_runner.core.fork_specs import RankSpec
+from ddp_runner.core.helper_roles import FORKED
 from ddp_runner.core.messages import Fork
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank import process
 from ddp_runner.rank.injection import surround_rank
 from ddp_runner.rank.runtime import SupervisedRuntime
+from ddp_runner.rank.zygote import Ahead
 from ddp_runner.training.built_ahead import BuiltAhead
+from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.loaders import collective_timeout_s
+from ddp_runner.training.task_import import import_task_module
 from ddp_runner.training.trainer import DDPTrainer
 
 config.build_models()  # once, in the zygote that imports this: a replaced rank has no time for it
+
+# What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
+# a process imports it; gloo's backend is looked up on first use.
+IMPORTED_AHEAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch.utils.data",
+    *(role.module for role in FORKED),
+)
+
+
+def ahead(task: str) -> Ahead:
+    """Return what is imported before ranks that train ``task``, as in ``--task``; empty: each imports its own.
+
+    A user's task that cannot be imported is left to the ranks, which report it properly.
+    """
+    is_built_in = task in ("bytes", "synthetic")
+    return Ahead(
+        ours=(*IMPORTED_AHEAD, *(("ddp_runner.tasks.transformer",) if is_built_in else ())),
+        settle=_settle,
+        theirs=() if is_built_in or not task else (task,),
+        take=_import_task,
+        says="the task is imported by each rank, not ahead of them: after importing it {left}",
+    )
+
+
+def _settle() -> None:
+    installed.parts("child")
+    make_forks_safe()
+
+
+def _import_task(task: str) -> None:
+    with contextlib.suppress(Exception):  # the ranks import it again, and report it
+        import_task_module(task)
 
 
 def main(request: Fork, descriptors: list[int], built: BuiltAhead | None = None) -> int:

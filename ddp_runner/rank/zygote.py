@@ -2,7 +2,7 @@
 
 It stays single-threaded and never touches CUDA, so that its forks start clean: what it imports for a user
 and leaves either behind is left to the ranks, and it starts again without that. It is started as
-``start.py ddp_runner.rank.zygote DESCRIPTOR SUPERVISOR_PID [TASK [LEFT_OUT...]]`` and ends with its supervisor.
+``start.py ddp_runner.rank.zygote DESCRIPTOR SUPERVISOR_PID MODULE:WORDS [LEFT_OUT...]``, MODULE being that of its ranks, and ends with its supervisor.
 """
 
 from __future__ import annotations
@@ -18,19 +18,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_runner import installed, start
+from ddp_runner import start
 from ddp_runner.core.events import ZygoteReady
-from ddp_runner.core.fork_specs import (
-    ZYGOTE_OF_LOOPS,
-    ZYGOTE_OF_PROGRAMS,
-    ForkKind,
-    ImportsSpec,
-    ProgramSpec,
-)
-from ddp_runner.core.helper_roles import FORKED, STORE
+from ddp_runner.core.fork_specs import PROGRAMS, ForkKind, ImportsSpec
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked
 from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 from ddp_runner.system import parent_death
@@ -39,37 +33,25 @@ from ddp_runner.system.control_channel import Channel, ChannelClosedError
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
-# Whose main() is a rank, and whose run() one that is a program whose loop attaches.
-_RANK = "ddp_runner.rank.trained"
-_LOOP = "ddp_runner.rank.attached"
 
-# What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
-# a process imports it; gloo's backend is looked up on first use.
-_PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.nn.parallel.distributed",
-    "torch.utils.data",
-    "ddp_runner.training.trainer",
-    _RANK,
-    *(role.module for role in FORKED),
-)
+def _nothing() -> None:
+    """Do nothing."""
 
 
-# What the rank of a program needs before the program itself.
-_PRELOADED_FOR = {
-    ZYGOTE_OF_PROGRAMS: (
-        "torch",
-        "torch._dynamo",
-        "torch.distributed",
-        "torch.nn.parallel.distributed",
-        "torch.optim",
-        "torch.utils.data",
-        STORE.module,
-    ),
-    ZYGOTE_OF_LOOPS: (*_PRELOADED, _LOOP),
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """What a zygote imports before it forks, as ``ahead(words)`` of the module of its ranks returns it.
+
+    ``ours``: modules that each fork needs. ``settle``: called once they are imported. ``theirs``: modules of the user's;
+    ``take`` imports one of them. One after which forks would not start clean is left to the ranks: ``says`` is what
+    the user reads then, with ``{name}`` and ``{left}``.
+    """
+
+    ours: tuple[str, ...]
+    settle: Callable[[], object] = _nothing
+    theirs: tuple[str, ...] = ()
+    take: Callable[[str], object] = importlib.import_module
+    says: str = "--preload: {name} is left to each rank: after importing it {left}"
 
 
 class UnfitForForksError(Exception):
@@ -91,64 +73,26 @@ class ProgramBegins(BaseException):
         self.run = run
 
 
-def preload_for_programs(kind: str, wanted: str) -> float:
-    """Import what programs of the user's need, and the modules ``wanted``; returns the seconds it took.
-
-    ``kind``: ZYGOTE_OF_PROGRAMS, or ZYGOTE_OF_LOOPS for those whose loop attaches.
-    Raises ImportError, and UnfitForForksError for the first of these after which forks would not start clean.
-    """
-    began_s = time.monotonic()
-    gc.disable()
-    for name in _PRELOADED_FOR[kind]:
-        importlib.import_module(name)
-    if kind == ZYGOTE_OF_LOOPS:
-        installed.parts("child")
-    if kind == ZYGOTE_OF_PROGRAMS:
-        rank, _, wanted = wanted.partition(":")
-        importlib.import_module(rank)
-        kind += f"{rank}:"
-    modules = wanted.split(",") if wanted else []
-    was_fit = not what_forks_inherit()
-    for name in modules:
-        importlib.import_module(name)
-        left = what_forks_inherit()
-        if left and was_fit:
-            others = ",".join(one for one in modules if one != name)
-            says = f"--preload: {name} is left to each rank: after importing it {left}"
-            raise UnfitForForksError(kind + others, says)
-    gc.freeze()
-    gc.enable()
-    return time.monotonic() - began_s
-
-
-def preload(task: str) -> float:
+def preload(wanted: str) -> float:
     """Import everything that forks will need; returns the seconds it took.
 
-    A user's task that cannot be imported is left to the ranks, which report it properly. Raises
-    UnfitForForksError for one after which forks would not start clean.
+    ``wanted``: the module of the ranks, a colon, and words that it reads (:class:`Ahead`). Raises what an import raises,
+    and UnfitForForksError for the first of the user's modules after which forks would not start clean.
     """
     began_s = time.monotonic()
     gc.disable()  # looking for garbage while importing takes a quarter of the time, for 7 MB
-    for name in _PRELOADED:
+    module, _, words = wanted.partition(":")
+    ahead: Ahead = importlib.import_module(module).ahead(words)
+    for name in ahead.ours:
         importlib.import_module(name)
-    installed.parts("child")
-    from ddp_runner.training.fork_safety import make_forks_safe  # noqa: PLC0415 - imports torch
-
-    make_forks_safe()
-    if task in ("bytes", "synthetic"):
-        importlib.import_module("ddp_runner.tasks.transformer")
-    elif task:
-        from ddp_runner.training.task_import import import_task_module  # noqa: PLC0415 - after torch
-
-        was_fit = not what_forks_inherit()
-        with contextlib.suppress(Exception):  # said by the ranks, which import it again
-            import_task_module(task)
+    ahead.settle()
+    was_fit = not ahead.theirs or not what_forks_inherit()
+    for name in ahead.theirs:
+        ahead.take(name)
         left = what_forks_inherit()
         if left and was_fit:
-            says = (
-                f"the task is imported by each rank, not ahead of them: after importing it {left}"
-            )
-            raise UnfitForForksError("", says)
+            others = ",".join(one for one in ahead.theirs if one != name)
+            raise UnfitForForksError(f"{module}:{others}", ahead.says.format(name=name, left=left))
     gc.freeze()  # keeps the collector from touching, and so copying, shared pages
     gc.enable()
     return time.monotonic() - began_s
@@ -236,13 +180,10 @@ def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
     """Run the work that a fork is for, and return its exit code."""
     if request.kind is ForkKind.STANDBY:
         return stand_by(*inherited, supervisor_pid=supervisor_pid)
-    program = _LOOP if request.kind is ForkKind.LOOP else ""
-    if isinstance(request.spec, ProgramSpec):
-        program = request.spec.module
-    if program:
-        run = importlib.import_module(program).run
-        raise ProgramBegins(lambda: int(run(request, inherited)))
-    return int(importlib.import_module(request.module or _RANK).main(request, inherited))
+    module = importlib.import_module(request.module)
+    if request.kind in PROGRAMS:
+        raise ProgramBegins(lambda: int(module.run(request, inherited)))
+    return int(module.main(request, inherited))
 
 
 def stand_by(channel_descriptor: int, output: int, *, supervisor_pid: int) -> int:
@@ -291,11 +232,11 @@ def main(arguments: list[str]) -> int:
     leave_stops_to_supervisor()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)  # a user's module may import for ever
     channel = Channel.from_descriptor(descriptor)
-    wanted, left_out = arguments[2] if len(arguments) > 2 else "", arguments[3:]
+    wanted, left_out = arguments[2], arguments[3:]
     environment = dict(os.environ)  # before anybody's import changes it
     ahead_s = 0.0
-    if wanted == start.ZYGOTE_AHEAD:
-        ahead_s = preload("")
+    if wanted.startswith(start.ZYGOTE_AHEAD):
+        ahead_s = preload(wanted.removeprefix(start.ZYGOTE_AHEAD))
         try:
             message, _ = channel.receive()
         except ChannelClosedError:
@@ -304,11 +245,7 @@ def main(arguments: list[str]) -> int:
         assert isinstance(message.spec, ImportsSpec)
         wanted = message.spec.wanted
     try:
-        kind = next((one for one in _PRELOADED_FOR if wanted.startswith(one)), None)
-        if kind is None:
-            import_s = ahead_s + preload(wanted)
-        else:
-            import_s = preload_for_programs(kind, wanted.removeprefix(kind))
+        import_s = ahead_s + preload(wanted)
     except UnfitForForksError as unfit:
         words = [*arguments[:2], unfit.wanted, *left_out, str(unfit)]
         _start_again(descriptor, words, environment)

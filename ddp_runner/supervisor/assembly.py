@@ -23,6 +23,7 @@ from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
 from ddp_runner.supervisor.features.stage_change import StageChange
 from ddp_runner.supervisor.loop import Agent, Loop
 from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.coordinator import (
     CoordinatorSupervisor,
     NodeTraffic,
@@ -266,7 +267,7 @@ class _Here:
     def supervise(self, ahead: ZygoteAhead | None, agent: MakesAgent | None) -> int:
         """Run on this machine alone."""
         plan, directories = self._plan, self._directories
-        node = Node(plan, self._selector, system=Linux(ahead), clock=SYSTEM_CLOCK)
+        node = Node(node_plan(plan), self._selector, system=Linux(ahead), clock=SYSTEM_CLOCK)
         outputs = Outputs(plan.as_written, ranks=plan.world_size, seal=node.log_seal)
         if agent is not None:
             own = agent(plan, node, outputs=outputs, directories=directories, clock=SYSTEM_CLOCK)
@@ -337,7 +338,7 @@ class _Here:
         per_node = self._plan.ranks_per_node
         first, port = place.number * per_node, self._plan.settings.ddp.port
         return Node(
-            self._plan,
+            node_plan(self._plan),
             self._selector,
             system=Linux(),
             clock=SYSTEM_CLOCK,

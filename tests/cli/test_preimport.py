@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from ddp_runner.cli import preimport
+from ddp_runner.core.launch_plan import TRAINED
 from ddp_runner.start import ZYGOTE_AHEAD
 from ddp_runner.supervisor.processes.environment import training_environment
 from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
@@ -20,11 +21,13 @@ from tests.processes import poll
 from tests.scenarios.harness import TRAIN, Run
 from tests.scenarios.leftovers import processes_with
 
+AHEAD = f"{ZYGOTE_AHEAD}{TRAINED}:"
+
 
 def zygotes_ahead(pid):
     """The processes that this one has started ahead."""
     try:
-        return [one for one in psutil.Process(pid).children() if ZYGOTE_AHEAD in one.cmdline()]
+        return [one for one in psutil.Process(pid).children() if AHEAD in one.cmdline()]
     except psutil.NoSuchProcess:
         return []
 
@@ -86,7 +89,7 @@ def test_a_run_takes_the_process_that_has_imported_meanwhile(tmp_path):
     """It is the run's zygote from then on, and nobody has to import torch again."""
     with Run(tmp_path, "--max-steps", 10**6, "num_workers=0", world=1, command=TRAIN) as run:
         zygote = run.named("ddp:zygote")
-        assert ZYGOTE_AHEAD in psutil.Process(zygote.pid).cmdline()
+        assert AHEAD in psutil.Process(zygote.pid).cmdline()
         run.wait_for_event("world_formed")
         marks = psutil.Process(zygote.pid).environ()[MARK_VARIABLE]
         assert marks == psutil.Process(run.named("ddp:store").pid).environ()[MARK_VARIABLE] != ""
@@ -102,7 +105,7 @@ def test_a_zygote_that_was_started_for_other_settings_is_replaced():
     """
     own = {"PATH": os.environ["PATH"]}
     for threads, is_taken in ((2, True), (3, False)):
-        zygote = ZygoteAhead(training_environment(own, threads=2))
+        zygote = ZygoteAhead(f"{TRAINED}:", training_environment(own, threads=2))
         # A process that has just been started has no command line for a moment.
         (pid,) = [one.pid for one in poll(lambda: zygotes_ahead(os.getpid()), what="its start")]
         ours = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -157,7 +160,7 @@ def test_threads_are_guessed_as_a_run_will_have_them(monkeypatch, words, threads
     """Of eight cores, without a GPU; a wrong guess costs an import, and nothing else."""
     monkeypatch.setattr(preimport, "core_count", lambda: 8)
     given = []
-    monkeypatch.setattr(preimport, "ZygoteAhead", given.append)
+    monkeypatch.setattr(preimport, "ZygoteAhead", lambda _, own: given.append(own))
     preimport.start([*words, "--cpu"], {})
     assert given[0]["OMP_NUM_THREADS"] == str(threads)
 
@@ -176,7 +179,7 @@ def test_the_words_say_how_many_threads_a_rank_has(words, threads, monkeypatch):
     """Also where there are none, or the last one lacks its value; what is wrong is found later."""
     made = []
     monkeypatch.setattr(preimport, "core_count", lambda: 8)
-    monkeypatch.setattr(preimport, "ZygoteAhead", made.append)
+    monkeypatch.setattr(preimport, "ZygoteAhead", lambda _, own: made.append(own))
     monkeypatch.setattr(preimport, "_DRIVERS", ())
     preimport.start(words, {})
     assert [one["OMP_NUM_THREADS"] for one in made] == [threads]

@@ -27,7 +27,7 @@ def preload():
     """Import what the product's zygote imports, so that forks have it; seconds."""
     from ddp_runner.rank import zygote
 
-    return zygote.preload("")
+    return zygote.preload("ddp_runner.rank.trained:")
 
 
 def backend():

@@ -15,6 +15,7 @@ from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import Forked, StoreReady, decode
 from ddp_runner.features.spare.rules import SPARE
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.processes.helper_process import RankEnded
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
@@ -84,7 +85,7 @@ class PlayedSupervisor:
         parent_death.adopt_orphans()
         self._selector = selectors.DefaultSelector()
         plan = plan_for(folder, world_size=world_size)
-        self.node = Node(plan, self._selector, system=Linux(), clock=time)
+        self.node = Node(node_plan(plan), self._selector, system=Linux(), clock=time)
         self.world = World(self.node)
         self.heard = []
         self.ended = []

@@ -52,6 +52,7 @@ from ddp_runner.core.settings import CheckpointSettings, RecoverySettings, RunSe
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.loop import Loop
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.processes.children import Ended, make_output_file
 from ddp_runner.supervisor.processes.node import STACKS_SIGNAL, Node
 from ddp_runner.supervisor.reporting.run_screen import run_summary
@@ -290,7 +291,9 @@ class Simulation:
 
     def _set_up(self, plan, selector):
         """The supervisor that decides, its node and its loop."""
-        self.node = Node(plan, selector, system=System(self, self.home), clock=self.clock)
+        self.node = Node(
+            node_plan(plan), selector, system=System(self, self.home), clock=self.clock
+        )
         self.run = assembled(
             plan,
             self.node,
@@ -883,7 +886,7 @@ class System:
         self._simulation = simulation
         self._machine = machine
 
-    def start_zygote(self, *, task, environment):
+    def start_zygote(self, *, wanted, environment):
         return Zygote(self._simulation, self._machine)
 
     def make_guardian(self):

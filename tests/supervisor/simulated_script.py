@@ -16,6 +16,7 @@ from ddp_runner.core.messages import Form, Leaving
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.script import RANK, ScriptPlan
 from ddp_runner.supervisor.loop import Loop
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.script.agent import ScriptAgent
 from tests.supervisor.simulated import (
@@ -44,7 +45,9 @@ class ScriptSimulation(Simulation):
 
     def _set_up(self, plan, selector):
         plan = replace(plan, opaque=OpaqueProgram(name=self.script.name, module=RANK))
-        self.node = Node(plan, selector, system=System(self, self.home), clock=self.clock)
+        self.node = Node(
+            node_plan(plan), selector, system=System(self, self.home), clock=self.clock
+        )
         self.supervisor = ScriptAgent(
             plan,
             self.node,

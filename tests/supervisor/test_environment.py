@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import ddp_runner
-from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.launch_plan import TRAINED, LaunchPlan
 from ddp_runner.core.settings import RunSettings, Settings
-from ddp_runner.supervisor.processes.environment import (
-    kept_against_advice,
-    zygote_environment,
-)
-from ddp_runner.supervisor.processes.node import what_to_import
+from ddp_runner.supervisor.node_plans import what_to_import, zygote_environment
+from ddp_runner.supervisor.processes.environment import kept_against_advice
 
 ON_PATH = str(Path(ddp_runner.__file__).resolve().with_name("on_path"))
 
@@ -124,6 +121,6 @@ def test_tasks_of_several_files_are_imported_by_ranks_alone():
     one, same, other = (
         Settings(run=RunSettings(task=task)) for task in ("a/t.py:A", "a/t.py:B", "b/t.py:B")
     )
-    assert what_to_import(plan_of(one)) == "a/t.py:A"
-    assert what_to_import(plan_of(one, stages=(one, same))) == "a/t.py:A"
-    assert what_to_import(plan_of(one, stages=(one, same, other))) == ""
+    assert what_to_import(plan_of(one)) == f"{TRAINED}:a/t.py:A"
+    assert what_to_import(plan_of(one, stages=(one, same))) == f"{TRAINED}:a/t.py:A"
+    assert what_to_import(plan_of(one, stages=(one, same, other))) == f"{TRAINED}:"

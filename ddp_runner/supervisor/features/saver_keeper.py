@@ -109,7 +109,9 @@ class SaverKeeper(Observer):
             return
         self._keeper.look(now_s)
         if self._keeper.is_due(now_s):
-            self._keeper.start(now_s, self._node.shared.saver_spec(self._plan))
+            self._keeper.start(
+                now_s, self._node.shared.saver_spec(self._plan.settings.run.checkpoint_dir)
+            )
         self._give()
         waits_s = now_s - self._waits_since_s if self.owed else 0.0
         saver = self._keeper.process

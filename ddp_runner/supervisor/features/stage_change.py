@@ -15,6 +15,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Finished, OtherStage, Ready
 from ddp_runner.core.run_stages import refused_line
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.ports import EventRecorder, Observer
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -118,7 +119,7 @@ class StageChange(Observer):
             first_generation=self._recorder.facts.generation + 1,
         )
         self.is_changing, self._said = True, False
-        self._node.train(self.plan)
+        self._node.train(node_plan(self.plan))
         self._repair.start_again(self._clock.monotonic())
 
     def formed(self, first: Ready | None) -> None:

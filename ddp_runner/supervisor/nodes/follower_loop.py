@@ -34,6 +34,7 @@ from ddp_runner.core.node_messages import (
 from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.core.wire import WireError
 from ddp_runner.observe.display import Display, make_display
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower import Follower
 from ddp_runner.supervisor.processes.children import end_descendants
@@ -323,7 +324,7 @@ class _FollowerLoop:
 
     def _started_node(self, ranks: range, store_at: StorePlace) -> Node:
         node = Node(
-            self._plan,
+            node_plan(self._plan),
             self._selector,
             system=Linux(),
             clock=self._clock,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddp_runner.start import IMPORT_FOLDER, PACKAGE_PARENT
 from ddp_runner.system.torch_versions import USE_NCCL2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from ddp_runner.core.launch_plan import LaunchPlan
 
 # Ranks that must survive a failed collective: the watchdog would kill them.
 _NCCL = {
@@ -45,20 +43,6 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_LAUNCH_BLOCKING": "1"}
 
 
-def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, str]:
-    """``own`` with what this run needs. A variable that the user has set is left alone."""
-    if plan.opaque is not None:
-        return _as_under_torchrun(str(plan.threads_per_rank), own)
-    settings = plan.settings.run
-    return training_environment(
-        own,
-        threads=plan.threads_per_rank,
-        is_deterministic=settings.deterministic,
-        is_debug=settings.debug,
-        is_alone=plan.nodes is None,
-    )
-
-
 def training_environment(
     own: Mapping[str, str],
     *,
@@ -86,7 +70,7 @@ def training_environment(
     return environment
 
 
-def _as_under_torchrun(threads: str, own: Mapping[str, str]) -> dict[str, str]:
+def as_under_torchrun(threads: str, own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an opaque program: as under torchrun, with NCCL's error handling; forks must work."""
     added = {
         "OMP_NUM_THREADS": threads,
@@ -127,25 +111,3 @@ def _with_package(path: str) -> str:
     if not {PACKAGE_PARENT, IMPORT_FOLDER} & set(parts):
         parts.append(IMPORT_FOLDER)
     return ":".join(parts)
-
-
-COORDINATORS_LOGS = 0  # the number of the coordinator's machine
-
-
-def of_plan(plan: LaunchPlan, rank: int, *, term: str, shares_logs: bool) -> dict[str, Any]:
-    """The fields of Surroundings that follow from the plan, and from being on one of several machines."""
-    node = rank // plan.ranks_per_node
-    return {
-        "device": plan.devices[rank].device,
-        "other_devices": plan.devices[rank].others,
-        "mode": plan.mode,
-        "code": plan.code,
-        "world_size": plan.world_size,
-        "local_world_size": plan.ranks_per_node,
-        "threads": plan.threads_per_rank,
-        "detect_anomaly": plan.settings.run.detect_anomaly,
-        "node": node,
-        "log_folder": COORDINATORS_LOGS if shares_logs else node,
-        "term": term,
-        "local_addr": "" if plan.nodes is None else plan.nodes.local_addr,
-    }

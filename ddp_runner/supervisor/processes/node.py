@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from ddp_runner import config
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.fork_specs import (
-    ZYGOTE_OF_LOOPS,
-    ZYGOTE_OF_PROGRAMS,
     ForkKind,
     NothingMore,
     ProgramSpec,
@@ -29,11 +24,8 @@ from ddp_runner.core.fork_specs import (
     Spec,
 )
 from ddp_runner.core.helper_roles import STANDBY, STORE, Role
-from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message, encode
-from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
-from ddp_runner.supervisor.processes.environment import of_plan, zygote_environment
 from ddp_runner.supervisor.processes.helper_process import (
     Departure,
     Helper,
@@ -42,6 +34,7 @@ from ddp_runner.supervisor.processes.helper_process import (
     RankEnded,
     ZygoteEnded,
 )
+from ddp_runner.supervisor.processes.node_plan import NodePlan
 from ddp_runner.supervisor.processes.operating_system import OperatingSystem, ZygoteProcess
 from ddp_runner.supervisor.processes.rank_process import RankProcess
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
@@ -56,6 +49,7 @@ from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.proc_state import StoppedWatch
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
+COORDINATORS_LOGS = 0  # the number of the coordinator's machine
 
 
 class Node:
@@ -67,7 +61,7 @@ class Node:
 
     def __init__(
         self,
-        plan: LaunchPlan,
+        plan: NodePlan,
         selector: selectors.BaseSelector,
         *,
         system: OperatingSystem,
@@ -77,8 +71,8 @@ class Node:
     ) -> None:
         self.train(plan)
         self._selector, self.system, self._clock = selector, system, clock
-        self._program = None if plan.loop is None else ProgramMemory(plan.loop)
-        self.store_at = store or StorePlace.on_this_machine(plan.settings.ddp.port)
+        self._program = None if plan.program is None else ProgramMemory(plan.program, plan.source)
+        self.store_at = store or StorePlace.on_this_machine(plan.store_port)
         self.shared = SharedByRanks(plan)
         self._memory = BoardMemory(plan.world_size)
         # Of all ranks of the run, wherever they are: its board has the same layout on each machine.
@@ -89,7 +83,7 @@ class Node:
         self.guardian = system.make_guardian()
         self.kernel_kills = system.kernel_kills()
         self._stopped = StoppedWatch(system.is_stopped)
-        self.log_seal = new_seal()
+        self.log_seal = plan.log_seal
         self.zygote_since_s = 0.0
         self.term = ""  # the coordinator's, where there is one
         self.shares_checkpoints = self.shares_logs = True  # with the coordinator
@@ -97,20 +91,20 @@ class Node:
         # A fork may end before the zygote's answer that names it has been read.
         self._unclaimed: dict[int, Ended] = {}
 
-    def train(self, plan: LaunchPlan) -> None:
+    def train(self, plan: NodePlan) -> None:
         """Have whoever is started from now on train what ``plan`` has; the rest of it is as before."""
-        self._plan, self.settings_record = plan, config.to_record(plan.settings)
+        self._plan, self.settings_record = plan, plan.settings
 
     def become(self, ranks: Sequence[int]) -> None:
         """Have these ranks from now on. None of those before has a process."""
-        self.ranks, log_dir = tuple(ranks), Path(self._plan.settings.run.log_dir)
+        self.ranks, log_dir = tuple(ranks), self._plan.log_dir
         # What they are at present, and not where the ranks stand.
         self.processes = {rank: RankProcess(rank, log_dir=log_dir) for rank in ranks}
 
     @property
     def host(self) -> str:
         """The host's name; empty if there is only one machine."""
-        return "" if self._plan.nodes is None else socket.gethostname()
+        return "" if self._plan.is_alone else socket.gethostname()
 
     @property
     def world_size(self) -> int:
@@ -161,9 +155,9 @@ class Node:
 
     def start_zygote(self) -> None:
         """Start a zygote; ``ZygoteReady`` follows."""
-        environment = zygote_environment(self._plan, os.environ)
         self._zygote = self.system.start_zygote(
-            task=what_to_import(self._plan), environment=self.guardian.marked(environment)
+            wanted=self._plan.wanted,
+            environment=self.guardian.marked(self._plan.environment),
         )
         self.zygote_since_s = self._clock.monotonic()
         self._watch(self._zygote.channel, None)
@@ -216,9 +210,14 @@ class Node:
         assert process.channel is not None
         process.channel.set_blocking(blocking=False)
         self._watch(process.channel, rank)
-        kind, spec = self._of_rank(rank, start)
-        local_rank = self.ranks.index(rank)
-        request = Fork(token=token, kind=kind, rank=rank, local_rank=local_rank, spec=spec)
+        request = Fork(
+            token=token,
+            kind=self._plan.kind,
+            module=self._plan.module,
+            rank=rank,
+            local_rank=self.ranks.index(rank),
+            spec=self._of_rank(rank, start),
+        )
         descriptors = [theirs, self._memory.descriptor, output, *([0] if start.reads_stdin else [])]
         started = StartedBy.NOBODY
         if start.may_take_spare and self._spare_becomes(process, request, descriptors):
@@ -454,20 +453,17 @@ class Node:
         if self._program is not None:
             self._program.close()
 
-    def _of_rank(self, rank: int, start: RankStart) -> tuple[ForkKind, RankSpec | ProgramSpec]:
-        """Return the kind of a rank's process, and its specification."""
+    def _of_rank(self, rank: int, start: RankStart) -> RankSpec | ProgramSpec:
+        """Return the specification of a rank's process."""
         surroundings = self.surroundings(rank)
-        if (program := self._plan.opaque) is not None:
-            call = dict(start.call or {})
-            return ForkKind.PROGRAM, ProgramSpec(
-                **surroundings, module=program.module, call=call, log_seal=self.log_seal
-            )
-        return (ForkKind.LOOP if self._program else ForkKind.RANK), RankSpec(
+        if self._plan.kind is ForkKind.PROGRAM:
+            return ProgramSpec(**surroundings, call=dict(start.call or {}), log_seal=self.log_seal)
+        return RankSpec(
             **surroundings,
             loads=start.loads,
             resume=start.resume,
             short_of_memory_in=start.short_of_memory_in,
-            device_free_bytes=start.device_free_bytes * self._plan.has_own_device(rank),
+            device_free_bytes=start.device_free_bytes * self._plan.has_own_device[rank],
             injections_left=dict(start.injections_left),
             log_seal=self.log_seal,
             program=None if self._program is None else self._program.program,
@@ -475,8 +471,11 @@ class Node:
 
     def surroundings(self, rank: int) -> dict[str, Any]:
         """The fields of Surroundings, for this rank."""
+        around = self._plan.around[rank]
         return {
-            **of_plan(self._plan, rank, term=self.term, shares_logs=self.shares_logs),
+            **around,
+            "log_folder": COORDINATORS_LOGS if self.shares_logs else around["node"],
+            "term": self.term,
             "settings": self.settings_record,
             "store_host": self.store_at.host,
             "store_port": self.store_at.port,
@@ -538,20 +537,3 @@ class Node:
         """Stop reading a channel whose other end is closed; its process is reaped by itself."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
-
-
-# What the zygote of a run imports beside torch, so that none of its forks has to. Pure.
-
-_NAME_IN_TASK = re.compile(r":\w+$")  # behind the file or module
-
-
-def what_to_import(plan: LaunchPlan) -> str:
-    """Return the first message to the zygote: the task, or the kind of its forks and modules to import."""
-    if plan.opaque is not None:
-        return f"{ZYGOTE_OF_PROGRAMS}{plan.opaque.module}:{','.join(plan.opaque.preload)}"
-    if plan.loop is not None:
-        return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
-    # What a stage's task imports, all forks would have: also a later stage's, whose folder may have another
-    # module of that name.
-    tasks = {_NAME_IN_TASK.sub("", one.run.task) for one in plan.stages}
-    return "" if len(tasks) > 1 else plan.settings.run.task

@@ -73,7 +73,7 @@ class GuardianProcess(Protocol):
 class OperatingSystem(Protocol):
     """Handed to a :class:`Node`, so that a test can pass simulated processes."""
 
-    def start_zygote(self, *, task: str, environment: Mapping[str, str]) -> ZygoteProcess:
+    def start_zygote(self, *, wanted: str, environment: Mapping[str, str]) -> ZygoteProcess:
         """Start the process that forks the others; ``ZygoteReady`` follows on its channel."""
 
     def make_guardian(self) -> GuardianProcess:
@@ -117,14 +117,14 @@ class Linux:
         """``ahead``: a zygote that was started before it was known what is wanted of it."""
         self._ahead = ahead
 
-    def start_zygote(self, *, task: str, environment: Mapping[str, str]) -> ZygoteProcess:
+    def start_zygote(self, *, wanted: str, environment: Mapping[str, str]) -> ZygoteProcess:
         """Start our own interpreter, with our own module; or take the one that was started ahead."""
         ahead, self._ahead = self._ahead, None
         started = None if ahead is None else ahead.take(environment)
         if started is None:
-            return Zygote(StartedZygote(task, environment))
+            return Zygote(StartedZygote(wanted, environment))
         zygote = Zygote(started)
-        zygote.send_import(task)
+        zygote.send_import(wanted)
         return zygote
 
     def make_guardian(self) -> GuardianProcess:

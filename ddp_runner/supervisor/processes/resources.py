@@ -6,13 +6,14 @@ import contextlib
 import mmap
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.fork_specs import Program, SaverSpec
-from ddp_runner.core.launch_plan import LaunchPlan, LoopPlan
+from ddp_runner.supervisor.processes.node_plan import NodePlan
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.run_files import left_over
 
@@ -123,61 +124,47 @@ class SharedMemory:
 
 
 class SharedByRanks:
-    """The memory that a machine's ranks share besides the board: samples, copies of the state, disk trouble.
+    """The memory that a machine's ranks share besides the board: samples, copies of the state, disk trouble."""
 
-    ``has_saver``: whether a process is to make files of the copies. On several machines who may write is a
-    matter of leases, which only a rank has.
-    """
-
-    def __init__(self, plan: LaunchPlan) -> None:
-        settings = plan.settings
-        samples = ("training_samples", "validation_samples") if settings.data.preload else ()
-        copies = ("state_copy_0", "state_copy_1") if settings.checkpoint.memory_every else ()
-        self._samples, self._copies = SharedMemory(*samples), SharedMemory(*copies)
-        self.has_saver = bool(copies) and plan.opaque is None and plan.nodes is None
-        self._trouble = SharedMemory(*(["disk_trouble"] if settings.run.inject else []))
+    def __init__(self, plan: NodePlan) -> None:
+        self._held = {field: SharedMemory(*names) for field, names in plan.shared.items()}
+        self._trouble = SharedMemory(*(["disk_trouble"] if plan.shares_trouble else []))
         for descriptor in self._trouble.descriptors:
             os.ftruncate(descriptor, mmap.PAGESIZE)
+        self.has_saver = plan.has_saver
         # The fields of Surroundings that say where all that is.
         self.paths: dict[str, Any] = {
-            "preload": self._samples.paths,
-            "memory_slots": self._copies.paths,
+            **{field: held.paths for field, held in self._held.items()},
             "has_saver": self.has_saver,
-            "saver_trouble": self._trouble_path,
+            "saver_trouble": "".join(self._trouble.paths) if self.has_saver else "",
         }
 
-    @property
-    def _trouble_path(self) -> str:
-        return "".join(self._trouble.paths) if self.has_saver else ""
-
-    def saver_spec(self, plan: LaunchPlan) -> SaverSpec:
-        """Return the specification that the process that writes checkpoints is forked with."""
+    def saver_spec(self, folder: str) -> SaverSpec:
+        """Return the specification that the process that writes checkpoints into ``folder`` is forked with."""
         return SaverSpec(
-            folder=plan.settings.run.checkpoint_dir,
-            memory_slots=self._copies.paths,
-            saver_trouble=self._trouble_path,
+            folder=folder,
+            memory_slots=self.paths["memory_slots"],
+            saver_trouble=self.paths["saver_trouble"],
         )
 
     def close(self) -> None:
         """Close the memory: no further rank starts."""
-        for held in (self._samples, self._copies, self._trouble):
+        for held in (*self._held.values(), self._trouble):
             held.close()
 
 
 class ProgramMemory:
     """The content of the user's program at launch, for ranks that start later. ``program``: its wire form."""
 
-    def __init__(self, loop: LoopPlan) -> None:
+    def __init__(self, program: Program, source: bytes) -> None:
         self._descriptor: int | None = None
         path = ""
-        if loop.source:
+        if source:
             self._descriptor = os.memfd_create("program")
             with open(self._descriptor, "wb", closefd=False) as file:
-                file.write(loop.source)
+                file.write(source)
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.program = Program(
-            path=loop.path, module=loop.module, arguments=tuple(loop.arguments), source=path
-        )
+        self.program = replace(program, source=path)
 
     def close(self) -> None:
         """Close the memory: no further rank starts."""

@@ -55,11 +55,13 @@ class ZygoteAhead:
     ``mark`` is that of the run to come.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """``environment``: what the run most likely needs, but for its mark."""
+    def __init__(self, wanted: str, environment: Mapping[str, str]) -> None:
+        """``wanted``: to import; ``environment``: what the run most likely needs, but for its mark."""
         self.mark = os.urandom(_MARK_BYTES).hex()
         self._environment = marked(environment, self.mark)
-        self._started: StartedZygote | None = StartedZygote(start.ZYGOTE_AHEAD, self._environment)
+        self._started: StartedZygote | None = StartedZygote(
+            f"{start.ZYGOTE_AHEAD}{wanted}", self._environment
+        )
 
     def take(self, environment: Mapping[str, str]) -> StartedZygote | None:
         """Return the zygote if it was started for this, once; else end it."""
