@@ -39,7 +39,7 @@ _OWN = {
         module="ddp_runner.cli.train", says="train; what happens when no command is given", place=10
     ),
     "run": Row(
-        module="ddp_runner.cli.run",
+        module="ddp_runner.features.script.command",
         says="any script that torchrun starts, supervised: run train.py ARGS",
         place=20,
     ),

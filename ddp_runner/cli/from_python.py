@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner.cli.find_batch_size import LARGEST
 from ddp_runner.cli.launch import Prepared, identity, prepared, refuse_in_rank, run_child
-from ddp_runner.cli.run import settings_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.features.script.command import settings_of
 
 if TYPE_CHECKING:
     import os

@@ -19,6 +19,7 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.settings.declaration import Option
+from ddp_runner.features.script.summary import ScriptSummary, read_script_summary
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import fault_sentence
@@ -30,7 +31,6 @@ from ddp_runner.observe.reports.text_report import (
     improvement_lines,
     time_lines,
 )
-from ddp_runner.observe.script_summary import ScriptSummary, read_script_summary
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import from_json, read_lines, read_small, replace_file

@@ -13,14 +13,23 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.accelerate_config import ON_CPU, accelerate_variables
 from ddp_runner.cli.command import TrainCommand, option_lines
 from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.machine import allow_open_files
 from ddp_runner.cli.parser import OPTIONS, is_config_name, parse_train
 from ddp_runner.cli.planning import asked_settings, plan_launch
-from ddp_runner.cli.run_loop import attaches, may_be_run, source_of, with_loop
-from ddp_runner.cli.run_options import (
+from ddp_runner.cli.stage_choice import refuse_stages
+from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
+from ddp_runner.config.run_names import name_of_task
+from ddp_runner.config.sources import named_file
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.launch_plan import OpaqueProgram
+from ddp_runner.core.plain_rank import plain_rank
+from ddp_runner.core.secrets import masked_words
+from ddp_runner.core.settings.declaration import Option
+from ddp_runner.features.script.accelerate_config import ON_CPU, accelerate_variables
+from ddp_runner.features.script.loop import attaches, may_be_run, source_of, with_loop
+from ddp_runner.features.script.options import (
     ACCEPTED_VALUES,
     ALSO_CALLED,
     EXAMPLES,
@@ -37,16 +46,7 @@ from ddp_runner.cli.run_options import (
     SHARED,
     WHICH_STREAMS,
 )
-from ddp_runner.cli.stage_choice import refuse_stages
-from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
-from ddp_runner.config.run_names import name_of_task
-from ddp_runner.config.sources import named_file
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.launch_plan import OpaqueProgram
-from ddp_runner.core.plain_rank import plain_rank
-from ddp_runner.core.script import GRACE_AT_STOP_S, RANK, ResumeWith, ScriptPlan
-from ddp_runner.core.secrets import masked_words
-from ddp_runner.core.settings.declaration import Option
+from ddp_runner.features.script.rules import GRACE_AT_STOP_S, RANK, ResumeWith, ScriptPlan
 from ddp_runner.start import COMMAND
 from ddp_runner.version import VERSION
 
@@ -133,7 +133,7 @@ def _supervise(plan: LaunchPlan, words: Sequence[str], script: ScriptPlan | None
     plan = replace(plan, command=(*plan.command[:3], "run", *masked_words(words)))
     allow_open_files(plan.world_size)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
-    from ddp_runner.supervisor.script import agent  # noqa: PLC0415
+    from ddp_runner.features.script import parent as agent  # noqa: PLC0415
 
     return agent.supervise(plan, script)
 
