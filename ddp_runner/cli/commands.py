@@ -38,11 +38,6 @@ _OWN = {
     "train": Row(
         module="ddp_runner.cli.train", says="train; what happens when no command is given", place=10
     ),
-    "run": Row(
-        module="ddp_runner.features.script.command",
-        says="any script that torchrun starts, supervised: run train.py ARGS",
-        place=20,
-    ),
     "checkpoints": Row(
         module="ddp_runner.cli.checkpoints",
         says="list, verify, show, export or prune checkpoints",
