@@ -11,23 +11,23 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from ddp_runner.cli.commands import COMMANDS
+from ddp_runner.cli.commands import commands
 from ddp_runner.cli.parser import GROUPS, LONG_OF_ALIAS, OPTIONS
-from ddp_runner.cli.run_options import (
-    ACCEPTED_VALUES,
-    ALSO_CALLED,
-    OWN,
-    REFUSED,
-    SAYS_OF_SHARED,
-    SHARED,
-)
-from ddp_runner.cli.run_options import EXAMPLES as EXAMPLES_OF_RUN
 from ddp_runner.cli.usage import EXAMPLES, INJECTIONS, default_of, shown_default
 from ddp_runner.config.fields import ALIASES, SWITCHES, known_fields, sections
 from ddp_runner.config.foreign import ALWAYS, ANSWERS, FACTS, HEADINGS, WORDS
 from ddp_runner.config.meanings import meanings
 from ddp_runner.core.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
 from ddp_runner.core.settings.declaration import OnResume, Option
+from ddp_runner.features.script.command import OWN
+from ddp_runner.features.script.options import (
+    ACCEPTED_VALUES,
+    ALSO_CALLED,
+    REFUSED,
+    SAYS_OF_SHARED,
+    SHARED,
+)
+from ddp_runner.features.script.options import EXAMPLES as EXAMPLES_OF_RUN
 
 DOCS = Path(__file__).parent
 
@@ -339,7 +339,7 @@ def command_line_page() -> str:
         "",
         "| command | what it does |",
         "|---|---|",
-        *(f"| `{name}` | {row.says} |" for name, row in COMMANDS.items()),
+        *(f"| `{name}` | {row.says} |" for name, row in commands().items()),
     ]
     for group in GROUPS:
         lines += ["", f"## {group.title}", "", "| option | default | meaning |", "|---|---|---|"]

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ddp_runner import start
 from ddp_runner.core.launch_plan import TRAINED
-from ddp_runner.core.script import RANK
+from ddp_runner.features.script.rules import RANK
 from ddp_runner.system import parent_death
 from tests.huge_pages import use_huge_pages
 
@@ -43,7 +43,11 @@ ENVIRONMENT = {
 }
 # What the command imports on its way: the supervisor, the screens and all that they need.
 _PRELOADED = (
-    *("ddp_runner.cli.train", "ddp_runner.cli.run", "ddp_runner.supervisor.assembly"),
+    *(
+        "ddp_runner.cli.train",
+        "ddp_runner.features.script.command",
+        "ddp_runner.supervisor.assembly",
+    ),
     "ddp_runner.observe.display",
 )
 _POPEN = subprocess.Popen

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from pathlib import Path
 
+from ddp_runner import installed
 from ddp_runner.__main__ import main
 from ddp_runner.supervisor import assembly
 
@@ -44,6 +45,7 @@ def _walk_to_supervise(words):
         raise ReachedError
 
     assembly.supervise = reached
+    installed.parts("parent")  # as assembly: what is imported only to supervise does not count
     with contextlib.suppress(ReachedError), walk.watched():
         main(words)
     return walk

@@ -6,11 +6,12 @@ import json
 import re
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ddp_runner.cli.commands import commands
 from ddp_runner.cli.find_batch_size import LARGEST
 from ddp_runner.cli.launch import Prepared, identity, prepared, refuse_in_rank, run_child
-from ddp_runner.cli.run import settings_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 
@@ -39,7 +40,10 @@ def run(
     """
     refuse_in_rank("run()")
     words = ["--nproc-per-node", str(nproc_per_node), *options, str(script), *arguments]
-    settings = settings_of(words)
+    row = commands().get("run")
+    if row is None:
+        raise BadInputError("run", "", "is not installed")
+    settings = import_module(row.module).settings_of(words)
     ready = Prepared(
         words=words,
         config_file="",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner import start
 from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand, is_unicode, show
-from ddp_runner.cli.report_comparison import compare
+from ddp_runner.cli.report_comparison import compare, other_report
 from ddp_runner.cli.runs import elsewhere, log_dir_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
@@ -30,7 +30,6 @@ from ddp_runner.observe.reports.text_report import (
     improvement_lines,
     time_lines,
 )
-from ddp_runner.observe.script_summary import ScriptSummary, read_script_summary
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import from_json, read_lines, read_small, replace_file
@@ -75,10 +74,10 @@ def _run(arguments: Arguments) -> int:
 
 
 def _read(path: Path) -> tuple[RunSummary | None, tuple[str, ...]]:
-    """The summary, None where it is a script's, and its lines."""
-    script = read_script_summary(path)
-    if script is not None:
-        return None, tuple(script_lines(script))
+    """The summary, None where it is not a training's, and its lines."""
+    other = other_report(path)
+    if other is not None:
+        return None, other.lines
     summary = read_summary(path)
     return summary, tuple(summary_lines(summary))
 
@@ -180,33 +179,6 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
     more = len(summary.faults) - _FAULTS_SHOWN_MAX + summary.faults_left_out
     if more > 0:
         yield f"  and {more} more in events.jsonl"
-
-
-def script_lines(summary: ScriptSummary) -> Iterator[str]:
-    """The same of a script's run, which has its own checkpoints: nothing is known of its weights."""
-    attempts = len(summary.attempts)
-    newest = f" in the newest of {attempts} attempts" if attempts > 1 else ""
-    failed = [one for one in summary.attempts if one.cause]
-    rows = (
-        ("run", summary.called),
-        ("status", f"{summary.status.words} (exit {summary.exit_code})"),
-        ("script", summary.script),
-        (
-            "trained",
-            f"{count(summary.steps)} optimizer steps on {summary.world_size} ranks{newest}",
-        ),
-        ("wall time", duration(summary.wall_s)),
-        ("faults", str(len(failed))),
-    )
-    yield from (f"{name:<{_LABEL_COLUMNS}}{value}" for name, value in rows)
-    for one in failed[:_FAULTS_SHOWN_MAX]:
-        who = "" if one.rank is None or one.cause.startswith("rank ") else f"rank {one.rank}: "
-        yield (
-            f"  attempt {one.attempt}  {who}{one.cause}, after {count(one.steps)} optimizer steps"
-            f" in {duration(one.seconds)}"
-        )
-    if len(failed) > _FAULTS_SHOWN_MAX:
-        yield f"  and {len(failed) - _FAULTS_SHOWN_MAX} more in summary.json"
 
 
 def _trained(summary: RunSummary) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ddp_runner.cli.parser import LONG_OF_SHORT
 from ddp_runner.core.settings.declaration import Option
 
 # As torchrun has it: stdout, stderr, both or none of all ranks, or of some.
@@ -24,75 +23,67 @@ SAYS_OF_SHARED = {
     "--checkpoint-dir": "of an attached loop [checkpoints/NAME]",
     "--inject": "of an attached loop: cause faults, to see them repaired",
 }
-OWN = {
-    option.long: option
-    for option in (
-        Option("--module", short="-m", metavar="MODULE", says="run a module, as python -m does"),
-        Option(
-            "--no-python",
-            says="run a program as it is, such as bash worker.sh: its steps and hangs are not seen",
-        ),
-        Option(
-            "--grace-period",
-            metavar="SECONDS",
-            says="from SIGTERM to SIGKILL when the run is asked to stop [30]",
-        ),
-        Option(
-            "--hang-timeout",
-            metavar="SECONDS",
-            says="from the start on: without a step, a collective, a line or "
-            "ddp_runner.heartbeat() of any rank it is a fault [no limit]",
-        ),
-        Option(
-            "--preload",
-            metavar="A,B",
-            says="modules to import once, before the ranks are forked, such as transformers",
-        ),
-        Option("--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"),
-        Option(
-            "--resume-with",
-            metavar="GLOB:WORDS",
-            says="words that are added at each start at which such a file exists, as in "
-            "'out/ckpt.pt:--resume out/ckpt.pt'; {} is the newest whole match; may be repeated",
-        ),
-        Option(
-            "--from-scratch",
-            says="a restart may begin at the beginning, though an attempt before has saved",
-        ),
-        Option("--plain-saves", says="leave torch.save as it is: else a file is replaced whole"),
-        Option(
-            "--tee",
-            short="-t",
-            metavar="WHICH",
-            says="show these ranks on the console, each line with [default<r>]: 3: all, 0:3,1:3: "
-            "these; a log has stdout and stderr in one",
-        ),
-        Option(
-            "--local-ranks-filter",
-            metavar="0,1",
-            says="show these ranks only on the console [0]",
-        ),
-        Option(
-            "--mixed-precision",
-            metavar="NAME",
-            says="of a script with accelerate: no, fp16, bf16 or fp8 [as accelerate config has stored]",
-        ),
-        Option(
-            "--monitor-interval",
-            metavar="SECONDS",
-            says="accepted: the end of a rank is noticed at once",
-        ),
-        Option("--standalone", says="accepted: there is one machine"),
-        Option("--role", metavar="NAME", says="what ROLE_NAME is in each rank [default]"),
-        Option("--rdzv-id", metavar="ID", says="what TORCHELASTIC_RUN_ID is in each rank"),
-        Option("--rdzv-conf", metavar="A=B", says="accepted: nobody is waited for"),
-    )
-}
-LONG_OF_SHORT_HERE = {
-    **{option.short: long for long, option in OWN.items() if option.short},
-    **{short: long for short, long in LONG_OF_SHORT.items() if long in SHARED},
-    "-r": "--redirects",
-}
+OWN_OPTIONS = (
+    Option("--module", short="-m", metavar="MODULE", says="run a module, as python -m does"),
+    Option(
+        "--no-python",
+        says="run a program as it is, such as bash worker.sh: its steps and hangs are not seen",
+    ),
+    Option(
+        "--grace-period",
+        metavar="SECONDS",
+        says="from SIGTERM to SIGKILL when the run is asked to stop [30]",
+    ),
+    Option(
+        "--hang-timeout",
+        metavar="SECONDS",
+        says="from the start on: without a step, a collective, a line or "
+        "ddp_runner.heartbeat() of any rank it is a fault [no limit]",
+    ),
+    Option(
+        "--preload",
+        metavar="A,B",
+        says="modules to import once, before the ranks are forked, such as transformers",
+    ),
+    Option("--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"),
+    Option(
+        "--resume-with",
+        metavar="GLOB:WORDS",
+        says="words that are added at each start at which such a file exists, as in "
+        "'out/ckpt.pt:--resume out/ckpt.pt'; {} is the newest whole match; may be repeated",
+    ),
+    Option(
+        "--from-scratch",
+        says="a restart may begin at the beginning, though an attempt before has saved",
+    ),
+    Option("--plain-saves", says="leave torch.save as it is: else a file is replaced whole"),
+    Option(
+        "--tee",
+        short="-t",
+        metavar="WHICH",
+        says="show these ranks on the console, each line with [default<r>]: 3: all, 0:3,1:3: "
+        "these; a log has stdout and stderr in one",
+    ),
+    Option(
+        "--local-ranks-filter",
+        metavar="0,1",
+        says="show these ranks only on the console [0]",
+    ),
+    Option(
+        "--mixed-precision",
+        metavar="NAME",
+        says="of a script with accelerate: no, fp16, bf16 or fp8 [as accelerate config has stored]",
+    ),
+    Option(
+        "--monitor-interval",
+        metavar="SECONDS",
+        says="accepted: the end of a rank is noticed at once",
+    ),
+    Option("--standalone", says="accepted: there is one machine"),
+    Option("--role", metavar="NAME", says="what ROLE_NAME is in each rank [default]"),
+    Option("--rdzv-id", metavar="ID", says="what TORCHELASTIC_RUN_ID is in each rank"),
+    Option("--rdzv-conf", metavar="A=B", says="accepted: nobody is waited for"),
+)
 # As accelerate and others call them.
 ALSO_CALLED = {
     **dict.fromkeys(("--num-processes", "--nproc", "--num-gpus"), "--nproc-per-node"),

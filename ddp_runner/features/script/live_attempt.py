@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddp_runner.core.classify import RankExit, classify_exit
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Leaving
-from ddp_runner.core.script import Attempt, explained, first_cause
+from ddp_runner.features.script.rules import Attempt, explained, first_cause
 from ddp_runner.supervisor.rank_handle import RankHandle
 
 LATE_S = 10.0  # for ranks to end after the first has

@@ -11,8 +11,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_runner.core.classify import attribute
 from ddp_runner.core.faults import Fault, FaultKind, Origin
-from ddp_runner.core.script import explained
-from ddp_runner.supervisor.script.attempt_files import error_file, recorded_fault
+from ddp_runner.features.script.attempt_files import error_file, recorded_fault
+from ddp_runner.features.script.rules import explained
 
 
 def fault(rank, kind=FaultKind.RANK_EXITED, *, at_ns=100, origin=Origin.OWN, cause="exited"):

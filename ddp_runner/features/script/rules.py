@@ -13,7 +13,7 @@ from ddp_runner.core.recovery import budget_spent
 from ddp_runner.core.repeats import same_error
 from ddp_runner.core.settings import RecoverySettings
 
-RANK = "ddp_runner.rank.script"
+RANK = "ddp_runner.features.script.child"
 NEWEST = "{}"
 WRONG_ARGUMENTS = 2  # argparse's exit code, and that of most programs
 GRACE_AFTER_FAULT_S = 1.0  # from SIGTERM to SIGKILL, for the ranks that are left

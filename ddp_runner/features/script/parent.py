@@ -47,7 +47,12 @@ from ddp_runner.core.messages import (
     Ready,
     decode,
 )
-from ddp_runner.core.script import (
+from ddp_runner.core.stopping import StopSignal, StopSignals
+from ddp_runner.features.script.attempt_files import AttemptFiles, error_file
+from ddp_runner.features.script.hangs import ScriptHangs
+from ddp_runner.features.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
+from ddp_runner.features.script.own_checkpoint import words_to_resume
+from ddp_runner.features.script.rules import (
     EXIT_CODE_OF_STOP,
     GRACE_AFTER_FAULT_S,
     STOPPED_MAX_S,
@@ -61,8 +66,7 @@ from ddp_runner.core.script import (
     plan_restart,
     was_asked_to_end,
 )
-from ddp_runner.core.stopping import StopSignal, StopSignals
-from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
+from ddp_runner.features.script.summary import AttemptRecord, ScriptSummary
 from ddp_runner.supervisor import assembly
 from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
 from ddp_runner.supervisor.processes.children import Ended
@@ -78,10 +82,6 @@ from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_facts import Ending, RunFacts
-from ddp_runner.supervisor.script.attempt_files import AttemptFiles, error_file
-from ddp_runner.supervisor.script.hangs import ScriptHangs
-from ddp_runner.supervisor.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
-from ddp_runner.supervisor.script.own_checkpoint import words_to_resume
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.run_directories import RunDirectories

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.supervisor.script.hangs import (
+from ddp_runner.features.script.hangs import (
     SignsOfLife,
     Silence,
     asked_every_s,

@@ -1,6 +1,6 @@
 """A run of a script whose processes and clock are simulated; the agent that starts it again is the real one.
 
-Its ranks follow ``rank/script.py``: each counts its own steps, ends by itself, and hears SIGTERM.
+Its ranks follow ``features/script/child.py``: each counts its own steps, ends by itself, and hears SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ddp_runner.core.fork_specs import ForkKind, ProgramSpec
 from ddp_runner.core.launch_plan import OpaqueProgram
 from ddp_runner.core.messages import Form, Leaving
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.script import RANK, ScriptPlan
+from ddp_runner.features.script.parent import ScriptAgent
+from ddp_runner.features.script.rules import RANK, ScriptPlan
 from ddp_runner.supervisor.loop import Loop
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.script.agent import ScriptAgent
 from tests.supervisor.simulated import (
     FORM_S,
     STARTUP_S,

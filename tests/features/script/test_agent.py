@@ -8,7 +8,7 @@ import pytest
 
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.stopping import StopSignal
-from tests.supervisor.simulated_script import ScriptSimulation
+from tests.features.script.simulated_script import ScriptSimulation
 
 
 @pytest.fixture

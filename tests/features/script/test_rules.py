@@ -6,14 +6,14 @@ import pytest
 
 from ddp_runner.core.exits import RunStatus, exit_code_of
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.script import (
+from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.features.script.rules import (
     Attempt,
     StartAgain,
     does_not_resume,
     first_cause,
     plan_restart,
 )
-from ddp_runner.core.settings import RecoverySettings
 
 SETTINGS = RecoverySettings(max_restarts=2, restart_window_s=100.0)
 

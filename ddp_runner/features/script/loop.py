@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ddp_runner.core.launch_plan import LaunchPlan
-    from ddp_runner.core.script import ScriptPlan
+    from ddp_runner.features.script.rules import ScriptPlan
 
 
 def attaches(script: ScriptPlan) -> bool:

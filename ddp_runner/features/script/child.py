@@ -42,8 +42,8 @@ from ddp_runner.core.messages import (
     Stacks,
 )
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.script import ScriptCall
 from ddp_runner.core.wire import built
+from ddp_runner.features.script.rules import ScriptCall
 from ddp_runner.observe.files import ends_torn
 from ddp_runner.observe.logger import HELD_BACK, format_record
 from ddp_runner.rank.main_program import run_as_main

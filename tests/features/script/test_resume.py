@@ -8,8 +8,8 @@ import zipfile
 
 import pytest
 
-from ddp_runner.core.script import ResumeWith
-from ddp_runner.supervisor.script.own_checkpoint import what_is_lacking, words_to_resume
+from ddp_runner.features.script.own_checkpoint import what_is_lacking, words_to_resume
+from ddp_runner.features.script.rules import ResumeWith
 
 
 def archive(path, *, cut=0):

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_runner.core.script import NEWEST, ResumeWith
+from ddp_runner.features.script.rules import NEWEST, ResumeWith
 
 # What libraries write last into a folder: (its name, or a file that shows whose it is; the file that comes last).
 _WRITTEN_LAST = (

@@ -13,30 +13,11 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.accelerate_config import ON_CPU, accelerate_variables
 from ddp_runner.cli.command import TrainCommand, option_lines
 from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.machine import allow_open_files
-from ddp_runner.cli.parser import OPTIONS, is_config_name, parse_train
+from ddp_runner.cli.parser import LONG_OF_SHORT, OPTIONS, is_config_name, parse_train
 from ddp_runner.cli.planning import asked_settings, plan_launch
-from ddp_runner.cli.run_loop import attaches, may_be_run, source_of, with_loop
-from ddp_runner.cli.run_options import (
-    ACCEPTED_VALUES,
-    ALSO_CALLED,
-    EXAMPLES,
-    LONG_OF_SHORT_HERE,
-    OF_ATTACHED,
-    OF_ENVIRONMENT,
-    OF_SCRIPTS,
-    OF_TASKS,
-    OWN,
-    PYTHON_ONLY,
-    REFUSED,
-    REFUSED_SWITCHES,
-    SAYS_OF_SHARED,
-    SHARED,
-    WHICH_STREAMS,
-)
 from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
@@ -44,9 +25,27 @@ from ddp_runner.config.sources import named_file
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.launch_plan import OpaqueProgram
 from ddp_runner.core.plain_rank import plain_rank
-from ddp_runner.core.script import GRACE_AT_STOP_S, RANK, ResumeWith, ScriptPlan
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.settings.declaration import Option
+from ddp_runner.features.script.accelerate_config import ON_CPU, accelerate_variables
+from ddp_runner.features.script.loop import attaches, may_be_run, source_of, with_loop
+from ddp_runner.features.script.options import (
+    ACCEPTED_VALUES,
+    ALSO_CALLED,
+    EXAMPLES,
+    OF_ATTACHED,
+    OF_ENVIRONMENT,
+    OF_SCRIPTS,
+    OF_TASKS,
+    OWN_OPTIONS,
+    PYTHON_ONLY,
+    REFUSED,
+    REFUSED_SWITCHES,
+    SAYS_OF_SHARED,
+    SHARED,
+    WHICH_STREAMS,
+)
+from ddp_runner.features.script.rules import GRACE_AT_STOP_S, RANK, ResumeWith, ScriptPlan
 from ddp_runner.start import COMMAND
 from ddp_runner.version import VERSION
 
@@ -57,6 +56,12 @@ if TYPE_CHECKING:
     from ddp_runner.core.settings import Settings
 
 _WIDTH = 79
+OWN = {option.long: option for option in OWN_OPTIONS}
+_LONG_OF_SHORT = {
+    **{option.short: long for long, option in OWN.items() if option.short},
+    **{short: long for short, long in LONG_OF_SHORT.items() if long in SHARED},
+    "-r": "--redirects",
+}
 _OF_DEVICE = ("--cpu", "--gpus", "device=", "run.device=", "gpus=", "run.gpus=")
 _CPU_WORDS = ("--cpu", "device=cpu", "run.device=cpu")
 _DEVICE_OF = {"cpu": "cpu", "gpu": "cuda"}  # torchrun's words for as many ranks as there are
@@ -133,9 +138,9 @@ def _supervise(plan: LaunchPlan, words: Sequence[str], script: ScriptPlan | None
     plan = replace(plan, command=(*plan.command[:3], "run", *masked_words(words)))
     allow_open_files(plan.world_size)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
-    from ddp_runner.supervisor.script import agent  # noqa: PLC0415
+    from ddp_runner.features.script import parent  # noqa: PLC0415
 
-    return agent.supervise(plan, script)
+    return parent.supervise(plan, script)
 
 
 def _refuse_of_scripts(words: _Words) -> None:
@@ -235,7 +240,7 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     name, _, attached = word.partition("=")
     if not word.startswith("--"):
         name, attached = word[:2], word[2:].removeprefix("=")
-    long = LONG_OF_SHORT_HERE.get(name, name.replace("_", "-").lower())
+    long = _LONG_OF_SHORT.get(name, name.replace("_", "-").lower())
     long = ALSO_CALLED.get(long, long)
     if long in ("--help", "-h", "--version"):
         found.own["--help" if long == "-h" else long] = ""

@@ -1,0 +1,13 @@
+"""The command ``run``: any script that torchrun starts, supervised."""
+
+from __future__ import annotations
+
+from ddp_runner.cli.commands import Row
+
+COMMANDS = {
+    "run": Row(
+        module="ddp_runner.features.script.command",
+        says="any script that torchrun starts, supervised: run train.py ARGS",
+        place=20,
+    )
+}
