@@ -11,7 +11,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from ddp_runner.cli.commands import COMMANDS
+from ddp_runner.cli.commands import commands
 from ddp_runner.cli.parser import GROUPS, LONG_OF_ALIAS, OPTIONS
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
@@ -339,7 +339,7 @@ def command_line_page() -> str:
         "",
         "| command | what it does |",
         "|---|---|",
-        *(f"| `{name}` | {row.says} |" for name, row in COMMANDS.items()),
+        *(f"| `{name}` | {row.says} |" for name, row in commands().items()),
     ]
     for group in GROUPS:
         lines += ["", f"## {group.title}", "", "| option | default | meaning |", "|---|---|---|"]

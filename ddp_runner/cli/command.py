@@ -1,6 +1,6 @@
 """Declares commands: options, help and action of each are one value in the command's module.
 
-``cli/commands.py`` has the row that leads there. Also the only way from a command to the terminal.
+A row leads there, of ``cli/commands.py`` or of a feature's ``words.py``. Also the only way from a command to the terminal.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ddp_runner.core.settings.declaration import Option
 from ddp_runner.observe.format import printable
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 HELP_COLUMNS = 79
@@ -27,6 +28,19 @@ LOG_DIR = Option("--log-dir", short="-l", metavar="DIR", says="the run in DIR")
 CHECKPOINT_DIR = Option("--checkpoint-dir", short="-c", metavar="DIR", says="those in DIR")
 NAME = Option("--name", metavar="NAME", says="the run in logs/NAME [the newest run]")
 JSON = Option("--json", says="one JSON object a line, for programs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instead:
+    """An option of ``train`` that asks for something else than training; ``INSTEAD`` of a feature's ``words.py``.
+
+    ``value``: its value where that is a word of its own; None for a switch. The module's
+    ``perform(plan, arguments, is_rank=)`` does what is asked for.
+    """
+
+    option: Option
+    module: str
+    value: re.Pattern[str] | None = None
 
 
 class Command(Protocol):

@@ -1,6 +1,6 @@
 """The commands by name, and how one is run: wrong input becomes one line and exit 2.
 
-Each is declared in its module, which is imported when it is asked for.
+Each is declared in its module, which is imported when it is asked for. Features bring commands of their own.
 """
 
 from __future__ import annotations
@@ -9,53 +9,94 @@ import difflib
 import os
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ddp_runner import start
+from ddp_runner import installed, start
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.observe.format import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The module whose ``DECLARATION`` it is, and a line for the list of commands."""
+    """Leads to a command. ``module``: holds its ``DECLARATION``; ``says``: its line in the list of commands.
+
+    ``place``: its place in that list. The ``COMMANDS`` of a feature's ``words.py`` are rows by name.
+    """
 
     module: str
     says: str
+    place: int
 
 
-COMMANDS = {
-    "train": Row("ddp_runner.cli.train", "train; what happens when no command is given"),
+_OWN = {
+    "train": Row(
+        module="ddp_runner.cli.train", says="train; what happens when no command is given", place=10
+    ),
     "run": Row(
-        "ddp_runner.cli.run", "any script that torchrun starts, supervised: run train.py ARGS"
+        module="ddp_runner.cli.run",
+        says="any script that torchrun starts, supervised: run train.py ARGS",
+        place=20,
     ),
     "checkpoints": Row(
-        "ddp_runner.cli.checkpoints", "list, verify, show, export or prune checkpoints"
+        module="ddp_runner.cli.checkpoints",
+        says="list, verify, show, export or prune checkpoints",
+        place=30,
     ),
-    "report": Row("ddp_runner.cli.report", "what happened in a run, for people"),
-    "doctor": Row("ddp_runner.cli.doctor", "can this machine train, and if not, what to do"),
+    "report": Row(
+        module="ddp_runner.cli.report", says="what happened in a run, for people", place=40
+    ),
+    "doctor": Row(
+        module="ddp_runner.cli.doctor",
+        says="can this machine train, and if not, what to do",
+        place=50,
+    ),
     "configure": Row(
-        "ddp_runner.cli.configure",
-        "asks for the settings that matter most, and writes them to a file",
+        module="ddp_runner.cli.configure",
+        says="asks for the settings that matter most, and writes them to a file",
+        place=60,
     ),
     "check": Row(
-        "ddp_runner.cli.check", "is your own task exact under every kill? a table of what holds"
+        module="ddp_runner.cli.check",
+        says="is your own task exact under every kill? a table of what holds",
+        place=70,
     ),
     "demo": Row(
-        "ddp_runner.cli.demo", "watch ranks being killed, and the weights come out the same"
+        module="ddp_runner.cli.demo",
+        says="watch ranks being killed, and the weights come out the same",
+        place=80,
     ),
     "bench": Row(
-        "ddp_runner.cli.bench", "what a step's time is made of, what bounds it, what to try"
+        module="ddp_runner.cli.bench",
+        says="what a step's time is made of, what bounds it, what to try",
+        place=90,
     ),
-    "docs": Row("ddp_runner.cli.docs", "show the documentation in a browser"),
-    "page": Row("ddp_runner.cli.page", "watch runs in a browser while they train"),
-    "kill": Row("ddp_runner.cli.kill", "end a rank of a run, to see it replaced: kill 1"),
+    "docs": Row(
+        module="ddp_runner.cli.docs", says="show the documentation in a browser", place=100
+    ),
+    "page": Row(
+        module="ddp_runner.cli.page", says="watch runs in a browser while they train", place=110
+    ),
+    "kill": Row(
+        module="ddp_runner.cli.kill",
+        says="end a rank of a run, to see it replaced: kill 1",
+        place=120,
+    ),
 }
+
+
+@cache
+def commands() -> Mapping[str, Row]:
+    """Return all commands by name, in the order in which the help lists them: ours, and those of features."""
+    found = dict(_OWN)
+    for words in installed.parts("words"):
+        found |= getattr(words, "COMMANDS", {})
+    return dict(sorted(found.items(), key=lambda one: one[1].place))
 
 
 def main(argv: Sequence[str], *, is_this_process: bool = False) -> int:
@@ -64,7 +105,7 @@ def main(argv: Sequence[str], *, is_this_process: bool = False) -> int:
         name, words = split_command(list(argv))
         if name == "train" and is_this_process:
             return _train(words)
-        command = import_module(COMMANDS[name].module).DECLARATION
+        command = import_module((_OWN.get(name) or commands()[name]).module).DECLARATION
         start.interrupts_raise()
         return int(command.run(words))
     except BadInputError as error:
@@ -84,7 +125,7 @@ def _train(words: list[str]) -> int:
     """Train while torch is being imported, which takes longer than to check what was asked for."""
     ahead = import_module("ddp_runner.cli.preimport").start(words, os.environ)
     try:
-        module = import_module(COMMANDS["train"].module)
+        module = import_module(_OWN["train"].module)
         start.interrupts_raise()
         return int(module.run(words, ahead))
     finally:
@@ -99,12 +140,12 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     word, rest = words[0], words[1:]
     if word == "help":
         return "train", ["--help"]
-    if word in COMMANDS:
+    if word in _OWN or word in commands():
         return word, rest
     if os.path.exists(word):  # noqa: PTH110 - pathlib takes 5 ms
         raise BadInputError(
             f"{word} is a file", "", f"run {word} (a script), or --task {word} (a task)"
         )
-    near = difflib.get_close_matches(word, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else "the commands are " + ", ".join(COMMANDS)
+    near = difflib.get_close_matches(word, commands(), n=1)
+    hint = f"did you mean {near[0]}?" if near else "the commands are " + ", ".join(commands())
     raise BadInputError(word, "", f"unknown command; {hint}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from ddp_runner.cli.command import HELP_COLUMNS, entry
-from ddp_runner.cli.commands import COMMANDS
+from ddp_runner.cli.commands import commands
 from ddp_runner.cli.parser import GROUPS
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.meanings import meanings
@@ -85,7 +85,7 @@ def train_help() -> str:
         subsequent_indent="  ",
     )
     lines += ["", "Commands:"]
-    for name, row in COMMANDS.items():
+    for name, row in commands().items():
         lines += entry(f"  {name}", row.says)
     lines += ["", "Examples:"]
     lines += [f"  {f'{COMMAND} {words}':<43} {says}" for words, says in EXAMPLES]

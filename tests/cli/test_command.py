@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from ddp_runner.cli.command import Arguments, SmallCommand
-from ddp_runner.cli.commands import COMMANDS
+from ddp_runner.cli.commands import commands
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings.declaration import Option
 
@@ -22,10 +22,10 @@ def declared(**how):
     return SmallCommand(usage="Usage", options=options, perform=lambda _: 0, **how)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", commands())
 def test_each_row_leads_to_a_declaration_with_a_help_that_fits(name, capsys):
     """Its help is printed as it is declared, and the exit code is 0."""
-    command = import_module(COMMANDS[name].module).DECLARATION
+    command = import_module(commands()[name].module).DECLARATION
     assert command.run(["--help"]) == 0
     assert capsys.readouterr().out == command.help() + "\n"
     assert max(map(len, command.help().splitlines())) <= 82
