@@ -55,9 +55,8 @@ def _run(given: Arguments) -> int:
     others = [one for one in arguments.nodes if one != ("--nnodes", "1")]
     if plain_rank(os.environ) is not None or others:
         raise BadInputError("bench", "", "is for one machine, and starts its ranks itself")
-    if arguments.finding.option or arguments.is_dry:
-        option = arguments.finding.option or "--dry-run"
-        raise BadInputError(option, "", "and bench are two commands: give one of them")
+    if arguments.instead:
+        raise BadInputError(arguments.instead, "", "and bench are two commands: give one of them")
     plan = plan_launch(arguments, words=asked.words)
     if plan.nodes is not None:
         raise BadInputError("bench", "", "is for one machine: give --nnodes 1 with it")

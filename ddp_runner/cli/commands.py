@@ -71,11 +71,6 @@ _OWN = {
         says="watch ranks being killed, and the weights come out the same",
         place=80,
     ),
-    "bench": Row(
-        module="ddp_runner.cli.bench",
-        says="what a step's time is made of, what bounds it, what to try",
-        place=90,
-    ),
     "docs": Row(
         module="ddp_runner.cli.docs", says="show the documentation in a browser", place=100
     ),

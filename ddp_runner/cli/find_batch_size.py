@@ -8,14 +8,16 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.parser import BATCH_SIZE
+from ddp_runner.cli.from_python import LARGEST
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
-from ddp_runner.cli.trials import MemoryWatch, Trial, steps_of, train
+from ddp_runner.cli.stage_choice import alone
+from ddp_runner.cli.trials import MemoryWatch, Trial, refuse_ranks, steps_of, train
 from ddp_runner.core import batch_search
 from ddp_runner.core.batch_search import Outcome, Tried
 from ddp_runner.core.batch_sizes import global_batch
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.features.tuning.words import BATCH_SIZE
 from ddp_runner.memory.free import free_bytes
 from ddp_runner.memory.limits import container_limit
 from ddp_runner.observe import format as fmt
@@ -23,12 +25,11 @@ from ddp_runner.observe import format as fmt
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddp_runner.cli.parser import Finding
+    from ddp_runner.cli.parser import Finding, TrainArguments
     from ddp_runner.core.launch_plan import LaunchPlan
 
 SHARE = 0.8
 STEPS = 4
-LARGEST = "the largest that fits is"
 _GB = 1_000_000_000
 _UNTIMED = 2  # steps at the begin, which are slower
 _REASON_CHARACTERS = 80
@@ -41,6 +42,12 @@ class Limit:
     share: float
     bytes: int
     of: str
+
+
+def perform(plan: LaunchPlan, arguments: TrainArguments, *, is_rank: bool) -> int:
+    """Look for it, in the first stage of a run in stages; the exit code. Raises BadInputError."""
+    refuse_ranks(arguments, is_rank=is_rank)
+    return find(alone(plan), arguments.finding)
 
 
 def find(plan: LaunchPlan, finding: Finding) -> int:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.checkpoint.catalog import Catalog, Entry
-from ddp_runner.cli.parser import LEARNING_RATE
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
-from ddp_runner.cli.trials import Trial, steps_of, train
+from ddp_runner.cli.stage_choice import alone
+from ddp_runner.cli.trials import Trial, refuse_ranks, steps_of, train
 from ddp_runner.config import aligned, difference, resume_key, task_resume_key
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.lr_range import Curve, Point, Suggestion, curve_of, suggestion
+from ddp_runner.features.tuning.words import LEARNING_RATE
 from ddp_runner.observe.format import figure, printable
 from ddp_runner.system.run_files import replace_file
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     import psutil
 
-    from ddp_runner.cli.parser import Finding
+    from ddp_runner.cli.parser import Finding, TrainArguments
     from ddp_runner.core.launch_plan import LaunchPlan
 
 
@@ -50,6 +51,12 @@ class Begin:
 
     path: str = ""
     step: int = 0
+
+
+def perform(plan: LaunchPlan, arguments: TrainArguments, *, is_rank: bool) -> int:
+    """Look for it, in the first stage of a run in stages; the exit code. Raises BadInputError."""
+    refuse_ranks(arguments, is_rank=is_rank)
+    return find(alone(plan), arguments.finding)
 
 
 def find(plan: LaunchPlan, finding: Finding) -> int:

@@ -8,7 +8,6 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.cli.find_batch_size import LARGEST
 from ddp_runner.cli.launch import Prepared, identity, prepared, refuse_in_rank, run_child
 from ddp_runner.cli.run import settings_of
 from ddp_runner.core.errors import BadInputError
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from ddp_runner.cli.launch import RunResult
 
 _ERROR = "ddp_runner: error: "
+LARGEST = "the largest that fits is"  # begins the line of --find-batch-size with its result
 
 
 def run(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ddp_runner.cli.launch import launch
+from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.memory.free import free_bytes
@@ -25,6 +26,8 @@ from ddp_runner.memory.limits import container_limit
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from ddp_runner.cli.parser import TrainArguments
 
 _LOOK_S = 0.02
 _SEARCH_S = 0.5  # between two looks at which processes there are
@@ -53,6 +56,13 @@ _OVERRIDES = (
 )
 
 Look = Callable[[psutil.Process], bool]
+
+
+def refuse_ranks(arguments: TrainArguments, *, is_rank: bool) -> None:
+    """Raise BadInputError where an outside launcher has started this process as a rank."""
+    if is_rank:
+        expected = "starts its ranks itself: start it without a launcher"
+        raise BadInputError(arguments.instead, "", expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,12 +47,6 @@ class Share:
 def engine_options(options: Mapping[str, str], environment: Mapping[str, str]) -> NodeOptions:
     """Return the machines that the options ask for. Raises BadInputError for an option that the engine decides."""
     engine = options[ENGINE]
-    if engine != RAY:
-        raise BadInputError(
-            ENGINE,
-            engine,
-            "must be ray; under SLURM, Kubernetes and ssh each machine starts the command itself",
-        )
     decides = f"is decided by {ENGINE} {engine}: leave it out"
     for name in _DECIDED:
         if name in options:

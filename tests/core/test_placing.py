@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.cli import train
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.placing import (
@@ -33,7 +34,6 @@ def nodes(least, most):
 @pytest.mark.parametrize(
     ("options", "environment", "line"),
     [
-        ({"--engine": "slurm"}, {}, "--engine=slurm: must be ray; under SLURM, Kubernetes and"),
         ({"--rdzv-endpoint": "a:1"}, {}, "--rdzv-endpoint=a:1: is decided by --engine ray"),
         ({"--node-rank": "0"}, {}, "--node-rank=0: is decided by --engine ray"),
         ({"--token-file": "t"}, {}, "--token-file=***: is decided by --engine ray"),
@@ -48,6 +48,14 @@ def test_what_contradicts_an_engine_is_named(options, environment, line):
     with pytest.raises(BadInputError) as raised:
         engine_options({**RAY, "--nnodes": "2", **options}, environment)
     assert str(raised.value).startswith(line)
+
+
+def test_an_engine_that_is_not_installed_is_refused():
+    """With those that are, and who needs none."""
+    with pytest.raises(BadInputError) as raised:
+        train.run(["--engine", "slurm"])
+    line = "--engine=slurm: must be ray; under SLURM, Kubernetes and ssh each machine starts the command itself"
+    assert str(raised.value) == line
 
 
 def test_an_engine_s_machines_are_a_number_or_a_range():
