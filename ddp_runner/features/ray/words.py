@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddp_runner.core.settings.declaration import Option, OptionGroup
 
-ENGINES = {"ray": "ddp_runner.cli.engines.ray_driver"}
+ENGINES = {"ray": "ddp_runner.features.ray.ray_driver"}
 OPTIONS = (
     Option(
         "--engine",

@@ -11,14 +11,14 @@ from ddp_runner.core.settings.declaration import Option, OptionGroup
 BATCH_SIZE, LEARNING_RATE = "--find-batch-size", "--find-lr"
 COMMANDS = {
     "bench": Row(
-        module="ddp_runner.cli.bench",
+        module="ddp_runner.features.tuning.bench",
         says="what a step's time is made of, what bounds it, what to try",
         place=90,
     ),
 }
 INSTEAD = (
     Instead(
-        module="ddp_runner.cli.dry_stages",
+        module="ddp_runner.features.tuning.dry_stages",
         option=Option(
             "--dry-run",
             aliases=("--test-model",),
@@ -27,7 +27,7 @@ INSTEAD = (
         ),
     ),
     Instead(
-        module="ddp_runner.cli.find_batch_size",
+        module="ddp_runner.features.tuning.find_batch_size",
         value=re.compile(r"-?\d*\.?\d+%?"),
         option=Option(
             BATCH_SIZE,
@@ -38,7 +38,7 @@ INSTEAD = (
         ),
     ),
     Instead(
-        module="ddp_runner.cli.find_learning_rate",
+        module="ddp_runner.features.tuning.find_learning_rate",
         value=re.compile(r"[\d.eE+-]+:[\d.eE+:-]+"),
         option=Option(
             LEARNING_RATE,

@@ -5,7 +5,14 @@ import random
 
 import pytest
 
-from ddp_runner.core.lr_range import SETTLED, Curve, Point, Smoothed, curve_of, suggestion
+from ddp_runner.features.tuning.lr_range import (
+    SETTLED,
+    Curve,
+    Point,
+    Smoothed,
+    curve_of,
+    suggestion,
+)
 
 
 def points(losses, *, low=1e-6, high=10.0):

@@ -33,7 +33,7 @@ def perform(plan: LaunchPlan, arguments: TrainArguments, *, is_rank: bool) -> in
 def _try_out(plan: LaunchPlan, handed: Handed) -> int:
     environments = import_module("ddp_runner.supervisor.processes.environment")
     os.environ.update(environments.zygote_environment(plan, os.environ))  # torch reads it
-    trial = import_module("ddp_runner.training.dry_run")
+    trial = import_module("ddp_runner.features.tuning.dry_run")
     return int(trial.main(plan, weights_to=handed.weights_to, named=handed.named))
 
 

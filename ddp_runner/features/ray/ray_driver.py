@@ -1,6 +1,6 @@
 """``--engine ray``: has Ray place an actor a machine, each with a supervisor, and ends with the coordinator's exit code.
 
-What follows when one is lost is decided in ``core/placing.py``. Nothing of Ray is imported before it is asked for.
+What follows when one is lost is decided in ``features/ray/rules.py``. Nothing of Ray is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner import start
-from ddp_runner.cli.engines import ray_actor
-from ddp_runner.cli.engines.ray_cluster import (
+from ddp_runner.cli.planning import asked_settings, with_nproc
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, ExitCode, StopReason
+from ddp_runner.features.ray import ray_actor
+from ddp_runner.features.ray.ray_cluster import (
     Look,
     Phase,
     Seat,
@@ -28,10 +31,7 @@ from ddp_runner.cli.engines.ray_cluster import (
     machines,
     quiet,
 )
-from ddp_runner.cli.planning import asked_settings, with_nproc
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, ExitCode, StopReason
-from ddp_runner.core.placing import (
+from ddp_runner.features.ray.rules import (
     WINDOW_S,
     Answer,
     Ended,
@@ -56,7 +56,7 @@ TICK_S = 0.25
 AGAIN_S = 3.0  # after a supervisor has ended: the run may be ending
 GROW_EVERY_S = 2.0
 LAST_WORDS_S = 15.0  # for the others to end, once the coordinator has
-_PLACED = "ddp_runner.cli.engines.ray_entry"
+_PLACED = "ddp_runner.features.ray.ray_entry"
 # What of the driver's environment goes to the machines; more by Ray's own runtime_env.
 _HANDED_ON = ("DDP_RUNNER_", "NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "OMP_NUM_THREADS", "PYTHONPATH")
 _KEPT_HERE = ("DDP_RUNNER_TOKEN", "DDP_RUNNER_MARK", "DDP_RUNNER_LAUNCHED")

@@ -28,7 +28,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamPosition
 from ddp_runner.data.workers.count import asked_workers, cores_here, worker_count
-from ddp_runner.observe.dry_run_report import (
+from ddp_runner.features.tuning.dry_run_report import (
     MemoryFacts,
     ModuleFacts,
     memory_table,

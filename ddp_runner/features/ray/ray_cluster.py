@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypedDict
 from ddp_runner import start
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.node_options import ENGINE
-from ddp_runner.core.placing import RAY, Machine
+from ddp_runner.features.ray.rules import RAY, Machine
 
 _ANSWERS_S = 5.0
 LINES_MAX = 10  # of what another machine's supervisor wrote before it ended

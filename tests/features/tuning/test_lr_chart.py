@@ -2,7 +2,7 @@
 
 import math
 
-from ddp_runner.cli.find_learning_rate import ASCII, COLUMNS, ROWS, UNICODE, chart
+from ddp_runner.features.tuning.find_learning_rate import ASCII, COLUMNS, ROWS, UNICODE, chart
 
 
 def falling(count=100, low=1e-7, high=10.0):

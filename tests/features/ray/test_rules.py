@@ -7,7 +7,7 @@ import pytest
 from ddp_runner.cli import train
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.node_options import NodeOptions
-from ddp_runner.core.placing import (
+from ddp_runner.features.ray.rules import (
     RESTARTS_MAX,
     Ended,
     Machine,

@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from ddp_runner.observe.dry_run_report import (
+from ddp_runner.features.tuning.dry_run_report import (
     COLUMNS,
     ROWS_MAX,
     MemoryFacts,
