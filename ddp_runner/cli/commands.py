@@ -61,16 +61,6 @@ _OWN = {
         says="asks for the settings that matter most, and writes them to a file",
         place=60,
     ),
-    "check": Row(
-        module="ddp_runner.cli.check",
-        says="is your own task exact under every kill? a table of what holds",
-        place=70,
-    ),
-    "demo": Row(
-        module="ddp_runner.cli.demo",
-        says="watch ranks being killed, and the weights come out the same",
-        place=80,
-    ),
     "docs": Row(
         module="ddp_runner.cli.docs", says="show the documentation in a browser", place=100
     ),

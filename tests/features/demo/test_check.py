@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.cli.check import KILLS
+from ddp_runner.features.demo.check import KILLS
 from tests import ready
 
 ROOT = Path(__file__).resolve().parents[2]

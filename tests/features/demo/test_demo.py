@@ -14,17 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.cli.demo import script_for
-from ddp_runner.cli.tables import read_repairs
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
+from ddp_runner.features.demo.demo import script_for
+from ddp_runner.features.demo.tables import read_repairs
 from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares
 from tests import ready
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 250.0  # a hang; three runs on a slow machine take minutes
 _SHORT = (
-    "import sys; from ddp_runner.cli.demo import Script; from ddp_runner.cli.demo import perform;"
+    "import sys; from ddp_runner.features.demo.demo import Script; from ddp_runner.features.demo.demo import perform;"
     "sys.exit(perform(Script(world_size=2, steps={steps}, fault_interval_steps=10,"
     " harmless={harmless}, changing={changing}), keep=False))"
 )
