@@ -26,9 +26,9 @@ from ddp_runner.observe.history.table_rows import (
     gpu_rows,
     rank_rows,
     shown_columns,
+    time_parts,
 )
 from ddp_runner.observe.reports.improvements import EndedRun, improvements
-from ddp_runner.observe.reports.text_report import time_parts
 from ddp_runner.observe.summary import RunSummary
 
 FAULTS_SHOWN_MAX = 500

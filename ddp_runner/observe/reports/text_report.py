@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
 from ddp_runner.core.monitor import LOSS, is_of_evaluation, parts_of
 from ddp_runner.observe.format import bar, byte_size, count, duration, figure, percent, sparkline
-from ddp_runner.observe.history.json_lines import number
 from ddp_runner.observe.history.metrics_history import Curves
+from ddp_runner.observe.history.table_rows import time_parts
 from ddp_runner.observe.reports.improvements import Improvement
-from ddp_runner.observe.summary import TIME_NAMES, TimeShares
+from ddp_runner.observe.summary import TimeShares
 
 CURVE_COLUMNS, BAR_COLUMNS = 40, 30
 IMPROVEMENTS_SHOWN_MAX = 3
@@ -49,16 +48,6 @@ def time_lines(time_s: TimeShares, *, wall_s: float, labels: int, unicode: bool)
         label = "where it went" if place == 0 else ""
         text = f"{name:<12} {duration(seconds):>8} {percent(seconds / wall_s):>4}  {drawn}"
         yield f"{label:<{labels}}{text}".rstrip()
-
-
-def time_parts(time_s: TimeShares | Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The parts of the time that there were, by the names that people are shown, in the order of a run.
-
-    ``time_s``: also as a file has it, with whatever stands there.
-    """
-    given = asdict(time_s) if isinstance(time_s, TimeShares) else time_s
-    parts = [(shown, number(given.get(name)) or 0.0) for name, shown in TIME_NAMES.items()]
-    return [(shown, seconds) for shown, seconds in parts if seconds > 0]
 
 
 _GPU_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
