@@ -48,9 +48,6 @@ _OWN = {
         says="list, verify, show, export or prune checkpoints",
         place=30,
     ),
-    "report": Row(
-        module="ddp_runner.cli.report", says="what happened in a run, for people", place=40
-    ),
     "doctor": Row(
         module="ddp_runner.cli.doctor",
         says="can this machine train, and if not, what to do",

@@ -17,7 +17,7 @@ import pytest
 from ddp_runner.features.demo.check import KILLS
 from tests import ready
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCENARIOS = ROOT / "tests" / "scenarios"
 SOUND = f"{SCENARIOS / 'workload.py'}:PacedTask"
 FORGETFUL = f"{SCENARIOS / 'differing.py'}:Forgetful"

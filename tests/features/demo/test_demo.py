@@ -21,7 +21,7 @@ from ddp_runner.features.demo.tables import read_repairs
 from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares
 from tests import ready
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 250.0  # a hang; three runs on a slow machine take minutes
 _SHORT = (
     "import sys; from ddp_runner.features.demo.demo import Script; from ddp_runner.features.demo.demo import perform;"

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING
 
 from ddp_runner import start
 from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand, is_unicode, show
-from ddp_runner.cli.report_comparison import compare
 from ddp_runner.cli.runs import elsewhere, log_dir_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.settings.declaration import Option
-from ddp_runner.observe.format import byte_size, count, duration, percent
-from ddp_runner.observe.history.run_history import RunHistory
-from ddp_runner.observe.progress_report import fault_sentence
-from ddp_runner.observe.reports.html_page import html_report
-from ddp_runner.observe.reports.improvements import EndedRun, improvements
-from ddp_runner.observe.reports.text_report import (
+from ddp_runner.features.report.html_page import html_report
+from ddp_runner.features.report.improvements import EndedRun, improvements
+from ddp_runner.features.report.report_comparison import compare
+from ddp_runner.features.report.text_report import (
     curve_lines,
     gpu_use,
     improvement_lines,
     time_lines,
 )
+from ddp_runner.observe.format import byte_size, count, duration, percent
+from ddp_runner.observe.history.run_history import RunHistory
+from ddp_runner.observe.progress_report import fault_sentence
 from ddp_runner.observe.script_summary import ScriptSummary, read_script_summary
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.start import COMMAND

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from types import SimpleNamespace
 
-from ddp_runner.cli.report_comparison import differing_settings
+from ddp_runner.features.report.report_comparison import differing_settings
 from ddp_runner.observe.history.run_history import RunHistory
 
 

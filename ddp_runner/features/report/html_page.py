@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from ddp_runner.core.secrets import masked, masked_words
+from ddp_runner.features.report.improvements import EndedRun, improvements
 from ddp_runner.observe.format import count, duration, percent, setting_value
 from ddp_runner.observe.history.figures import (
     Look,
@@ -28,7 +29,6 @@ from ddp_runner.observe.history.table_rows import (
     shown_columns,
     time_parts,
 )
-from ddp_runner.observe.reports.improvements import EndedRun, improvements
 from ddp_runner.observe.summary import RunSummary
 
 FAULTS_SHOWN_MAX = 500

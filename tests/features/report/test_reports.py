@@ -10,20 +10,20 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ddp_runner.cli.report_comparison import compared, differing_settings
 from ddp_runner.config.fields import known_fields
 from ddp_runner.core.exits import RunStatus
-from ddp_runner.observe.format import bar, sparkline
-from ddp_runner.observe.history.metrics_history import Curves
-from ddp_runner.observe.history.run_history import RunHistory
-from ddp_runner.observe.history.table_rows import time_parts
-from ddp_runner.observe.reports.html_page import html_report
-from ddp_runner.observe.reports.improvements import EndedRun, improvements
-from ddp_runner.observe.reports.text_report import (
+from ddp_runner.features.report.html_page import html_report
+from ddp_runner.features.report.improvements import EndedRun, improvements
+from ddp_runner.features.report.report_comparison import compared, differing_settings
+from ddp_runner.features.report.text_report import (
     curve_lines,
     improvement_lines,
     time_lines,
 )
+from ddp_runner.observe.format import bar, sparkline
+from ddp_runner.observe.history.metrics_history import Curves
+from ddp_runner.observe.history.run_history import RunHistory
+from ddp_runner.observe.history.table_rows import time_parts
 from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares
 
 SETTINGS = {
