@@ -43,9 +43,6 @@ _OWN = {
         says="list, verify, show, export or prune checkpoints",
         place=30,
     ),
-    "report": Row(
-        module="ddp_runner.cli.report", says="what happened in a run, for people", place=40
-    ),
     "doctor": Row(
         module="ddp_runner.cli.doctor",
         says="can this machine train, and if not, what to do",
@@ -55,21 +52,6 @@ _OWN = {
         module="ddp_runner.cli.configure",
         says="asks for the settings that matter most, and writes them to a file",
         place=60,
-    ),
-    "check": Row(
-        module="ddp_runner.cli.check",
-        says="is your own task exact under every kill? a table of what holds",
-        place=70,
-    ),
-    "demo": Row(
-        module="ddp_runner.cli.demo",
-        says="watch ranks being killed, and the weights come out the same",
-        place=80,
-    ),
-    "bench": Row(
-        module="ddp_runner.cli.bench",
-        says="what a step's time is made of, what bounds it, what to try",
-        place=90,
     ),
     "docs": Row(
         module="ddp_runner.cli.docs", says="show the documentation in a browser", place=100

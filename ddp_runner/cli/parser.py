@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_runner import installed
 from ddp_runner.config.fields import ForeignNameError, find_key, key_of, known_fields
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.sources import named_file, preset_file
@@ -21,18 +22,14 @@ from ddp_runner.core.settings.declaration import SWITCH, TEXT, Option, OptionGro
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ddp_runner.cli.command import Instead
+
 _ASSIGNMENT = re.compile(r"^([A-Za-z_][\w.-]*)=(.*)$", re.DOTALL)
 _NEGATIVE_NUMBER = re.compile(r"^-\.?\d")
 _SEE_HELP = "; --help lists the options"
 _DRY_RUN = "--dry-run"
 OF_NODES = (*VARIABLES, "--token-file", ENGINE)
 _PAGES = ("--help", "--help-settings", "--version")
-BATCH_SIZE, LEARNING_RATE = "--find-batch-size", "--find-lr"
-# Each with what its value looks like where that is a word of its own.
-_VALUE = {
-    BATCH_SIZE: re.compile(r"-?\d*\.?\d+%?"),
-    LEARNING_RATE: re.compile(r"[\d.eE+-]+:[\d.eE+:-]+"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +40,16 @@ class Group:
     options: tuple[Option, ...]
 
 
+# Of features: what is done instead of training, by the option that asks for it.
+INSTEAD: dict[str, Instead] = {
+    one.option.long: one
+    for words in installed.parts("words")
+    for one in getattr(words, "INSTEAD", ())
+}
+_OF_FEATURES: tuple[Option, ...] = (
+    *(option for words in installed.parts("words") for option in getattr(words, "OPTIONS", ())),
+    *(one.option for one in INSTEAD.values()),
+)
 _OWN = (
     Option(
         "--nnodes",
@@ -95,12 +102,6 @@ _OWN = (
         "the coordinator makes in a checkpoint folder that they share",
     ),
     Option(
-        "--engine",
-        metavar="ray",
-        group=OptionGroup.MACHINES,
-        says="have Ray's cluster place and restart the machines; only --nnodes is given then",
-    ),
-    Option(
         "--preset",
         metavar="NAME",
         group=OptionGroup.FILES,
@@ -113,25 +114,7 @@ _OWN = (
         group=OptionGroup.FILES,
         says="YAML file of settings; may be repeated, the later wins",
     ),
-    Option(
-        "--dry-run",
-        aliases=("--test-model",),
-        group=OptionGroup.TRYING_OUT,
-        says="build, compute one micro-batch, show modules and memory; write nothing",
-    ),
-    Option(
-        "--find-batch-size",
-        metavar="[SHARE]",
-        group=OptionGroup.TRYING_OUT,
-        says="try sizes by a few steps each, and show the largest batch that takes "
-        "no more than SHARE of the memory [0.8]",
-    ),
-    Option(
-        "--find-lr",
-        metavar="[LOW:HIGH[:STEPS]]",
-        group=OptionGroup.TRYING_OUT,
-        says="train a copy at rates that grow, show the curve and a suggestion [1e-7:10:100]",
-    ),
+    *_OF_FEATURES,
     Option("--help", short="-h", group=OptionGroup.HELP, says="this text"),
     Option(
         "--help-settings",
@@ -187,6 +170,11 @@ class TrainArguments:
     finding: Finding = NOTHING
     nodes: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def instead(self) -> str:
+        """The option that asks for something else than training; empty for training."""
+        return self.finding.option or (_DRY_RUN if self.is_dry else "")
+
 
 def parse_train(words: Sequence[str]) -> TrainArguments:
     """Parse the words behind ``train``. Raises BadInputError for the first not understood."""
@@ -206,7 +194,7 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
             option, attached = _option(word)
             if option.long in _PAGES:
                 page = page or option.long
-            elif option.long == _DRY_RUN:
+            elif option.long in INSTEAD:  # a switch: those with a value were split off
                 if attached is not None:
                     raise BadInputError(option.long, attached, "takes no value")
                 is_dry = True
@@ -353,14 +341,15 @@ def split_off_finding(words: Sequence[str]) -> Finding:
         if word == "--":
             others += [word, *rest]
             break
-        if long not in _VALUE:
+        pattern = INSTEAD[long].value if long in INSTEAD else None
+        if pattern is None:
             others.append(word)
             continue
         if option and long != option:
             raise BadInputError(long, "", f"and {option} are two commands: give one of them")
         if has_value and not attached:
             raise BadInputError(long, "''", "is empty; give a value, or leave it out")
-        if not has_value and rest and _VALUE[long].fullmatch(rest[0]):
+        if not has_value and rest and pattern.fullmatch(rest[0]):
             attached = rest.pop(0)
         option, value = long, attached
     return Finding(option=option, value=value, words=tuple(others))

@@ -12,7 +12,7 @@ from ddp_runner.core.errors import BadInputError
 
 DEFAULT_PORT = 29400  # torchrun's
 NO_ID = "none"
-ENGINE = "--engine"  # has a cluster place the machines: core/placing.py
+ENGINE = "--engine"  # has a cluster place the machines
 # Option -> the variables that stand for it, of which the first that is set counts.
 VARIABLES: Mapping[str, tuple[str, ...]] = {
     "--nnodes": ("PET_NNODES", "NNODES"),

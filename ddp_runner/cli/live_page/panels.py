@@ -20,8 +20,7 @@ from ddp_runner.observe.history.figures import (
     points_max,
 )
 from ddp_runner.observe.history.run_history import RunHistory, SettingRow
-from ddp_runner.observe.history.table_rows import FaultRow
-from ddp_runner.observe.reports.text_report import time_parts
+from ddp_runner.observe.history.table_rows import FaultRow, time_parts
 
 _FAULTS_SHOWN_MAX = 200
 _ROWS_LOCAL = "%Y-%m-%d %H:%M:%S"

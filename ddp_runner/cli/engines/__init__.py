@@ -1,1 +1,0 @@
-"""Engines that place supervisors on machines, and restart them elsewhere: their drivers, and what runs on a machine."""

@@ -1,0 +1,1 @@
+"""Has Ray's cluster place and restart the machines of a run."""

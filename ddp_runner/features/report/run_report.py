@@ -1,0 +1,332 @@
+"""``report``: what happened in a run, read from its log directory, for people."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner import start
+from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand, is_unicode, show
+from ddp_runner.cli.runs import elsewhere, log_dir_of
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.settings.declaration import Option
+from ddp_runner.features.report.html_page import html_report
+from ddp_runner.features.report.improvements import EndedRun, improvements
+from ddp_runner.features.report.report_comparison import compare, other_report
+from ddp_runner.features.report.text_report import (
+    curve_lines,
+    gpu_use,
+    improvement_lines,
+    time_lines,
+)
+from ddp_runner.observe.format import byte_size, count, duration, percent
+from ddp_runner.observe.history.run_history import RunHistory
+from ddp_runner.observe.progress_report import fault_sentence
+from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
+from ddp_runner.start import COMMAND
+from ddp_runner.system.run_files import from_json, read_lines, read_small, replace_file
+from ddp_runner.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+_COMPARE = "--compare"
+_RANKS_SHOWN_MAX = 8  # of more, the fastest, the middle one and the slowest
+_GPUS_SHOWN_MAX, _EPOCHS_SHOWN_MAX = 8, 8
+_FAULTS_SHOWN_MAX = 20
+_LABEL_COLUMNS, _CURVE_LABELS = 12, 17
+_ENDED = (RunState.DONE.value, RunState.FAILED.value)
+
+
+def _run(arguments: Arguments) -> int:
+    """Print the report. Raises BadInputError where there is no run to report on."""
+    if _COMPARE in arguments.switches:
+        _refuse_beside_compare(arguments)
+        return compare(arguments.words)
+    if arguments.words:
+        raise BadInputError(arguments.words[0], "", "unexpected word; --help shows the usage")
+    directory = log_dir_of(arguments)
+    if (file := arguments.values.get("--html")) is not None:
+        return write_html(directory, file)
+    text = str(directory)
+    try:
+        summary, lines = _read(directory / "summary.json")
+    except FileNotFoundError:
+        return _report_unfinished(text, directory)
+    except (OSError, ValueError, TypeError, OverflowError, AttributeError) as error:  # not by us
+        raise BadInputError(
+            "--log-dir", text, f"its summary.json cannot be read: {error}"
+        ) from error
+    for line in (*lines, *event_lines(directory / "events.jsonl")):
+        show(line)
+    if summary is not None:
+        _show_course(directory, summary)
+    return ExitCode.DONE
+
+
+def _read(path: Path) -> tuple[RunSummary | None, tuple[str, ...]]:
+    """The summary, None where it is not a training's, and its lines."""
+    other = other_report(path)
+    if other is not None:
+        return None, other.lines
+    summary = read_summary(path)
+    return summary, tuple(summary_lines(summary))
+
+
+def _show_course(directory: Path, summary: RunSummary) -> None:
+    """Curves, where the time went, and what to improve."""
+    history = RunHistory(directory)
+    history.read()
+    run = EndedRun.of(history, summary)
+    unicode = is_unicode()
+    show("")
+    for line in (
+        *curve_lines(run.curves, labels=_CURVE_LABELS, unicode=unicode),
+        *time_lines(summary.time_s, wall_s=summary.wall_s, labels=_CURVE_LABELS, unicode=unicode),
+        *improvement_lines(improvements(run), labels=_CURVE_LABELS),
+    ):
+        show(line)
+
+
+def _refuse_beside_compare(arguments: Arguments) -> None:
+    beside = sorted(arguments.values)
+    if beside:
+        raise BadInputError(_COMPARE, "", f"takes two runs, and no {beside[0]}")
+    if len(arguments.words) != 2:
+        raise BadInputError(_COMPARE, " ".join(arguments.words), "needs two runs: --compare A B")
+
+
+def _report_unfinished(text: str, directory: Path) -> int:
+    """A run that goes on, or that could not sum up: its newest status, and whether it is alive."""
+    try:
+        status = from_json(read_small(directory / "status.json"))
+        pid, state = int(status["pid"]), str(status["state"])
+        total = (
+            f" of {status['max_steps']}" if status["max_steps"] else ""
+        )  # nobody knows a script's
+        place = (
+            f"at step {status['step']}{total}, {status['world_size']} ranks, "
+            f"{status['faults_total']} faults"
+        )
+        name = f"{status['name']} " if status.get("name") else ""
+        run = f"run {name}{status['run_id']}"
+        host = str(status.get("host") or socket.gethostname())
+    except FileNotFoundError:
+        where = elsewhere(directory)
+        raise BadInputError("--log-dir", text, f"holds no run: no summary.json{where}") from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise BadInputError("--log-dir", text, "its status.json cannot be read") from error
+    if host != socket.gethostname() and state not in _ENDED:  # in a folder that machines share
+        old_s = max(0.0, time.time() - (directory / "status.json").stat().st_mtime)
+        show(f"{run}: {state} {place}")
+        show(f"no summary yet: the run is on {host}, and wrote its status {duration(old_s)} ago")
+    elif _is_alive(pid):
+        show(f"{run}: {state} {place}")
+        show(f"no summary yet: the run goes on (process {pid})")
+    elif state in _ENDED:
+        show(f"{run}: {state} {place}")
+        show("the run has ended, and its summary.json could not be written")
+    else:
+        show(f"{run}: last seen {state} {place}")
+        show(f"the run is no longer alive (no process {pid} here); its end was not recorded")
+        show("the same command resumes it")
+    return ExitCode.DONE
+
+
+def _is_alive(pid: int) -> bool:
+    """Return True if there is such a process, of any user."""
+    if pid <= 0:
+        return False  # of no process: the numbers of groups
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def summary_lines(summary: RunSummary) -> Iterator[str]:
+    """The summary as lines of a name and a value."""
+    rows = (
+        ("run", summary.called),
+        ("status", f"{summary.status.words} (exit {summary.exit_code})"),
+        ("trained", _trained(summary)),
+        ("loss", "-" if summary.final_loss is None else f"{summary.final_loss:.4f}"),
+        *((name.replace("_", " "), f"{value:.4f}") for name, value in summary.figures.items()),
+        ("wall time", duration(summary.wall_s)),
+        ("goodput", percent(summary.goodput)),
+        ("own time", _own_times(summary)),
+        ("memory", _memory(summary)),
+        *_gpu_rows(summary),
+        ("exact", _exact(summary)),
+        ("weights", (summary.weights_sha256 or "-")[:12]),
+        ("checkpoint", summary.checkpoint or "-"),
+        ("faults", str(len(summary.faults) + summary.faults_left_out)),
+    )
+    labels = max(_LABEL_COLUMNS, *(len(name) + 2 for name, _ in rows))
+    yield from (f"{name:<{labels}}{value}" for name, value in rows)
+    yield from (_fault_line(fault) for fault in summary.faults[:_FAULTS_SHOWN_MAX])
+    more = len(summary.faults) - _FAULTS_SHOWN_MAX + summary.faults_left_out
+    if more > 0:
+        yield f"  and {more} more in events.jsonl"
+
+
+def _trained(summary: RunSummary) -> str:
+    return (
+        f"{count(summary.steps)} steps, {summary.epochs} epochs, {count(summary.samples)} samples "
+        f"on {summary.world_size} ranks"
+    )
+
+
+def _own_times(summary: RunSummary) -> str:
+    """Return each rank's own part of a step, which shows the ranks that made others wait."""
+    times = [(f"rank {rank}", seconds * 1e3) for rank, seconds in summary.own_step_s.items()]
+    if len(times) > _RANKS_SHOWN_MAX:
+        by_time = sorted(times, key=lambda one: one[1])
+        times = [by_time[0], by_time[len(by_time) // 2], by_time[-1]]
+    parts = [f"{who} {time_ms:.1f} ms" for who, time_ms in times]
+    slow = [
+        f"rank {rank} persistently {factor:.1f} times as slow as the others"
+        for rank, factor in summary.stragglers.items()
+    ]
+    return "; ".join([", ".join(parts) + " a step outside collectives", *slow]) if parts else "-"
+
+
+def _exact(summary: RunSummary) -> str:
+    if not summary.exact:
+        return "no: " + "; ".join(summary.inexact_reasons)
+    proof = summary.exact_proof
+    repeated = [f"{count(proof.repeated)} steps repeated"] if proof.repeated else []
+    steps = ", ".join(map(count, proof.drilled))
+    drilled = [f"drilled at step {steps}"] if proof.drilled else []
+    return ", ".join(["yes", *repeated, *drilled])
+
+
+def _memory(summary: RunSummary) -> str:
+    peaks = (("host", summary.peak_rss_bytes), ("device", summary.peak_device_bytes))
+    shown = [f"{name} {byte_size(size)}" for name, size in peaks if size]
+    return "peak " + ", ".join(shown) if shown else "-"
+
+
+def _gpu_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yield the use of GPUs: a row for each one, then one for each of the newest epochs, over all GPUs."""
+    gpus = sorted(summary.gpus.items())
+    for name, record in gpus[:_GPUS_SHOWN_MAX]:
+        if isinstance(record, dict) and (use := gpu_use([record])):
+            yield f"GPU {name}", use
+    if len(gpus) > _GPUS_SHOWN_MAX:
+        yield "", f"and {len(gpus) - _GPUS_SHOWN_MAX} more in summary.json"
+    for epoch in summary.gpu_epochs[-_EPOCHS_SHOWN_MAX:]:
+        if use := gpu_use(list(epoch["gpus"].values())):
+            yield f"GPUs, epoch {epoch['epoch']}", use
+
+
+def _fault_line(fault: FaultRecord) -> str:
+    return f"  {duration(fault.detected_s):>8}  {fault_sentence(fault)}"
+
+
+def event_lines(path: Path) -> Iterator[str]:
+    """Yield a line with the number of times that each event was written, or why there is no journal."""
+    counts: Counter[str] = Counter()
+    try:
+        counts.update(_event_name(line) for line in read_lines(path))
+    except FileNotFoundError:  # of a DDPTrainer in a plain script
+        yield f"{'events':<{_LABEL_COLUMNS}}none: there is no {path.name}, which a supervised run writes"
+        return
+    except OSError as error:
+        yield f"{'events':<{_LABEL_COLUMNS}}{path.name} cannot be read: {error.strerror}"
+        return
+    yield f"{'events':<{_LABEL_COLUMNS}}" + ", ".join(
+        f"{name} {number}" for name, number in counts.items()
+    )
+
+
+def _event_name(line: bytes) -> str:
+    try:
+        return str(from_json(line)["event"])
+    except (ValueError, KeyError, TypeError):
+        return "(unreadable line)"
+
+
+# ``report --html FILE``: a run as one file for a browser. Needs plotly's script, of the extra
+# ``report`` or ``page``.
+
+_SCRIPT = Path("package_data", "plotly.min.js")
+
+
+def write_html(directory: Path, given: str) -> int:
+    """Write the file; the exit code. Raises BadInputError where it cannot be written, or plotly is missing."""
+    path = Path(given).expanduser()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "is a folder; give a file" if path.is_dir() else "its folder is not there"
+        raise BadInputError("--html", given, what)
+    plotly = _plotly(given)
+    history = RunHistory(directory)
+    history.read()
+    if not history.status and not history.summary:
+        raise BadInputError("--log-dir", directory, "holds no run: no summary.json")
+    page = html_report(
+        history, _summary(directory), plotly=plotly, now_s=time.time(), version=VERSION
+    )
+    data = page.encode(errors="replace")
+    try:
+        replace_file(path.absolute(), data)
+    except OSError as error:
+        raise BadInputError("--html", given, f"cannot be written: {error.strerror}") from error
+    show(f"{given}: {byte_size(len(data))}, to be opened in any browser; it fetches nothing")
+    return ExitCode.DONE
+
+
+def _summary(directory: Path) -> RunSummary | None:
+    """None of a run that goes on, was killed, or whose file nobody of us wrote."""
+    try:
+        return read_summary(directory / "summary.json")
+    except (OSError, ValueError, TypeError, OverflowError, AttributeError):
+        return None
+
+
+def _plotly(given: str) -> str:
+    """The library's own script, as its package has it."""
+    found = util.find_spec("plotly")
+    places = [] if found is None else found.submodule_search_locations or []
+    files = [file for place in places if (file := Path(place) / _SCRIPT).is_file()]
+    if files:
+        return files[0].read_text(encoding="utf-8")
+    wanted = "`pip install 'ddp_runner[report]'`"
+    if start.IS_CHECKOUT:
+        wanted = f"`{COMMAND} environment --extra report`, or `pip install 'plotly>=5.18,<7'`"
+    raise BadInputError(
+        "--html", given, f"plotly, which draws it, is not installed for {sys.executable}: {wanted}"
+    )
+
+
+DECLARATION = SmallCommand(
+    usage=f"""Usage:  {COMMAND} report [--name NAME | -l DIR] [--html FILE]
+        {COMMAND} report --compare A B
+
+Shows how a run ended: result, curves, where the time went, what to improve
+first, faults and their repair.""",
+    options=(
+        NAME,
+        LOG_DIR,
+        Option(
+            "--html",
+            metavar="FILE",
+            says="writes one file for a browser instead, to send to somebody: curves, timeline, "
+            "faults, settings",
+        ),
+        Option(_COMPARE, metavar="A B", says="two runs side by side; names, or log folders"),
+    ),
+    words_max=2,
+    perform=_run,
+)

@@ -1,0 +1,13 @@
+"""The command ``report``."""
+
+from __future__ import annotations
+
+from ddp_runner.cli.commands import Row
+
+COMMANDS = {
+    "report": Row(
+        module="ddp_runner.features.report.run_report",
+        says="what happened in a run, for people",
+        place=40,
+    ),
+}

@@ -1,0 +1,135 @@
+"""``check`` as a process: what holds of a sound task, what does not of others, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_runner.features.demo.check import KILLS
+from tests import ready
+
+ROOT = Path(__file__).resolve().parents[3]
+SCENARIOS = ROOT / "tests" / "scenarios"
+SOUND = f"{SCENARIOS / 'workload.py'}:PacedTask"
+FORGETFUL = f"{SCENARIOS / 'differing.py'}:Forgetful"
+DEADLINE_S = 500.0  # a hang; runs on a slow machine take minutes
+# A check that finds something repeats each of its kills alone: one of them is enough here.
+_ONE_KILL = (
+    "import sys; from ddp_runner.cli import check; check.KILLS = check.KILLS[1:2];"
+    " sys.exit(check.DECLARATION.run(sys.argv[1:]))"
+)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a check whose temporary folder is ours; whatever it started ends with the test.
+
+    Its runs are forks of the ready process, and are not its descendants then, where ``is_cold`` is False.
+    """
+    started = []
+
+    def start(*words, command=("-m", "ddp_runner", "check"), is_cold=False):
+        (tmp_path / "folders").mkdir()
+        variables = {"PYTHONPATH": str(ROOT)} if is_cold else ready.environment()
+        process = subprocess.Popen(
+            [sys.executable, *command, "--cpu", "-b", "8", *words],
+            cwd=tmp_path,
+            env={**os.environ, **variables, "TMPDIR": str(tmp_path / "folders")},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def folders(tmp_path):
+    return list((tmp_path / "folders").glob("ddp_runner*"))
+
+
+@pytest.mark.timeout(600)
+def test_all_holds_of_a_sound_task(start, tmp_path):
+    """A row for each kill, with its repair; the folder is gone."""
+    check = start("--json", "--task", SOUND, "num_workers=1")
+    text, progress = check.communicate(timeout=DEADLINE_S)
+    assert check.returncode == 0, text + progress
+    reported = json.loads(text)
+    assert reported["holds"] is True
+    assert re.fullmatch(r"[0-9a-f]{64}", reported["weights_sha256"])
+    rows = {row["what"]: row for row in reported["rows"]}
+    assert {"without faults", *(what for what, _ in KILLS), "stopped and resumed"} <= rows.keys()
+    assert all(row["holds"] and not row["says"] for row in rows.values() if row["seconds"])
+    for what, _ in KILLS:
+        assert 0 < rows[what]["seconds"] < DEADLINE_S
+    assert "without faults" in progress
+    assert folders(tmp_path) == []
+
+
+@pytest.mark.timeout(600)
+def test_what_a_replacement_cannot_know_is_found(start, tmp_path):
+    """State in a global of the module: the row says no, exit 1, and the folder is kept to look at."""
+    check = start("--task", FORGETFUL, "num_workers=1", command=("-c", _ONE_KILL))
+    text, errors = check.communicate(timeout=DEADLINE_S)
+    assert check.returncode == 1, text + errors
+    assert re.search(r"a rank killed in forward +NO +\d", text)
+    assert re.search(r"stopped and resumed +NO +\d", text)
+    assert "other weights" in text
+    assert "Traceback" not in text + errors
+    (folder,) = folders(tmp_path)
+    assert f"logs and checkpoints of the runs: {folder}" in text.replace("\n", "")
+    assert (folder / "kills" / "logs" / "summary.json").is_file()
+    assert (folder / "stopped" / "resumed.txt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "--task: is needed: FILE.py:NAME is what is checked"),
+        (("--task", SOUND, "--max-steps", "5"), "--max-steps=5: must be 20 or more"),
+        (("--task", SOUND, "--resume", "none"), "resume: is set by check itself: leave it out"),
+        (("--task", SOUND, "-l", "x"), "log_dir: is set by check itself: leave it out"),
+        (("--task", SOUND, "--kep"), "--kep: unknown option"),
+        (("--task", SOUND, "learning_rate=-1"), "learning_rate=-1: must be a number, above 0"),
+        (("--task", f"{SCENARIOS / 'workload.py'}:NoSuchTask"), "NoSuchTask"),
+    ],
+)
+def test_wrong_input_is_one_line(start, tmp_path, words, line):
+    check = start(*words)
+    text, errors = check.communicate(timeout=DEADLINE_S)
+    assert check.returncode == 2, text + errors
+    (reported,) = [one for one in errors.splitlines() if one.startswith("ddp_runner: error: ")]
+    assert line in reported
+    assert folders(tmp_path) == []
+
+
+def test_a_signal_ends_everything_and_removes_the_folder(start, tmp_path):
+    check = start("--task", SOUND, "--max-steps", "100000", is_cold=True)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not any(path.stat().st_size for path in tmp_path.glob("folders/*/*/logs/metrics.jsonl")):
+        assert check.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    family = psutil.Process(check.pid).children(recursive=True)
+    assert {"ddp:rank0", "ddp:rank1"} <= {process.name() for process in family}
+    check.send_signal(signal.SIGINT)
+    text, _ = check.communicate(timeout=DEADLINE_S)
+    assert check.returncode == 130
+    assert "check: interrupted" in text
+    assert not [process for process in family if process.is_running()]
+    assert folders(tmp_path) == []

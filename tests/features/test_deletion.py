@@ -1,0 +1,92 @@
+"""Deleting the folder of a feature deletes the feature, and nothing else: each in turn, and all at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from ddp_runner import installed
+from tests.scenarios.harness import ROOT
+
+pytestmark = pytest.mark.whole_run
+
+FEATURES = sorted(
+    path.parent.name for path in (ROOT / "ddp_runner" / "features").glob("*/__init__.py")
+)
+CHECK_S, TRAIN_S = 200, 300
+# Imports each module that is left, shows the help of each command, and asks for what was deleted.
+CHECK = """
+import contextlib, importlib, io, json, pathlib, sys
+
+import ddp_runner
+
+root = pathlib.Path(ddp_runner.__file__).parent
+assert str(root.parent) == sys.argv[1], root
+for path in sorted(root.rglob("*.py")):
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    if "on_path" in parts:
+        continue
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:  # a package that an extra installs
+        assert error.name.partition(".")[0] not in ("ddp_runner", "torch"), (name, error)
+
+from ddp_runner.__main__ import main
+from ddp_runner.cli.commands import commands
+
+for name in commands():
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main([name, "--help"]) == 0, name
+    assert len(shown.getvalue()) > 100, name
+for words in json.loads(sys.argv[2]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(words) == 2, words
+    assert said.getvalue().startswith("ddp_runner: error: "), words
+    assert said.getvalue().count("\\n") == 1, said.getvalue()
+"""
+
+
+def asked_for(features):
+    """Words that ask for what these features bring: a command, an option, a setting."""
+    for words in installed.parts("words"):
+        if words.__name__.split(".")[-2] not in features:
+            continue
+        yield from ([name] for name in getattr(words, "COMMANDS", {}))
+        yield from ([one.option.long] for one in getattr(words, "INSTEAD", ()))
+        for option in getattr(words, "OPTIONS", ()):
+            yield [option.long, *([option.metavar] if option.metavar else [])]
+        yield from map(list, getattr(words, "ASKED_FOR", ()))
+
+
+@pytest.mark.parametrize("deleted", [*FEATURES, "all"])
+def test_without_a_feature_all_others_work(tmp_path, deleted):
+    """Modules, helps and a test run; who asks for it reads one line, and the exit code is 2."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "ddp_runner", copy / "ddp_runner")
+    features = FEATURES if deleted == "all" else [deleted]
+    for feature in features:
+        shutil.rmtree(copy / "ddp_runner" / "features" / feature)
+    environment = {**os.environ, "PYTHONPATH": str(copy), "HOME": str(tmp_path)}
+
+    def done(*words, limit_s):
+        ended = subprocess.run(
+            [sys.executable, *words],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+
+    done("-c", CHECK, str(copy), json.dumps([*asked_for(features)]), limit_s=CHECK_S)
+    few = ("--cpu", "-n", "1", "--max-steps", "3", "recovery.warm_spare=false")
+    done("-m", "ddp_runner", "train", "--test", *few, limit_s=TRAIN_S)
+    assert (tmp_path / "logs").is_dir()
