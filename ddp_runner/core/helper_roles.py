@@ -59,12 +59,7 @@ STANDBY = Role(
     refused_s=60.0,
 )
 
-DRILL = Role(
-    name="drill",
-    module="ddp_runner.features.proof.child",
-    fork=ForkKind.DRILL,
-    runs_user_code=True,
-)
+
 SAVER = Role(
     name="saver",
     module="ddp_runner.rank.saver",
@@ -94,7 +89,7 @@ GPU_READER = Role(
 )
 AFTER_SAVE = Role(name="after_save", module="")  # a command of the user's
 
-FORKED = (STORE, STANDBY, DRILL, SAVER)
+FORKED = (STORE, STANDBY, SAVER)
 # What a fork of each kind needs to know.
 SPEC_OF: dict[ForkKind, type[Spec]] = {
     ForkKind.RANK: RankSpec,

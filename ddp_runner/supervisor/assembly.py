@@ -13,7 +13,6 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
-from ddp_runner.features.proof.parent import DrillKeeper
 from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.supervisor import around
@@ -72,7 +71,7 @@ class Assembly:
     parts: Parts
     recorder: Recorder
     start: Start
-    drills: DrillKeeper
+
     savers: SaverKeeper
     injector: FaultInjector
     stages: StageChange
@@ -91,7 +90,8 @@ class Assembly:
 
     def tidy_up(self) -> None:
         """Remove what the run has left on disk, and take up what it has saved; every process has ended."""
-        self.drills.clear()
+        for one in self.features:
+            one.tidies_up()
         for path in remove_temporary_files(Path(self.plan.settings.run.checkpoint_dir)):
             self.recorder.say(f"removed {path}, which a save that was cut off had left")
         self.recorder.saved_unreported()
@@ -123,7 +123,7 @@ def assembled(
     cutting = Cutting(world=world, recorder=recorder)
     injector = FaultInjector(plan, world, recorder, machine=run.machine)
     repair = Repair(run, cutting=cutting, injections_left=injector.left_for)
-    drills = DrillKeeper(plan, node=node, recorder=recorder)
+
     savers = SaverKeeper(plan, node=node, recorder=recorder, clock=clock)
     features = around.observers(
         around.OfRun(
@@ -135,9 +135,7 @@ def assembled(
             machine=run.machine,
         )
     )
-    stages = StageChange(
-        plan, node, repair=repair, recorder=recorder, others=(drills,), clock=clock
-    )
+    stages = StageChange(plan, node, repair=repair, recorder=recorder, others=features, clock=clock)
     start = Start(
         node=node,
         world=world,
@@ -150,13 +148,13 @@ def assembled(
         start=start,
         cutting=cutting,
         repair=repair,
-        keeper=_keeper(run, node, repair, policies=(*around.policies(features), drills, savers)),
+        keeper=_keeper(run, node, repair, policies=(*around.policies(features), savers)),
         run_end=RunEnd(run, start=start, cutting=cutting, owed=savers.owed),
         opening=RunBegin(
             recorder, directories, plan=lambda: stages.plan, shown_bytes=start.shown_bytes
         ),
         stages=stages,
-        observers=(drills, savers, injector, *features, stages),
+        observers=(injector, *features, savers, stages),
         goes_on_behind=plan.loop is not None,
     )
     return Assembly(
@@ -164,7 +162,6 @@ def assembled(
         parts=parts,
         recorder=recorder,
         start=start,
-        drills=drills,
         savers=savers,
         injector=injector,
         stages=stages,
