@@ -72,7 +72,7 @@ SAVER = Role(
 _DOUBLED_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 TRACKER = Role(
     name="tracker",  # of each, its own
-    module="ddp_runner.observe.trackers.tracker_process",
+    module="ddp_runner.features.trackers.tracker_process",
     pauses_s=_DOUBLED_S,
     lived_s=60.0,
     tries=10,
@@ -81,7 +81,7 @@ TRACKER = Role(
 PAGE = Role(name="page", module="ddp_runner.cli.live_page.beside", tries=1)
 GPU_READER = Role(
     name="gpu_reader",
-    module="ddp_runner.observe.gpu_watch_process",
+    module="ddp_runner.features.gpu_watch.program",
     # The driver's first answer takes seconds where many GPUs wake up.
     silent_s=15.0,
     pauses_s=_DOUBLED_S,

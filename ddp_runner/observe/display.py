@@ -51,7 +51,7 @@ def make_display(mode: Mode, *, stream: TextIO) -> Display:
     if mode == "none":
         return NoDisplay()
     if mode == "live" or (mode == "auto" and _suits_live(stream)):
-        from ddp_runner.observe.live import LiveDisplay  # noqa: PLC0415 - rich is big
+        from ddp_runner.features.display.live import LiveDisplay  # noqa: PLC0415 - rich is big
 
         return LiveDisplay(stream)
     return PlainDisplay(stream)

@@ -17,13 +17,13 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.node_messages import Watched
 from ddp_runner.core.secrets import without_secrets
+from ddp_runner.features.after_save.parent import AfterSave
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import EndOfRun, RunSummary
 from ddp_runner.observe.view import NodeView, RunView
 from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.loop import Agent
-from ddp_runner.supervisor.processes.after_save import AfterSave
 from ddp_runner.supervisor.processes.children import Ended, end_descendants
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_view import Around, run_view

@@ -19,8 +19,8 @@ from ddp_runner import start
 from ddp_runner.core.gpu_reading import GpuReading
 from ddp_runner.core.helper_roles import GPU_READER, PAGE, TRACKER, Role
 from ddp_runner.core.settings import LogSettings
-from ddp_runner.observe.gpu_watch_process import NO_DRIVER
-from ddp_runner.observe.trackers.follow import position_path, read_position
+from ddp_runner.features.gpu_watch.program import NO_DRIVER
+from ddp_runner.features.trackers.follow import position_path, read_position
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.program import Given, NoLogError, Program, Programs, Say

@@ -15,7 +15,7 @@ from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.reporting.side_programs import TrackerKeeper
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.disks import small_disk
-from tests.observe.test_trackers import (
+from tests.features.trackers.test_trackers import (
     Files,
     needs_tensorboard,
     read_back,

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.core.tracking import Values
+from ddp_runner.features.trackers.rules import Values
 from ddp_runner.observe.files import encode_record
 from ddp_runner.system.run_files import from_json, is_named, open_to_read, read_small, replace_file
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.supervisor.processes import after_save
-from ddp_runner.supervisor.processes.after_save import LOG_NAME, AfterSave
+from ddp_runner.features.after_save import parent as after_save
+from ddp_runner.features.after_save.parent import LOG_NAME, AfterSave
 from ddp_runner.supervisor.processes.children import Ended
 
 LIMIT_S = 20.0
