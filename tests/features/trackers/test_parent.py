@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core.helper_roles import TRACKER
+from ddp_runner.features.trackers.parent import TRACKER, TrackerKeeper
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.reporting.side_programs import TrackerKeeper
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.disks import small_disk
 from tests.features.trackers.test_trackers import (
