@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand
 from ddp_runner.cli.extras import take_keys
-from ddp_runner.cli.machine import core_count
+from ddp_runner.cli.machine import allow_open_files, core_count
 from ddp_runner.cli.parser import BATCH_SIZE, LEARNING_RATE, Finding, TrainArguments, parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.cli.stage_choice import alone
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 
 _FINDERS = {BATCH_SIZE: "find_batch_size", LEARNING_RATE: "find_learning_rate"}
-OPEN_FILES_BASE, OPEN_FILES_PER_RANK = 64, 16  # of the process that has most: supervisor or rank
 
 
 def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
@@ -123,19 +121,6 @@ def _try_out(plan: LaunchPlan, handed: Handed) -> int:
     os.environ.update(environments.zygote_environment(plan, os.environ))  # torch reads it
     trial = import_module("ddp_runner.training.dry_run")
     return int(trial.main(plan, weights_to=handed.weights_to, named=handed.named))
-
-
-def allow_open_files(world_size: int) -> None:
-    """Raise this process's limit to what a run needs. Raises BadInputError where that is forbidden."""
-    needed = OPEN_FILES_BASE + OPEN_FILES_PER_RANK * world_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise BadInputError(
-            "ulimit -n", hard, f"allows too few open files: {world_size} ranks need {needed}"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _rank_module() -> ModuleType:

@@ -14,9 +14,9 @@ from ddp_runner.core.fork_specs import (
     ForkKind,
     ImportsSpec,
     NothingMore,
+    ProgramSpec,
     RankSpec,
     SaverSpec,
-    ScriptSpec,
     SpareSpec,
     Spec,
 )
@@ -78,7 +78,7 @@ FORKED = (STORE, STANDBY, SAVER)
 SPEC_OF: dict[ForkKind, type[Spec]] = {
     ForkKind.RANK: RankSpec,
     ForkKind.LOOP: RankSpec,
-    ForkKind.SCRIPT: ScriptSpec,
+    ForkKind.PROGRAM: ProgramSpec,
     ForkKind.IMPORTS: ImportsSpec,
     ForkKind.STORE: NothingMore,
     ForkKind.STANDBY: NothingMore,

@@ -9,7 +9,7 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.fork_specs import RankSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.rank import attach, process, trained
-from ddp_runner.rank.script import run_as_main
+from ddp_runner.rank.main_program import run_as_main
 
 
 def run(request: Fork, descriptors: list[int]) -> int:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
-from ddp_runner.observe.script_summary import ScriptSummary
-from ddp_runner.observe.summary import RunSummary
+from ddp_runner.observe.summary import RunSummary, Summary
 from ddp_runner.supervisor import around
 from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.features.folders import FolderKeeper
@@ -46,7 +46,6 @@ from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_context import RunContext
 from ddp_runner.supervisor.run_end import RunEnd
 from ddp_runner.supervisor.run_facts import Ending
-from ddp_runner.supervisor.script.agent import ScriptAgent
 from ddp_runner.supervisor.signal_box import SignalBox
 from ddp_runner.supervisor.supervisor import Parts, Supervisor
 from ddp_runner.supervisor.world import World
@@ -55,6 +54,28 @@ from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import FolderOwner, new_term
 from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.run_directories import RunDirectories
+
+
+class OwnAgent(Shown, Agent, Protocol):
+    """An agent of a feature's, which decides in a run in place of a :class:`Supervisor`, and has all that is shown of it."""
+
+    def summary(self, ending: Ending) -> Summary:
+        """Return what summary.json holds."""
+
+
+class MakesAgent(Protocol):
+    """Makes the agent of a run."""
+
+    def __call__(
+        self,
+        plan: LaunchPlan,
+        node: Node,
+        *,
+        outputs: Outputs,
+        directories: RunDirectories,
+        clock: Clock,
+    ) -> OwnAgent:
+        """Make it; no process has been started."""
 
 
 def _for_nothing(world: World) -> str:
@@ -199,11 +220,16 @@ def _context(
 
 
 def supervise(
-    plan: LaunchPlan, place: Place | None = None, *, ahead: ZygoteAhead | None = None
+    plan: LaunchPlan,
+    place: Place | None = None,
+    *,
+    ahead: ZygoteAhead | None = None,
+    agent: MakesAgent | None = None,
 ) -> int:
     """Run ``plan`` to its end and return the exit code.
 
     ``place``: this machine's in a run on several, of which it is the coordinator. ``ahead``: a zygote that imports torch already, if one was started.
+    ``agent``: makes who decides in place of a :class:`Supervisor`.
     Must be called from the main thread. Raises BadInputError before any process was started; after that, every ending is an exit code.
     """
     directories = RunDirectories(plan.settings.run)
@@ -215,7 +241,7 @@ def supervise(
         at = _Here(plan, signals=signals, selector=selector, directories=directories)
         if place is not None:
             return at.coordinate(place)
-        return at.supervise(ahead)
+        return at.supervise(ahead, agent)
 
 
 class _Here:
@@ -234,22 +260,15 @@ class _Here:
         self._selector = selector
         self._directories = directories
 
-    def supervise(self, ahead: ZygoteAhead | None) -> int:
+    def supervise(self, ahead: ZygoteAhead | None, agent: MakesAgent | None) -> int:
         """Run on this machine alone."""
         plan, directories = self._plan, self._directories
         node = Node(plan, self._selector, system=Linux(ahead), clock=SYSTEM_CLOCK)
         outputs = Outputs(plan.as_written, ranks=plan.world_size, seal=node.log_seal)
-        if plan.script is not None:
-            agent = ScriptAgent(
-                plan,
-                plan.script,
-                node,
-                outputs=outputs,
-                directories=directories,
-                clock=SYSTEM_CLOCK,
-            )
+        if agent is not None:
+            own = agent(plan, node, outputs=outputs, directories=directories, clock=SYSTEM_CLOCK)
             with self._cleared(node):
-                return self._driven(agent, agent, summary=agent.summary).exit_code
+                return self._driven(own, own, summary=own.summary).exit_code
         run = assembled(plan, node, outputs=outputs, directories=directories, clock=SYSTEM_CLOCK)
         supervisor = Supervisor(run.run, run.parts)
         with self._cleared(node):
@@ -328,7 +347,7 @@ class _Here:
         shown: Shown,
         agent: Agent,
         *,
-        summary: Callable[[Ending], RunSummary | ScriptSummary | None],
+        summary: Callable[[Ending], Summary | None],
         links: OtherNodes | None = None,
     ) -> Ending:
         """Drive ``agent`` to its ending, and conclude what is shown of it."""

@@ -16,8 +16,7 @@ from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.node_messages import Watched
 from ddp_runner.core.secrets import without_secrets
 from ddp_runner.observe.format import printable
-from ddp_runner.observe.script_summary import ScriptSummary
-from ddp_runner.observe.summary import EndOfRun, RunSummary
+from ddp_runner.observe.summary import EndOfRun, RunSummary, Summary
 from ddp_runner.observe.view import NodeView, RunView
 from ddp_runner.supervisor.around import OfScreen, programs
 from ddp_runner.supervisor.features.folders import FolderKeeper
@@ -177,7 +176,7 @@ class RunScreen:
         ending: Ending,
         *,
         signals: SignalBox,
-        summary: Callable[[Ending], RunSummary | ScriptSummary | None],
+        summary: Callable[[Ending], Summary | None],
     ) -> None:
         """End every process first: whatever is written after that is the last word."""
         self._end_ranks(ending)
@@ -213,14 +212,12 @@ class RunScreen:
         if left:
             self._outputs.say(f"processes {left} would not end", level="ERROR")
 
-    def _with_use(
-        self, summary: RunSummary | ScriptSummary | None
-    ) -> RunSummary | ScriptSummary | None:
+    def _with_use(self, summary: Summary | None) -> Summary | None:
         """Return the summary with what GPUs and ranks have used, and the links of trackers."""
         if summary is None or self._recorder.kept is not None:
             return summary
         gpus, rank_use = self._watch.summary(self._world.ranks)
-        summary = replace(summary, gpus=gpus, rank_use=rank_use)
+        summary = summary.with_use(gpus=gpus, rank_use=rank_use)
         if isinstance(summary, RunSummary):
             links, epochs = self._links(), self._watch.epochs()
             summary = replace(summary, trackers=links, gpu_epochs=epochs)
