@@ -16,7 +16,7 @@ from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.writer import CopyWriter
 from ddp_runner.core.fork_specs import SaverSpec
 from ddp_runner.core.messages import Fork, SaverReady, WriteCopy
-from ddp_runner.rank.faulty_disk import FaultyDisk, shared_trouble
+from ddp_runner.features.faults.faulty_disk import FaultyDisk, shared_trouble
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError

@@ -10,9 +10,9 @@ from ddp_runner import config
 from ddp_runner.core.fork_specs import RankSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.core.settings import Settings
+from ddp_runner.features.faults.child import surround_rank
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank import process
-from ddp_runner.rank.injection import surround_rank
 from ddp_runner.rank.runtime import SupervisedRuntime
 from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.loaders import collective_timeout_s

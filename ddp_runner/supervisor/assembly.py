@@ -14,9 +14,9 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
+from ddp_runner.features.faults.parent import FaultInjector
 from ddp_runner.observe.summary import RunSummary, Summary
 from ddp_runner.supervisor import around
-from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
 from ddp_runner.supervisor.features.stage_change import StageChange

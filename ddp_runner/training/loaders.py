@@ -24,7 +24,6 @@ from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
 from ddp_runner.core.messages import LoaderWorkers
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
-from ddp_runner.data.injected_samples import with_bad_samples
 from ddp_runner.data.loader import Loader, LoadObserver, LoadOptions
 from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
 from ddp_runner.data.map_source import MapSource
@@ -43,6 +42,7 @@ from ddp_runner.data.workers.count import (
 )
 from ddp_runner.data.workers.fetch import SampleReader
 from ddp_runner.data.workers.memory_files import collate_batch
+from ddp_runner.features.faults.injected_samples import with_bad_samples
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.memory.manager import Loads, MemoryManager
 from ddp_runner.training.rank_context import TaskParts

@@ -22,7 +22,7 @@ from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind, pars
 from ddp_runner.core.messages import Inject
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import Settings
-from ddp_runner.rank.faulty_disk import FaultyDisk, shared_trouble
+from ddp_runner.features.faults.faulty_disk import FaultyDisk, shared_trouble
 from ddp_runner.rank.runtime import SupervisedRuntime
 
 FOREVER_S = 1e6
