@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_runner import config
+from ddp_runner import config, installed
 from ddp_runner.core.fork_specs import RankSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.core.settings import Settings
-from ddp_runner.features.faults.child import surround_rank
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank import process
 from ddp_runner.rank.runtime import SupervisedRuntime
@@ -57,9 +56,16 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         output=output,
         folder=Path(settings.run.checkpoint_dir),
         timeout_s=collective_timeout_s(settings, is_watched=True),
-        surround=lambda runtime: surround_rank(runtime, settings, spec),
+        surround=lambda runtime: _surround(runtime, settings, spec),
     )
     return config_with_resume(settings, spec.resume), runtime
+
+
+def _surround(runtime: SupervisedRuntime, settings: Settings, spec: RankSpec) -> None:
+    """Let features change what the rank is surrounded by: ``surround_rank()`` of a ``child.py``."""
+    for part in installed.parts("child"):
+        if hasattr(part, "surround_rank"):
+            part.surround_rank(runtime, settings, spec)
 
 
 def config_with_resume(settings: Any, resume: str) -> Any:

@@ -5,7 +5,7 @@ A feature's ``parent.py`` has for that one or more of the functions that are nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,6 @@ def observers(around: OfMachine) -> tuple[Observer, ...]:
     )
 
 
-def policies(among: tuple[Observer, ...]) -> tuple[HelperPolicy, ...]:
+def policies(among: Sequence[Observer]) -> tuple[HelperPolicy, ...]:
     """Return those of them that have a helper process."""
     return tuple(one for one in among if isinstance(one, HelperPolicy))

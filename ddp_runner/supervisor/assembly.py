@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,6 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
-from ddp_runner.features.faults.parent import FaultInjector
 from ddp_runner.observe.summary import RunSummary, Summary
 from ddp_runner.supervisor import around
 from ddp_runner.supervisor.features.folders import FolderKeeper
@@ -94,7 +93,6 @@ class Assembly:
     start: Start
 
     savers: SaverKeeper
-    injector: FaultInjector
     stages: StageChange
     features: tuple[Observer, ...]
 
@@ -142,11 +140,14 @@ def assembled(
     )
     run = _context(plan, world, recorder, published, clock)
     cutting = Cutting(world=world, recorder=recorder)
-    injector = FaultInjector(plan, world, recorder, machine=run.machine)
-    repair = Repair(run, cutting=cutting, injections_left=injector.left_for)
-
+    features: list[Observer] = []
+    repair = Repair(
+        run,
+        cutting=cutting,
+        injections_left=lambda rank: _merged(one.injections_left(rank) for one in features),
+    )
     savers = SaverKeeper(plan, node=node, recorder=recorder, clock=clock)
-    features = around.observers(
+    features += around.observers(
         around.OfRun(
             plan=plan,
             node=node,
@@ -175,7 +176,7 @@ def assembled(
             recorder, directories, plan=lambda: stages.plan, shown_bytes=start.shown_bytes
         ),
         stages=stages,
-        observers=(injector, *features, savers, stages),
+        observers=(*features, savers, stages),
         goes_on_behind=plan.loop is not None,
     )
     return Assembly(
@@ -184,10 +185,13 @@ def assembled(
         recorder=recorder,
         start=start,
         savers=savers,
-        injector=injector,
         stages=stages,
-        features=features,
+        features=tuple(features),
     )
+
+
+def _merged(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    return {number: times for part in parts for number, times in part.items()}
 
 
 def _keeper(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ddp_runner import installed
 from ddp_runner.collective.group import Group
 from ddp_runner.core.batch_sizes import micro_batch
 from ddp_runner.core.board import Cell
@@ -42,7 +43,6 @@ from ddp_runner.data.workers.count import (
 )
 from ddp_runner.data.workers.fetch import SampleReader
 from ddp_runner.data.workers.memory_files import collate_batch
-from ddp_runner.features.faults.injected_samples import with_bad_samples
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.memory.manager import Loads, MemoryManager
 from ddp_runner.training.rank_context import TaskParts
@@ -138,14 +138,18 @@ def _source(
             )
     left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
     runtime.slot.set(Cell.SAMPLE, 0)
-    return MapSource(
-        SampleReader(
-            with_bad_samples(
-                datasets.train,
+    dataset = datasets.train
+    for part in installed.parts("child") if bad else ():
+        if hasattr(part, "bad_samples"):
+            dataset = part.bad_samples(
+                dataset,
                 bad,
                 order=lambda: workload.order.in_version(state.order_version),
                 world_size=rank_info.world_size,
-            ),
+            )
+    return MapSource(
+        SampleReader(
+            dataset,
             seed=settings.run.seed,
             collate=datasets.collate or collate_batch,
             worker_init=datasets.worker_init,
