@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 
 
-
 def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
     """Train as ``words`` say; the exit code of the run. Raises BadInputError.
 

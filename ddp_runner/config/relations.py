@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
+from ddp_runner.config.needed import feature_problems
 from ddp_runner.core.batch_sizes import SHARES, cut, global_batch, shares_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
@@ -36,6 +37,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
     """
     raise_problems(
         [
+            *feature_problems(settings),
             *_model_problems(settings),
             *_optimizer_problems(settings),
             *_improvement_problems(settings),

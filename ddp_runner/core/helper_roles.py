@@ -59,12 +59,7 @@ STANDBY = Role(
     refused_s=60.0,
 )
 
-DRILL = Role(
-    name="drill",
-    module="ddp_runner.features.proof.child",
-    fork=ForkKind.DRILL,
-    runs_user_code=True,
-)
+
 SAVER = Role(
     name="saver",
     module="ddp_runner.rank.saver",
@@ -74,27 +69,11 @@ SAVER = Role(
     lived_s=5.0,
     refused_s=1.0,
 )
-_DOUBLED_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-TRACKER = Role(
-    name="tracker",  # of each, its own
-    module="ddp_runner.observe.trackers.tracker_process",
-    pauses_s=_DOUBLED_S,
-    lived_s=60.0,
-    tries=10,
-    end_s=5.0,  # to write what is left
-)
+DOUBLED_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # pauses of a program beside the run
 PAGE = Role(name="page", module="ddp_runner.cli.live_page.beside", tries=1)
-GPU_READER = Role(
-    name="gpu_reader",
-    module="ddp_runner.observe.gpu_watch_process",
-    # The driver's first answer takes seconds where many GPUs wake up.
-    silent_s=15.0,
-    pauses_s=_DOUBLED_S,
-    tries=5,
-)
-AFTER_SAVE = Role(name="after_save", module="")  # a command of the user's
 
-FORKED = (STORE, STANDBY, DRILL, SAVER)
+
+FORKED = (STORE, STANDBY, SAVER)
 # What a fork of each kind needs to know.
 SPEC_OF: dict[ForkKind, type[Spec]] = {
     ForkKind.RANK: RankSpec,

@@ -238,7 +238,7 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPart:
-    """Rank -> supervisor: its part of what a drill of ``step`` needs (``features/proof/rules.py``) is in its folder.
+    """Rank -> supervisor: its part of what a drill of ``step`` needs is in its folder.
 
     ``problem``: why it is not, and there will be no such drill.
     """

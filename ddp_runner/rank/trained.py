@@ -14,7 +14,6 @@ from ddp_runner.core.messages import Fork
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank import process
-from ddp_runner.rank.injection import surround_rank
 from ddp_runner.rank.runtime import SupervisedRuntime
 from ddp_runner.rank.zygote import Ahead
 from ddp_runner.training.built_ahead import BuiltAhead
@@ -98,9 +97,16 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         output=output,
         folder=Path(settings.run.checkpoint_dir),
         timeout_s=collective_timeout_s(settings, is_watched=True),
-        surround=lambda runtime: surround_rank(runtime, settings, spec),
+        surround=lambda runtime: _surround(runtime, settings, spec),
     )
     return config_with_resume(settings, spec.resume), runtime
+
+
+def _surround(runtime: SupervisedRuntime, settings: Settings, spec: RankSpec) -> None:
+    """Let features change what the rank is surrounded by: ``surround_rank()`` of a ``child.py``."""
+    for part in installed.parts("child"):
+        if hasattr(part, "surround_rank"):
+            part.surround_rank(runtime, settings, spec)
 
 
 def config_with_resume(settings: Any, resume: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,8 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
-from ddp_runner.features.proof.parent import DrillKeeper
 from ddp_runner.observe.summary import RunSummary, Summary
 from ddp_runner.supervisor import around
-from ddp_runner.supervisor.features.fault_injector import FaultInjector
 from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
 from ddp_runner.supervisor.features.stage_change import StageChange
@@ -94,9 +92,8 @@ class Assembly:
     parts: Parts
     recorder: Recorder
     start: Start
-    drills: DrillKeeper
+
     savers: SaverKeeper
-    injector: FaultInjector
     stages: StageChange
     features: tuple[Observer, ...]
 
@@ -113,7 +110,8 @@ class Assembly:
 
     def tidy_up(self) -> None:
         """Remove what the run has left on disk, and take up what it has saved; every process has ended."""
-        self.drills.clear()
+        for one in self.features:
+            one.tidies_up()
         for path in remove_temporary_files(Path(self.plan.settings.run.checkpoint_dir)):
             self.recorder.say(f"removed {path}, which a save that was cut off had left")
         self.recorder.saved_unreported()
@@ -143,11 +141,14 @@ def assembled(
     )
     run = _context(plan, world, recorder, published, clock)
     cutting = Cutting(world=world, recorder=recorder)
-    injector = FaultInjector(plan, world, recorder, machine=run.machine)
-    repair = Repair(run, cutting=cutting, injections_left=injector.left_for)
-    drills = DrillKeeper(plan, node=node, recorder=recorder)
+    features: list[Observer] = []
+    repair = Repair(
+        run,
+        cutting=cutting,
+        injections_left=lambda rank: _merged(one.injections_left(rank) for one in features),
+    )
     savers = SaverKeeper(plan, node=node, recorder=recorder, clock=clock)
-    features = around.observers(
+    features += around.observers(
         around.OfRun(
             plan=plan,
             node=node,
@@ -157,9 +158,7 @@ def assembled(
             machine=run.machine,
         )
     )
-    stages = StageChange(
-        plan, node, repair=repair, recorder=recorder, others=(drills,), clock=clock
-    )
+    stages = StageChange(plan, node, repair=repair, recorder=recorder, others=features, clock=clock)
     start = Start(
         node=node,
         world=world,
@@ -172,13 +171,13 @@ def assembled(
         start=start,
         cutting=cutting,
         repair=repair,
-        keeper=_keeper(run, node, repair, policies=(*around.policies(features), drills, savers)),
+        keeper=_keeper(run, node, repair, policies=(*around.policies(features), savers)),
         run_end=RunEnd(run, start=start, cutting=cutting, owed=savers.owed),
         opening=RunBegin(
             recorder, directories, plan=lambda: stages.plan, shown_bytes=start.shown_bytes
         ),
         stages=stages,
-        observers=(drills, savers, injector, *features, stages),
+        observers=(*features, savers, stages),
         goes_on_behind=plan.loop is not None,
     )
     return Assembly(
@@ -186,12 +185,14 @@ def assembled(
         parts=parts,
         recorder=recorder,
         start=start,
-        drills=drills,
         savers=savers,
-        injector=injector,
         stages=stages,
-        features=features,
+        features=tuple(features),
     )
+
+
+def _merged(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    return {number: times for part in parts for number, times in part.items()}
 
 
 def _keeper(

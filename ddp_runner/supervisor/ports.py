@@ -194,6 +194,11 @@ class Observer:
     def look_after_repair(self, turn: Turn) -> None:
         """Get a turn while the run does not end, once everything is repaired that can be."""
 
+    def injections_left(self, rank: int) -> Mapping[int, int]:
+        """Return number -> times of the faults that a process of ``rank`` is still to cause in itself."""
+        del rank
+        return {}
+
     def shown(self) -> Mapping[str, Mapping[str, object]]:
         """Return what people are shown of it, each part under a name."""
         return {}

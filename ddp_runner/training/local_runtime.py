@@ -292,6 +292,23 @@ _REDRAWN_EVERY_S = 0.2
 _LINE_EVERY_S = 5.0  # where lines cannot be redrawn
 
 
+class Aside(LocalRuntime):
+    """Surroundings that nobody hears or sees: a board and a disk of its own."""
+
+    def __init__(self, rank_info: RankInfo, logger: DDPLogger) -> None:  # writes no files of a run
+        self.rank_info = rank_info
+        self.run_id = ""
+        self._memory = bytearray(SLOT_BYTES)
+        self.slot = Board(memoryview(self._memory), 1).slot(0)
+        self.disk = RealDisk()
+        self.logger = logger
+        self._line = None
+        self._formed = False
+
+    def report(self, message: Message) -> None:
+        """Discard the message."""
+
+
 class ProgressLine:
     """Redrawn in place on a terminal and in a notebook, else a line every few seconds."""
 

@@ -22,8 +22,8 @@ from ddp_runner.core.recovery import is_short_for_steps
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.data.order import ORDER_VERSION
-from ddp_runner.features.proof.notes import Drills
 from ddp_runner.training.agreeing import agree_on_weights
+from ddp_runner.training.beside_steps import beside_steps
 from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory, repair_tuning
@@ -143,9 +143,6 @@ class TaskSetup:
             progress=kept.progress,
             saving=kept.saving,
             device=kept.device,
-            drills=Drills(
-                settings, workload, state, saving=kept.saving, memory=kept.memory, runtime=runtime
-            ),
             on_wait=self._on_wait,
             same_data=self._same_data,
             compiler=Compiler(settings.run, state.model, slot=runtime.slot),
@@ -160,6 +157,7 @@ class TaskClient(RankClient):
 
     def __init__(self, parts: TaskParts, run_id: str) -> None:
         super().__init__(parts, run_id)
+        self._beside = beside_steps(parts)
         self._rank_info = parts.runtime.rank_info
         self._steps: TaskSteps | None = None  # of the newest generation
         self._short_of_memory_in = self._rank_info.short_of_memory_in
@@ -189,7 +187,7 @@ class TaskClient(RankClient):
     def enter(self, group: Group) -> Makers:
         """Wrap the model for the steps of a generation."""
         guard = self._guard(group)
-        self._steps = steps = TaskSteps(self._parts, group=group, guard=guard)
+        self._steps = steps = TaskSteps(self._parts, group=group, guard=guard, beside=self._beside)
         return Makers(maker=steps, guard=guard, side=self._side(group))
 
     def repaired(self, fault: Fault) -> Fault:
@@ -224,7 +222,8 @@ class TaskClient(RankClient):
                 report = replace(report, sample=helpers.sample(parts.state.model))
         agree_on_weights(group, parts.state, self._runtime, report.weights_sha256)
         if reason is StopReason.COMPLETED:
-            parts.drills.conclude(group)
+            for one in self._beside:
+                one.conclude(group)
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
         self._runtime.report(finished_message(report, self._rank_info.rank))
         if not self._runtime.is_watched:
@@ -253,8 +252,7 @@ def agree_on_tuning(
     if shares and shares != "auto":
         # By the ranks of the launch: of those that are left each keeps its own.
         places = group.exchange("place", str(parts.runtime.rank_info.rank))
-        parts.drills.shares = tuple(shares[int(place)] for place in places)
-        parts.loader.use_shares(parts.drills.shares)
+        parts.loader.use_shares(tuple(shares[int(place)] for place in places))
     parts.loader.assign(
         rank=group.rank,
         world_size=group.world_size,

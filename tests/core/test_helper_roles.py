@@ -10,11 +10,10 @@ import pytest
 
 from ddp_runner.core.fork_specs import ForkKind
 from ddp_runner.core.helper_roles import (
+    DOUBLED_S,
     FORKED,
-    GPU_READER,
     SPEC_OF,
     STANDBY,
-    TRACKER,
     Role,
     Tries,
 )
@@ -50,9 +49,9 @@ def test_helpers_that_keep_dying_come_later_and_then_not_at_all():
     assert not tries.allow(FIVE, math.inf)
 
 
-@pytest.mark.parametrize("role", [TRACKER, GPU_READER], ids=lambda role: role.name)
-def test_the_wait_before_a_start_doubles_up_to_a_limit(role):
+def test_the_wait_before_a_start_doubles_up_to_a_limit():
     """The first is short."""
+    role = Role(name="doubled", module="", pauses_s=DOUBLED_S, lived_s=60.0, tries=10)
     tries, waits = Tries(), []
     for _ in range(int(role.tries)):
         assert tries.allow(role, tries.not_before_s)

@@ -28,8 +28,8 @@ from ddp_runner.core.messages import (
     Stop,
     WriteCopy,
 )
+from ddp_runner.features.faults.child import surround_rank
 from ddp_runner.observe.logger import DDPLogger
-from ddp_runner.rank.injection import surround_rank
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.folder_owner import FolderOwner

@@ -20,17 +20,24 @@ from ddp_runner.core.fork_specs import DrillSpec
 from ddp_runner.core.messages import Fork
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.features.proof.comparison import compare
+from ddp_runner.features.proof.notes import Drills
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.process import prepare_interpreter
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.run_files import open_to_append
+from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.runtime import RankInfo
 
 LOG_NAME = "drill.log"
 PROBLEM_CHARACTERS_MAX = 300
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # system calls without a function in the C library
 _IOPRIO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
+
+
+def beside_steps(parts: TaskParts) -> Drills:
+    """Return a rank's part in the drills of its run."""
+    return Drills(parts)
 
 
 def main(request: Fork, descriptors: list[int]) -> int:

@@ -1,6 +1,6 @@
 """Builds, loads and feeds a replacement apart from the run, and compares its results. Changes nothing of the run.
 
-``drill_notes.py`` writes, in a rank, what is read here.
+``notes.py`` writes, in a rank, what is read here.
 """
 
 from __future__ import annotations
@@ -13,40 +13,20 @@ from typing import Any
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.apart import stand_apart
-from ddp_runner.core.board import SLOT_BYTES, Board
-from ddp_runner.core.messages import Message
 from ddp_runner.core.settings import Settings
 from ddp_runner.features.proof.rules import SHARE_FILE, STATE_FOLDER
 from ddp_runner.observe.logger import DDPLogger
-from ddp_runner.system.disk import RealDisk
 from ddp_runner.system.run_files import read_small
 from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.loaders import make_loader
-from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.local_runtime import Aside
 from ddp_runner.training.preloading import preloaded
 from ddp_runner.training.resume import load_start
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.step import StepRules, own_share
 from ddp_runner.training.workload import backend_of, build_workload
-
-
-class Aside(LocalRuntime):
-    """Surroundings that nobody hears or sees: a board and a disk of its own."""
-
-    def __init__(self, rank_info: RankInfo, logger: DDPLogger) -> None:  # writes no files of a run
-        self.rank_info = rank_info
-        self.run_id = ""
-        self._memory = bytearray(SLOT_BYTES)
-        self.slot = Board(memoryview(self._memory), 1).slot(0)
-        self.disk = RealDisk()
-        self.logger = logger
-        self._line = None
-        self._formed = False
-
-    def report(self, message: Message) -> None:
-        """Discard the message."""
 
 
 def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DDPLogger) -> str:

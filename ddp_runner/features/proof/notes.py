@@ -1,6 +1,6 @@
 """A rank's part in a fire drill: writes the state beside training, and notes what its share came to.
 
-Who computes the share once more, and compares, is ``drill.py``; when, ``features/proof/rules.py`` decides. The
+Who computes the share once more, and compares, is ``comparison.py``; when, ``rules.py`` decides. The
 state is copied and written as for a save, into a folder of its own that no checkpoint is read from.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -20,13 +20,11 @@ from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.group import Group
-from ddp_runner.core.batch_sizes import shares_of
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.injection import changes_loss
 from ddp_runner.core.messages import DrillPart
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import Settings
 from ddp_runner.features.proof.rules import (
     SHARE,
     SHARE_FILE,
@@ -36,16 +34,11 @@ from ddp_runner.features.proof.rules import (
     folder_name,
     number_of_drill,
 )
-from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.system.disk import Disk
 from ddp_runner.system.run_files import replace_file
-from ddp_runner.training.runtime import Runtime
-from ddp_runner.training.saving import Saving
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.beside_steps import BesideSteps
+from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.step import Stepper
-
-if TYPE_CHECKING:
-    from ddp_runner.training.workload import TaskWorkload
 
 REASON = "drill"
 LAST_WAIT_S = 10.0  # for a state that is being written while the run ends
@@ -70,36 +63,29 @@ class _Unsynced:
         return getattr(self._disk, name)
 
 
-class Drills:
-    """Lives as long as the rank's process. All calls come from the training thread."""
+class Drills(BesideSteps):
+    """A rank's part in the drills of its run."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        workload: TaskWorkload,
-        state: TrainState,
-        *,
-        saving: Saving,
-        memory: MemoryManager,
-        runtime: Runtime,
-    ) -> None:
+    def __init__(self, parts: TaskParts) -> None:
+        settings, workload, runtime = parts.settings, parts.workload, parts.runtime
         is_wanted = runtime.is_watched and not changes_loss(
             settings.run.inject, world_size=runtime.rank_info.world_size
         )
         is_wanted &= not workload.norms.names  # a share of which needs the other ranks
         self._drill_at = settings.recovery.drill_at if is_wanted else None
-        self.shares = shares_of(settings.data)  # of the ranks of the generation; none: equal ones
+
         self._folder = Path(settings.run.checkpoint_dir)
         self._total_steps = workload.length.total_steps
         self._device = workload.device
-        self._state = state
-        self._saving = saving
-        self._memory = memory
+        self._state = parts.state
+        self._saving = parts.saving
+        self._memory = parts.memory
+        self._loader = parts.loader
         self._runtime = runtime
         self._saver: BackgroundSaver | None = None  # of the state that is being written
         self._step = 0  # of that
         self._formed = (0, 0)  # generation, and the step that it began with
-        state.readers.append(self._release_state)
+        self._state.readers.append(self._release_state)
 
     @contextlib.contextmanager
     def beside(self, stepper: Stepper, group: Group) -> Iterator[None]:
@@ -135,7 +121,7 @@ class Drills:
             record = {
                 "rank": group.rank,
                 "world_size": group.world_size,
-                "shares": list(self.shares),
+                "shares": list(self._loader.shares),
                 "share": notes.share().to_record(),
                 "quarantine": self._state.quarantine.to_record(),
             }

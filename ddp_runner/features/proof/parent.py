@@ -1,4 +1,4 @@
-"""Runs fire drills beside the run, and reports what came of them. When, ``features/proof/rules.py`` decides."""
+"""Runs fire drills beside the run, and reports what came of them. When, ``rules.py`` decides."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ddp_runner.core import events
 from ddp_runner.core.fork_specs import DrillSpec
-from ddp_runner.core.helper_roles import DRILL
-from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import DrillPart, Forked
 from ddp_runner.features.proof.rules import (
+    DRILL,
     DRILLED,
     END_WAIT_S,
     FOLDER,
@@ -27,11 +26,16 @@ from ddp_runner.features.proof.rules import (
     unproved_reason,
     wait_line,
 )
-from ddp_runner.supervisor.ports import EventRecorder, Observer, Turn
+from ddp_runner.supervisor.around import OfRun
+from ddp_runner.supervisor.ports import Observer, Turn
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Keeper, Stuck
-from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_handle import RankHandle
+
+
+def beside_run(around: OfRun) -> DrillKeeper:
+    """Return who looks after the drills of a training."""
+    return DrillKeeper(around)
 
 
 class DrillKeeper(Observer):
@@ -39,7 +43,8 @@ class DrillKeeper(Observer):
 
     role = DRILL
 
-    def __init__(self, plan: LaunchPlan, *, node: Node, recorder: EventRecorder) -> None:
+    def __init__(self, around: OfRun) -> None:
+        plan, node = around.plan, around.node
         self._plan = plan
         self._folder = Path(plan.settings.run.checkpoint_dir)
         self._node = node
@@ -48,7 +53,7 @@ class DrillKeeper(Observer):
         self._keeper = Keeper(
             replace(DRILL, ready_s=self._limit_s), node, stopped_max_s=recovery.stopped_max_s
         )
-        self._recorder = recorder
+        self._recorder = around.recorder
         self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
         self._waiting: tuple[int, int] | None = (
             None  # step and rank of the drill that has all it needs
@@ -77,7 +82,7 @@ class DrillKeeper(Observer):
 
     def begins(self) -> None:
         """Remove what a supervisor that was killed has left."""
-        self.clear()
+        self.tidies_up()
 
     def owes(self) -> bool:
         """Whether a repair has cut a drill short, and none has come to its end since."""
@@ -249,7 +254,7 @@ class DrillKeeper(Observer):
             reason = unproved_reason(step=step, why=text)
             self._recorder.record(events.NotProved(step=step, text=text, inexact_reason=reason))
 
-    def clear(self) -> None:
+    def tidies_up(self) -> None:
         """Nothing is written any more, or not yet: remove what is left."""
         path = self._folder / FOLDER
         if path.is_symlink() or not path.is_dir():

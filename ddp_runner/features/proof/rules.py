@@ -9,6 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_runner.core.fork_specs import ForkKind
+from ddp_runner.core.helper_roles import Role
+
+DRILL = Role(
+    name="drill",
+    module=f"{__package__}.child",
+    fork=ForkKind.DRILL,
+    runs_user_code=True,
+)
 FOLDER = ".drill"  # in the run's folder of checkpoints
 # What a drill needs: a file, and a folder of checkpoints. They are apart: who saves removes what looks left over.
 SHARE_FILE, STATE_FOLDER = "share.json", "state"
@@ -88,14 +97,6 @@ def may_begin(facts: DrillFacts) -> bool:
     return facts.waits and facts.fault_free and facts.can_fork and not facts.is_running
 
 
-def passed_line(*, rank: int, step: int, seconds: float) -> str:
-    """Return the log line for a drill that passed."""
-    return (
-        f"drill at step {step:,}: a replacement of rank {rank} computes the same bits,"
-        f" {seconds:.2f} s beside the run"
-    )
-
-
 def failed_reason(*, rank: int, step: int, differs: str, on_cpu: bool) -> str:
     """Why the run is not exact any more. ``differs``: where the two computations part first."""
     suspects = "state in a global, a closure, a file or C++?"
@@ -123,8 +124,3 @@ def unproved_reason(*, step: int, why: str) -> str:
         "not proved: a rank was replaced, and no drill has shown that a replacement computes the same"
         f" bits (that of step {step:,}: {why})"
     )
-
-
-def skipped_line(*, rank: int, step: int, problem: str) -> str:
-    """Return the log line for a drill that was skipped, and so proves nothing."""
-    return f"drill at step {step:,} of rank {rank} skipped: {problem}"

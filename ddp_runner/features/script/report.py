@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.report_comparison import OtherReport
 from ddp_runner.features.script.summary import ScriptSummary, read_script_summary
 from ddp_runner.observe.format import count, duration
 
@@ -16,10 +15,10 @@ _LABEL_COLUMNS = 12
 _FAULTS_SHOWN_MAX = 20
 
 
-def read(path: Path) -> OtherReport | None:
-    """Return the report; None where the summary is of no script. Raises OSError and ValueError."""
+def read(path: Path) -> tuple[str, tuple[str, ...]] | None:
+    """Return what it is a report of, and its lines; None where the summary is of no script. Raises OSError and ValueError."""
     summary = read_script_summary(path)
-    return None if summary is None else OtherReport("a script", tuple(_lines(summary)))
+    return None if summary is None else ("a script", tuple(_lines(summary)))
 
 
 def _lines(summary: ScriptSummary) -> Iterator[str]:

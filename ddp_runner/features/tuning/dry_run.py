@@ -28,7 +28,6 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamPosition
 from ddp_runner.data.workers.count import asked_workers, cores_here, worker_count
-from ddp_runner.features.proof.comparison import Aside
 from ddp_runner.features.tuning.dry_run_report import (
     MemoryFacts,
     ModuleFacts,
@@ -41,6 +40,7 @@ from ddp_runner.system.user_errors import traceback_text
 from ddp_runner.training.batch_copy import tensors_of, to_device
 from ddp_runner.training.components.optimizer import bytes_to_come
 from ddp_runner.training.loaders import make_loader
+from ddp_runner.training.local_runtime import Aside
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.train_report import block_of, start_notes

@@ -54,14 +54,16 @@ class Bench:
             captured=lambda: {**self.state.capture(), "versions": {}},
             facts=lambda *_: facts_of(self.state.committed_step),
         )
-        self.drills = Drills(
-            from_flat({"task": "synthetic", "checkpoint_dir": str(folder), **settings}),
-            workload,
-            self.state,
+        parts = SimpleNamespace(
+            settings=from_flat({"task": "synthetic", "checkpoint_dir": str(folder), **settings}),
+            workload=workload,
+            state=self.state,
+            loader=SimpleNamespace(shares=()),
             saving=saving,
             memory=SimpleNamespace(room_bytes=lambda: room_bytes),
             runtime=runtime,
         )
+        self.drills = Drills(parts)
 
     def _count(self):
         self.releases += 1

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core import helper_roles as roles
 from ddp_runner.core.events import Drill
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.messages import DrillPart
+from ddp_runner.features.proof.parent import DrillKeeper
+from ddp_runner.features.proof.rules import DRILL as DRILL_ROLE
 from ddp_runner.features.spare.rules import SPARE as SPARE_ROLE
 from ddp_runner.supervisor.processes.children import Ended
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import DRILL, SAVER, SPARE
+
+
+def keeper_of(run):
+    """Who looks after the drills of a simulated run."""
+    return next(one for one in run.run.features if isinstance(one, DrillKeeper))
 
 
 def give(run, step, rank=1, parts=("state", "share")):
@@ -50,7 +56,7 @@ def test_a_drill_that_finds_no_difference_is_a_proof(simulate):
     run = drilling(simulate)
     answer(run)
     run.run_until(lambda: proof(run) == {10})
-    run.run_until(lambda: run.helper(roles.DRILL) is None)
+    run.run_until(lambda: run.helper(DRILL_ROLE) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: len(run.drills_asked) == 2)
     answer(run, 50, 2)
@@ -101,7 +107,7 @@ def test_a_difference_makes_the_run_inexact_once(simulate):
     """A second drill that finds one says nothing new."""
     run = drilling(simulate)
     answer(run, differs="layer.weight")
-    run.run_until(lambda: run.helper(roles.DRILL) is None)
+    run.run_until(lambda: run.helper(DRILL_ROLE) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: run.rank(DRILL))
     answer(run, 50, 2, differs="layer.weight")
@@ -226,18 +232,18 @@ def test_a_drill_that_a_repair_cuts_short_is_made_up_for(simulate, is_running):
         run.run_until(lambda: run.rank(DRILL))
     else:
         give(run, 10, parts=("state",))
-        run.run_until(lambda: run.run.drills._parts)
-    assert run.run.drills.is_owed is False
+        run.run_until(lambda: keeper_of(run)._parts)
+    assert keeper_of(run).is_owed is False
     run.kill(2)
     run.run_until(lambda: run.events("repaired"))
     assert [one["step"] for one in run.events("drill_skipped")] == [10]
-    assert run.run.drills.is_owed is True
-    run.run_until(lambda: run.helper(roles.DRILL) is None)
+    assert keeper_of(run).is_owed is True
+    run.run_until(lambda: run.helper(DRILL_ROLE) is None)
     give(run, 50, rank=2)
     run.run_until(lambda: run.rank(DRILL))
     answer(run, 50, 2)
     run.run_until(lambda: proof(run) == {50})
-    assert run.run.drills.is_owed is False
+    assert keeper_of(run).is_owed is False
     assert_done(run)
 
 
@@ -286,7 +292,7 @@ def test_a_drill_that_was_cut_short_is_done_at_the_end(simulate, step):
     run.run_until(lambda: run.rank(DRILL))
     if step > 90:
         give(run, step)
-        run.run_until(lambda: run.run.drills._waiting)
+        run.run_until(lambda: keeper_of(run)._waiting)
     run.kill(2)
     run.run_until(lambda: run.events("repaired"))
     run.run_until(lambda: run.supervisor._finished_at_s is not None)
@@ -376,4 +382,4 @@ def test_what_a_drill_said_before_it_was_reaped_is_heard(simulate):
     ended = Ended(pid=process.pid, exit_code=0, signal_number=None, at_ns=0)
     run.supervisor.on_ended(ended)
     assert proof(run) == {10}
-    assert run.helper(roles.DRILL) is None
+    assert run.helper(DRILL_ROLE) is None

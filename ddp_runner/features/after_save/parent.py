@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core import events
-from ddp_runner.core.helper_roles import AFTER_SAVE
+from ddp_runner.core.helper_roles import Role
+from ddp_runner.supervisor.around import OfScreen, ProgramBeside
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.program import Given, NoLogError, Programs, Say
 
+AFTER_SAVE = Role(name="after_save", module="")  # a command of the user's
 PLACE = "{path}"  # where the checkpoint's path goes in a command
 LOG_NAME = "after_save.log"
 _TERM_S = 2.0
@@ -24,19 +26,41 @@ _POLL_S = 0.02
 _NAME = "checkpoint.after_save"
 
 
-class AfterSave:
+def program_beside(around: OfScreen) -> AfterSave:
+    """Return who runs the command of a run, if it has one."""
+    guardian, settings = around.node.guardian, around.plan.settings
+    return AfterSave(
+        settings.checkpoint.after_save or "",
+        log_dir=Path(settings.run.log_dir),
+        environment=guardian.marked(os.environ),
+        grace_s=settings.checkpoint.after_save_grace_s,
+        watched_by=lambda: guardian.pid,
+        say=around.say,
+    )
+
+
+class AfterSave(ProgramBeside):
     """Owned by the supervisor's loop. One command at a time; of what came meanwhile only the newest is next.
 
     The command is run by the shell, in a session of its own and with ``environment``; what it writes is
-    appended to a file in the log folder.
+    appended to a file in the log folder. ``watched_by``: the pid of who ends the command if we die.
     """
 
     def __init__(
-        self, command: str, *, log_dir: Path, environment: Mapping[str, str], say: Say
+        self,
+        command: str,
+        *,
+        log_dir: Path,
+        environment: Mapping[str, str],
+        grace_s: float,
+        say: Say,
+        watched_by: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._command = command
         self._log = log_dir / LOG_NAME
         self._environment = environment
+        self._grace_s = grace_s
+        self._watched_by = watched_by
         self._say = say
         self._programs = Programs()
         self._keeper = Keeper(AFTER_SAVE, self._programs)
@@ -70,7 +94,12 @@ class AfterSave:
             )
         self._next = path
 
-    def look(self) -> None:
+    def outlasts(self) -> set[int]:
+        """Return the pids of a command that is still owed, and of who watches it."""
+        pids = (self.pid, self._watched_by()) if self.is_owed else ()
+        return {pid for pid in pids if pid is not None}
+
+    def look_first(self) -> None:
         """Start the command for the next checkpoint, where none runs. Never waits."""
         now_s = time.monotonic()
         if not self._next or not self._keeper.is_due(now_s):
@@ -95,12 +124,13 @@ class AfterSave:
         self._over(code if number is None else -number)
         return True
 
-    def finish(self, *, is_cut_short: Callable[[], bool], grace_s: float) -> None:
+    def finish(self, *, is_cut_short: Callable[[], bool]) -> None:
         """The run has ended: wait for the commands that are owed, and end what takes longer. Reaps them."""
+        grace_s = self._grace_s
         deadline_s = time.monotonic() + grace_s
         while True:
             self._poll()
-            self.look()
+            self.look_first()
             if not self.is_owed:
                 return
             if time.monotonic() >= deadline_s or is_cut_short():

@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.core.tracking import Change, Course, Lead
-from ddp_runner.observe.trackers.follow import EVENTS, Position, Record, values_of, when_s
+from ddp_runner.features.trackers.follow import EVENTS, Position, Record, values_of, when_s
+from ddp_runner.features.trackers.rules import Change, Course, Lead
 
 _NAME_WAIT_MAX_S = 2.0  # a clock that was set back is not waited for
 

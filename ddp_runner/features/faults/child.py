@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from torch import nn
 from ddp_runner.collective.loss import Loss, times
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.events import Injected
-from ddp_runner.core.fork_specs import RankSpec
+from ddp_runner.core.fork_specs import RankSpec, SaverSpec
 from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind, parse_injection
 from ddp_runner.core.messages import Inject
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import Settings
-from ddp_runner.rank.faulty_disk import FaultyDisk, shared_trouble
+from ddp_runner.features.faults.faulty_disk import FaultyDisk, shared_trouble
+from ddp_runner.features.faults.injected_samples import with_bad_samples
 from ddp_runner.rank.runtime import SupervisedRuntime
 
 FOREVER_S = 1e6
@@ -58,6 +59,17 @@ def surround_rank(runtime: SupervisedRuntime, settings: Settings, spec: RankSpec
 
     runtime.disk, runtime.slot, runtime.change_loss = disk, injecting, injecting.ruinous
     runtime.answer[Inject] = inject
+
+
+def disk_of_saver(spec: SaverSpec) -> FaultyDisk | None:
+    """Return the disk of the process that writes for a rank with injected faults; None where nothing is shared."""
+    trouble = shared_trouble(spec.saver_trouble)
+    return None if trouble is None else FaultyDisk(trouble=trouble, folder=Path(spec.folder))
+
+
+def bad_samples(dataset: Any, places: Sequence[tuple[int, int]], **found: Any) -> Any:
+    """Return ``dataset`` with a bad sample at each place, as of :func:`with_bad_samples`."""
+    return with_bad_samples(dataset, places, **found)
 
 
 def _still_to_come(settings: Settings, spec: RankSpec) -> dict[int, Injection]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ddp_runner.core.tracking import Course, Values
-from ddp_runner.observe.trackers.follow import EVENTS, Position, Record
+from ddp_runner.features.trackers.follow import EVENTS, Position, Record
+from ddp_runner.features.trackers.rules import Course, Values
 from ddp_runner.system.run_files import left_over, open_new, reading, temporary_path
 
 FIXED = ("step", "rank", "utc")

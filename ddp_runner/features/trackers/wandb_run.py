@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner import config
-from ddp_runner.core.tracking import Course, Lead, Settled
-from ddp_runner.observe.trackers.follow import EVENTS, Position, Record, values_of
+from ddp_runner.features.trackers.follow import EVENTS, Position, Record, values_of
+from ddp_runner.features.trackers.rules import Course, Lead, Settled
 from ddp_runner.system.run_files import read_small
 
 _BLOCK_BYTES, _HEAD_BYTES = (

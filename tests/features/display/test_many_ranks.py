@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.core.gpu_reading import GpuReading
+from ddp_runner.features.display.rank_table import in_groups, unusual
 from ddp_runner.observe.loss_history import POINTS_MAX, LossHistory, by_steps
-from ddp_runner.observe.rank_table import in_groups, unusual
 from ddp_runner.observe.view import FaultView, GpuView, NodeView
 from tests.observe.views import drawn, rank_view, run_view, style_of, text_of
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.segment import Segment, SegmentLines, Segments
 
+from ddp_runner.features.display.frame import frame
+from ddp_runner.features.display.rank_table import BAD, CARE, PLAIN, QUIET
 from ddp_runner.observe.format import printable
-from ddp_runner.observe.frame import frame
 from ddp_runner.observe.progress_report import summary_block
-from ddp_runner.observe.rank_table import BAD, CARE, PLAIN, QUIET
 from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, marked
 
 if TYPE_CHECKING:

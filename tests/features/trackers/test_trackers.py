@@ -14,10 +14,10 @@ from importlib.util import find_spec
 import pytest
 
 from ddp_runner import start
-from ddp_runner.core.tracking import Course
-from ddp_runner.observe.trackers.csv_file import CsvTracker
-from ddp_runner.observe.trackers.follow import Follower
-from ddp_runner.observe.trackers.tensorboard_file import TensorboardTracker
+from ddp_runner.features.trackers.csv_file import CsvTracker
+from ddp_runner.features.trackers.follow import Follower
+from ddp_runner.features.trackers.rules import Course
+from ddp_runner.features.trackers.tensorboard_file import TensorboardTracker
 from tests.processes import poll
 
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -287,7 +287,7 @@ class Process:
     """A tracker's real process, as a supervisor starts it."""
 
     def __init__(self, name, folder):
-        command = [sys.executable, start.__file__, "ddp_runner.observe.trackers.tracker_process"]
+        command = [sys.executable, start.__file__, "ddp_runner.features.trackers.tracker_process"]
         self._process = subprocess.Popen(
             [*command, name, str(folder), str(os.getpid())],
             stdin=subprocess.PIPE,

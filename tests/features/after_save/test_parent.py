@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.supervisor.processes import after_save
-from ddp_runner.supervisor.processes.after_save import LOG_NAME, AfterSave
+from ddp_runner.features.after_save import parent as after_save
+from ddp_runner.features.after_save.parent import LOG_NAME, AfterSave
 from ddp_runner.supervisor.processes.children import Ended
 
 LIMIT_S = 20.0
@@ -23,7 +23,13 @@ class Driven(AfterSave):
     def __init__(self, command, folder):
         self.said = []
         environment = {"PATH": os.environ["PATH"]}
-        super().__init__(command, log_dir=folder, environment=environment, say=self.hear)
+        super().__init__(
+            command, log_dir=folder, environment=environment, grace_s=0.0, say=self.hear
+        )
+
+    def finish(self, *, is_cut_short, grace_s):
+        self._grace_s = grace_s
+        super().finish(is_cut_short=is_cut_short)
 
     def hear(self, text, *, level="INFO"):
         self.said.append((level, text))
@@ -41,7 +47,7 @@ class Driven(AfterSave):
             at_ns=time.monotonic_ns(),
         )
         assert self.took(ended)
-        self.look()
+        self.look_first()
 
 
 def never():
@@ -59,7 +65,7 @@ def test_without_a_command_nothing_is_ever_started(tmp_path):
     """As without the setting."""
     driven = Driven("", tmp_path)
     driven.saved("step_1.pt")
-    driven.look()
+    driven.look_first()
     assert driven.pid is None
     driven.finish(is_cut_short=never, grace_s=0.0)
     assert (driven.said, list(tmp_path.iterdir())) == ([], [])
@@ -73,7 +79,7 @@ def test_one_command_at_a_time_and_the_newest_is_next(tmp_path):
     paths = [str(tmp_path / f"a b {number}.pt") for number in range(4)]
     for path in paths:
         driven.saved(path)
-        driven.look()
+        driven.look_first()
     first = driven.pid
     assert len(psutil.Process().children()) >= 1
     gate.write_text("")
@@ -102,7 +108,7 @@ def test_a_command_that_fails_is_a_warning_with_its_last_line(tmp_path, command,
     (tmp_path / LOG_NAME).write_text("of before\n")
     driven = Driven(command, tmp_path)
     driven.saved("x/step_1.pt")
-    driven.look()
+    driven.look_first()
     driven.reap()
     ((level, text),) = driven.said
     assert level == "WARNING"
@@ -116,7 +122,7 @@ def test_a_child_that_is_another_is_not_taken_for_the_command(tmp_path):
     other = Ended(pid=1, exit_code=0, signal_number=None, at_ns=0)
     assert not driven.took(other)
     driven.saved("step_1.pt")
-    driven.look()
+    driven.look_first()
     assert not driven.took(other)
     driven.reap()
 
@@ -125,7 +131,7 @@ def test_the_last_checkpoints_command_is_waited_for(tmp_path):
     """Also where it was not begun when the run ended."""
     driven = Driven(f"sleep 0.2; echo {{path}} >> {tmp_path}/done", tmp_path)
     driven.saved("step_1.pt")
-    driven.look()
+    driven.look_first()
     driven.saved("step_2.pt")
     driven.finish(is_cut_short=never, grace_s=LIMIT_S)
     assert (tmp_path / "done").read_text().split() == ["step_1.pt", "step_2.pt"]
@@ -138,7 +144,7 @@ def test_what_hangs_is_killed_after_the_grace_with_all_its_processes(tmp_path, i
     trap = "trap '' TERM; " if is_stubborn else ""
     driven = Driven(f"{trap}echo $$ >> {tmp_path}/pids; sleep 600 & wait; : {{path}}", tmp_path)
     driven.saved("step_1.pt")
-    driven.look()
+    driven.look_first()
     wait_until((tmp_path / "pids").exists)
     wait_until(lambda: len(psutil.Process(driven.pid).children()) == 1)
     everybody = [psutil.Process(driven.pid), *psutil.Process(driven.pid).children()]
@@ -160,7 +166,7 @@ def test_a_second_signal_cuts_the_grace_short(tmp_path):
     """Whoever presses Ctrl-C again does not wait for an upload."""
     driven = Driven("sleep 600; : {path}", tmp_path)
     driven.saved("step_1.pt")
-    driven.look()
+    driven.look_first()
     began_s = time.monotonic()
     driven.finish(is_cut_short=lambda: True, grace_s=600.0)
     assert time.monotonic() - began_s < LIMIT_S
@@ -171,7 +177,7 @@ def test_a_command_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkey
     """As one that waits for a disk that is gone: it is named, and what follows the run's end goes on."""
     driven = Driven("sleep 600; : {path}", tmp_path)
     driven.saved("step_1.pt")
-    driven.look()
+    driven.look_first()
     driven.saved("step_2.pt")
     # A process in a sleep that nothing interrupts.
     stays = psutil.Process(driven.pid)
@@ -192,7 +198,7 @@ def test_a_log_that_cannot_be_written_stops_no_command(tmp_path):
     (tmp_path / LOG_NAME).mkdir()
     driven = Driven(f"echo {{path}} > {tmp_path}/done", tmp_path)
     driven.saved("step_1.pt")
-    driven.look()
+    driven.look_first()
     driven.reap()
     assert Path(tmp_path, "done").read_text() == "step_1.pt\n"
     assert driven.said == []

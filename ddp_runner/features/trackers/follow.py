@@ -11,9 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.core.tracking import Values
+from ddp_runner.features.trackers.rules import Values
 from ddp_runner.observe.files import encode_record
-from ddp_runner.system.run_files import from_json, is_named, open_to_read, read_small, replace_file
+from ddp_runner.observe.tracker_position import position_path, read_position
+from ddp_runner.system.run_files import from_json, is_named, open_to_read, replace_file
 
 METRICS, EVENTS = "metrics", "events"
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -160,17 +161,3 @@ class Position:
         replace_file(
             self._path, encode_record({"link": link, "reached": self._read, "kept": self.kept})
         )
-
-
-def position_path(log_dir: Path, name: str) -> Path:
-    """Return the path of a tracker's position."""
-    return log_dir / f".tracker_{name}.json"
-
-
-def read_position(path: Path) -> Mapping[str, Any]:
-    """Return the stored position; empty if there is none, or it is of no use."""
-    try:
-        record = from_json(read_small(path))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}

@@ -15,31 +15,29 @@ from ddp_runner.core.injection import (
     draw_injection,
     parse_injection,
 )
-from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.lifecycle import Machine, RankState, RunEvent, RunState
+from ddp_runner.core.lifecycle import RankState, RunState
 from ddp_runner.core.messages import Inject
-from ddp_runner.supervisor.ports import EventRecorder, Observer, Turn
+from ddp_runner.supervisor.around import OfRun
+from ddp_runner.supervisor.ports import Observer, Turn
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.world import World
 
 _SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
 _ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})
 
 
+def beside_run(around: OfRun) -> FaultInjector:
+    """Return who injects the faults that a training was asked for."""
+    return FaultInjector(around)
+
+
 class FaultInjector(Observer):
     """Owned by the supervisor's loop. Injections at a step happen in the rank; it says so first."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        world: World,
-        recorder: EventRecorder,
-        *,
-        machine: Machine[RunState, RunEvent],
-    ) -> None:
-        self._world = world
-        self._machine = machine
-        self._recorder = recorder
+    def __init__(self, around: OfRun) -> None:
+        plan = around.plan
+        self._world = around.world
+        self._machine = around.machine
+        self._recorder = around.recorder
         self._texts = plan.settings.run.inject
         self._specs = specs = [
             parse_injection(text, world_size=plan.world_size) for text in self._texts
@@ -59,7 +57,7 @@ class FaultInjector(Observer):
             None  # rank and number of the process that an injection ends
         )
 
-    def left_for(self, rank: int) -> dict[int, int]:
+    def injections_left(self, rank: int) -> dict[int, int]:
         """Number -> times, of what is still to happen to ``rank``."""
         return {
             number: times

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.core.tracking import Change, Course, Lead, Settled
+from ddp_runner.features.trackers.rules import Change, Course, Lead, Settled
 
 
 def test_steps_done_once_undo_nothing():

@@ -10,12 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core.helper_roles import TRACKER
+from ddp_runner.features.trackers.parent import TRACKER, TrackerKeeper
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.reporting.side_programs import TrackerKeeper
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.disks import small_disk
-from tests.observe.test_trackers import (
+from tests.features.trackers.test_trackers import (
     Files,
     needs_tensorboard,
     read_back,
@@ -61,7 +60,7 @@ def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files):
     """And there for a while; a resume writes what it has missed."""
     kept = Kept(files.folder, role=replace(TRACKER, end_s=0.2))
     kept.keeper.look()
-    (pid,) = kept.keeper.pids
+    (pid,) = kept.keeper.outlasts()
     poll(kept.keeper.links, what="its file", timeout_s=30.0)
     os.kill(pid, signal.SIGSTOP)
     files.steps(4, 6)
@@ -72,13 +71,13 @@ def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files):
     kept.keeper.end(0)
     assert time.monotonic() - began_s < 5.0
     assert kept.said[-1] == "csv was not done within 0.2 s: a resume goes on there"
-    assert kept.keeper.pids == []
+    assert kept.keeper.outlasts() == set()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert rows(files.folder) != stands(files.folder)
     again = Kept(files.folder)
     again.keeper.look()
-    (pid,) = again.keeper.pids
+    (pid,) = again.keeper.outlasts()
     again.keeper.end(0)
     os.waitpid(pid, 0)
     assert rows(files.folder) == stands(files.folder)
@@ -103,14 +102,14 @@ def test_a_tracker_on_a_full_disk_goes_on_once_there_is_room(tmp_path, name, rea
                 pass
         kept = Kept(files.folder, clock=(clock := Clock()), name=name)
         kept.keeper.look()
-        kept.ended(*kept.keeper.pids)
+        kept.ended(*kept.keeper.outlasts())
         assert f"the tracker {name} has ended: exit code 1" in kept.said[-1]
         kept.keeper.look()
-        assert kept.keeper.pids == []  # not due yet
+        assert kept.keeper.outlasts() == set()  # not due yet
         filler.unlink()
         clock.now_s += TRACKER.pauses_s[0]
         kept.keeper.look()
-        (pid,) = kept.keeper.pids
+        (pid,) = kept.keeper.outlasts()
         kept.keeper.end(0)
         os.waitpid(pid, 0)
         assert read(files.folder) == expected(files.folder)

@@ -13,8 +13,8 @@ from ddp_runner.core.classify import classify_error
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.injection import InjectKind, parse_injection
 from ddp_runner.core.phases import Moment, Phase
-from ddp_runner.rank.faulty_disk import FaultyDisk
-from ddp_runner.rank.injection import InjectedError, InjectingSlot
+from ddp_runner.features.faults.child import InjectedError, InjectingSlot
+from ddp_runner.features.faults.faulty_disk import FaultyDisk
 
 
 class Bench:

@@ -10,11 +10,7 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from ddp_runner.observe import format as fmt
-from ddp_runner.observe.format import sparkline
-from ddp_runner.observe.loss_history import by_steps
-from ddp_runner.observe.progress_report import epoch_text
-from ddp_runner.observe.rank_table import (
+from ddp_runner.features.display.rank_table import (
     BAD,
     CARE,
     DATA_WAIT_MANY,
@@ -28,6 +24,10 @@ from ddp_runner.observe.rank_table import (
     line,
     rank_table,
 )
+from ddp_runner.observe import format as fmt
+from ddp_runner.observe.format import sparkline
+from ddp_runner.observe.loss_history import by_steps
+from ddp_runner.observe.progress_report import epoch_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
