@@ -27,7 +27,7 @@ import torch  # forked with the ranks
 from contenders import machine, show_machine
 from torch._C._distributed_c10d import TCPStore
 
-from ddp_runner.collective.signed import SignedStore
+from ddp_runner.kernel.group.signed import SignedStore
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -38,7 +38,7 @@ BY_FORK = get_context("fork")
 
 
 def one_by_one(store: SignedStore, keys: list[str]) -> list[bytes]:
-    """As :meth:`ddp_runner.collective.group.Group.exchange` once did."""
+    """As :meth:`ddp_runner.kernel.group.group.Group.exchange` once did."""
     return [store.get(key) for key in keys]
 
 

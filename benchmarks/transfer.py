@@ -26,10 +26,10 @@ import torch.distributed as dist
 from contenders import machine, show_machine
 from torch.distributed import TCPStore
 
-from ddp_runner.collective.abort import AbortSwitch
-from ddp_runner.collective.group import Group, Membership, joined
-from ddp_runner.collective.tcp_store import StoreLink
-from ddp_runner.collective.transfer import receive_state, send_state
+from ddp_runner.kernel.group.abort import AbortSwitch
+from ddp_runner.kernel.group.group import Group, Membership, joined
+from ddp_runner.kernel.group.tcp_store import StoreLink
+from ddp_runner.kernel.group.transfer import receive_state, send_state
 
 WORLD = 2
 TIMEOUT_S = 300.0

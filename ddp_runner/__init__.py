@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ddp_runner.cli.from_python import bench, find_batch_size, run
     from ddp_runner.cli.launch import launch
     from ddp_runner.cli.launch_async import launch_async
-    from ddp_runner.collective.loss import Weighted
-    from ddp_runner.core.errors import BadInputError
+    from ddp_runner.kernel.replica.loss import Weighted
+    from ddp_runner.kernel.rules.errors import BadInputError
     from ddp_runner.core.settings import Settings
     from ddp_runner.data.epoch_loader import SafeDataLoader
     from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
@@ -67,7 +67,7 @@ __all__ = [
 ]
 _HOME_OF_NAME = {
     "AttachedRun": "ddp_runner.training.own_loop.attached_run",
-    "BadInputError": "ddp_runner.core.errors",
+    "BadInputError": "ddp_runner.kernel.rules.errors",
     "DDPLogger": "ddp_runner.observe.logger",
     "DDPTrainer": "ddp_runner.training.trainer",
     "Datasets": "ddp_runner.training.task",
@@ -81,7 +81,7 @@ _HOME_OF_NAME = {
     "TarSamples": "ddp_runner.data.shard_files",
     "Task": "ddp_runner.training.task",
     "TextLines": "ddp_runner.data.shard_files",
-    "Weighted": "ddp_runner.collective.loss",
+    "Weighted": "ddp_runner.kernel.replica.loss",
     "attach": "ddp_runner.rank.attach",
     "bench": "ddp_runner.cli.from_python",
     "find_batch_size": "ddp_runner.cli.from_python",

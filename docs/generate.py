@@ -17,7 +17,7 @@ from ddp_runner.cli.usage import EXAMPLES, INJECTIONS, default_of, shown_default
 from ddp_runner.config.fields import ALIASES, SWITCHES, known_fields, sections
 from ddp_runner.config.foreign import ALWAYS, ANSWERS, FACTS, HEADINGS, WORDS
 from ddp_runner.config.meanings import meanings
-from ddp_runner.core.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
+from ddp_runner.kernel.rules.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
 from ddp_runner.core.settings.declaration import OnResume, Option
 from ddp_runner.features.script.command import OWN
 from ddp_runner.features.script.options import (
@@ -417,11 +417,11 @@ def _options_of_run() -> list[str]:
 
 
 def states_page() -> str:
-    """The tables of ``core/lifecycle.py``: what each state makes of each event, and a diagram of it."""
+    """The tables of ``kernel/rules/lifecycle.py``: what each state makes of each event, and a diagram of it."""
     lines = [
         "# States",
         _MADE,
-        "Every state of a run and of its ranks changes by a row of a table in `ddp_runner/core/lifecycle.py`, where each row",
+        "Every state of a run and of its ranks changes by a row of a table in `ddp_runner/kernel/rules/lifecycle.py`, where each row",
         "that ignores an event says why. An event that has no row in a state is a bug, and raises.",
         "",
         "In the tables: the state that follows; *same* where the event is ignored; empty where there is no row. The diagrams, in",

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.system import parent_death
 from tests.huge_pages import use_huge_pages
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,7 +29,7 @@ from pathlib import Path
 from ddp_runner import start
 from ddp_runner.core.launch_plan import TRAINED
 from ddp_runner.features.script.rules import RANK
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.system import parent_death
 from tests.huge_pages import use_huge_pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,7 +149,7 @@ def _received(link, size):
 
 
 def _serve(path: str) -> None:
-    from ddp_runner.rank import zygote
+    from ddp_runner.kernel.rank import zygote
 
     zygote.preload(f"{TRAINED}:")
     zygote.preload(f"{RANK}:")
@@ -273,7 +273,7 @@ def _show(environment) -> None:
 
 
 def _be_zygote(link, supervisor_pid) -> None:
-    from ddp_runner.rank import zygote
+    from ddp_runner.kernel.rank import zygote
 
     parent_death.die_with_parent(supervisor_pid)
     message, ancillary, _, _ = link.recvmsg(1 << 20, socket.CMSG_SPACE(8))
@@ -302,7 +302,7 @@ def _hold_zygote(pid, link) -> None:
     """Have the supervisor's first zygote be that process."""
 
     def first(words, **how):
-        if "ddp_runner.rank.zygote" not in words:
+        if "ddp_runner.kernel.rank.zygote" not in words:
             return _POPEN(words, **how)
         subprocess.Popen = _POPEN
         message = json.dumps({"arguments": words[3:], "env": how["env"]}).encode()

@@ -9,7 +9,7 @@ from pathlib import Path
 _WRITE = """
 import sys
 from pathlib import Path
-from ddp_runner.system.run_files import temporary_path
+from ddp_runner.kernel.system.run_files import temporary_path
 path = temporary_path(Path(sys.argv[1]))
 path.write_text("half")
 print(path)

@@ -29,7 +29,7 @@ from ddp_runner.config import (
 )
 from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.config.presets import RECIPES
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import Settings
 
 _DEVICES = ("cpu", "gpu")

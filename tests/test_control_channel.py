@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from ddp_runner.core.fork_specs import ForkKind, ImportsSpec
-from ddp_runner.core.messages import (
+from ddp_runner.kernel.wire.fork_specs import ForkKind, ImportsSpec
+from ddp_runner.kernel.wire.messages import (
     PACKET_BYTES_MAX,
     Abort,
     Checkpoint,
@@ -17,8 +17,8 @@ from ddp_runner.core.messages import (
     Forked,
     Metrics,
 )
-from ddp_runner.core.wire import WireError
-from ddp_runner.system.control_channel import DESCRIPTORS_MAX, Channel, ChannelClosedError
+from ddp_runner.kernel.wire.codec import WireError
+from ddp_runner.kernel.system.control_channel import DESCRIPTORS_MAX, Channel, ChannelClosedError
 from tests.processes import run_ranks
 
 

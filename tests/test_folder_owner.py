@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.system.folder_owner import OWNER_NAME, FolderOwner, new_term
+from ddp_runner.kernel.system.folder_owner import OWNER_NAME, FolderOwner, new_term
 
 
 def test_the_newest_that_takes_a_folder_has_it(tmp_path):

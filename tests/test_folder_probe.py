@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.system.folder_owner import new_term
+from ddp_runner.kernel.system.folder_owner import new_term
 from ddp_runner.system.folder_probe import FolderProbe, is_shared
 
 

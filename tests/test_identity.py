@@ -19,7 +19,7 @@ from ddp_runner.config import (
     to_yaml,
 )
 from ddp_runner.config.fields import known_fields
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.declaration import DURATION, STEPS, SWITCH, TEXT, WHOLE, OnResume
 
 OTHER_VALUES = {

@@ -21,7 +21,7 @@ import pytest
 
 from ddp_runner.cli import launch as launcher
 from ddp_runner.cli import python_environment as environment
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM_PATH = "/usr/bin:/bin"
@@ -520,7 +520,7 @@ def test_a_task_class_is_named_so_that_ranks_can_import_it(free_program, monkeyp
 
 WAITS = """
 import os, signal, sys, time
-from ddp_runner.system.parent_death import die_with_parent
+from ddp_runner.kernel.system.parent_death import die_with_parent
 die_with_parent(int(sys.argv[1]))
 signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 print("pid", os.getpid(), flush=True)

@@ -16,7 +16,7 @@ from ddp_runner.config.fields import (
 )
 from ddp_runner.config.foreign import ALWAYS, ANSWERS, FACTS, REMOVED, WORDS
 from ddp_runner.config.suggest import nearest
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 KNOWN = list(known_fields())
 LAST_NAMES = {key.rpartition(".")[2] for key in KNOWN}

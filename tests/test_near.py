@@ -17,9 +17,9 @@ def found(file):
 @pytest.mark.parametrize(
     ("file", "test"),
     [
-        ("collective/transfer.py", "collective/test_transfer.py"),
-        ("core/recovery.py", "core/test_recovery.py"),
-        ("supervisor/loop.py", "supervisor/test_repairs.py"),
+        ("kernel/group/transfer.py", "kernel/group/test_transfer.py"),
+        ("kernel/rules/recovery.py", "core/test_recovery.py"),
+        ("kernel/parent/loop.py", "supervisor/test_repairs.py"),
     ],
 )
 def test_what_imports_a_file_or_has_its_name_is_near(file, test):
@@ -27,8 +27,8 @@ def test_what_imports_a_file_or_has_its_name_is_near(file, test):
 
 
 def test_its_own_tests_come_first():
-    assert found("core/faults.py")[0].startswith("core/")
-    assert found("collective/transfer.py")[0] == "collective/test_transfer.py"
+    assert found("kernel/rules/faults.py")[0].startswith("core/")
+    assert found("kernel/group/transfer.py")[0] == "kernel/group/test_transfer.py"
 
 
 def test_what_is_no_file_of_the_package_is_one_line():

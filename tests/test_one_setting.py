@@ -41,7 +41,7 @@ from ddp_runner.cli.nodes import _meaning
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import Surroundings, difference, from_flat, recipe, resolve, stage_digest
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 def typed(*words, preset=None):
     return resolve(command_line=parse_train(words).assignments, preset=preset).settings

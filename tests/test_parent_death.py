@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.system import parent_death
 from tests.processes import poll, ranks, run_ranks
 
 pytestmark = pytest.mark.skipif(

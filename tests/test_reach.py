@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ddp_runner.system.reach import why_unreachable
+from ddp_runner.kernel.system.reach import why_unreachable
 from tests.scenarios.harness import PYTHON_M, ROOT
 
 SANDBOX = ("unshare", "-Urn")  # a network whose loopback interface is down, as in many sandboxes
@@ -61,7 +61,7 @@ def test_a_loopback_that_is_down_is_one_line_and_exit_2(in_sandbox, words, tmp_p
 OWN_ADDRESS = """
 ip link add end0 type veth peer name end1 && ip addr add 10.9.0.1/24 dev end0 || exit 9
 ip link set end0 up && ip link set end1 up || exit 9
-"$0" -c 'from ddp_runner.system.reach import why_unreachable; print(why_unreachable("10.9.0.1"))'
+"$0" -c 'from ddp_runner.kernel.system.reach import why_unreachable; print(why_unreachable("10.9.0.1"))'
 """
 
 

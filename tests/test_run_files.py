@@ -8,8 +8,8 @@ import stat
 
 import pytest
 
-from ddp_runner.system import run_files
-from ddp_runner.system.run_files import RefusedFileError
+from ddp_runner.kernel.system import run_files
+from ddp_runner.kernel.system.run_files import RefusedFileError
 
 OPENERS = {
     "read": run_files.open_to_read,

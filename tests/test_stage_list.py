@@ -9,7 +9,7 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import from_flat, from_record, resolve, stage_digest, to_record, to_yaml
 from ddp_runner.config.fields import known_fields
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 PRE = {"name": "pre", "epochs": 2}
 TUNE = {"name": "tune", "max_steps": 50, "optim": {"learning_rate": 0.002}, "task.mode": "b"}

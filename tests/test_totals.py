@@ -16,8 +16,8 @@ from ddp_runner.config import (
     ways_on,
 )
 from ddp_runner.core.batch_sizes import global_batch, refuse_uneven_accumulation
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.training.stream_order import too_little
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.training.loading.stream_order import too_little
 
 
 @pytest.mark.parametrize("preset", ["cpu", "cpu_test", None])

@@ -7,7 +7,7 @@ import pytest
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import files_not_read, plan_launch
 from ddp_runner.config import home_files, resolve, to_yaml, unread_warning
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 
 @pytest.fixture

@@ -29,11 +29,11 @@ from ddp_runner.checkpoint.manifest import (
     stage_name,
     step_of,
 )
-from ddp_runner.core.classify import lacks_memory
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.nodes import NewestCheckpoint
-from ddp_runner.system.disk import Disk, RealDisk
-from ddp_runner.system.run_files import (
+from ddp_runner.kernel.rules.classify import lacks_memory
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.core.machines.nodes import NewestCheckpoint
+from ddp_runner.kernel.system.disk import Disk, RealDisk
+from ddp_runner.kernel.system.run_files import (
     is_regular,
     left_over,
     open_given,

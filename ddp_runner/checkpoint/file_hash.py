@@ -13,7 +13,7 @@ import queue
 import threading
 from pathlib import Path
 
-from ddp_runner.system.run_files import open_to_read
+from ddp_runner.kernel.system.run_files import open_to_read
 
 PLAIN, BLOCKS = "sha256", "sha256-1MiB"
 ALGORITHMS = (PLAIN, BLOCKS)

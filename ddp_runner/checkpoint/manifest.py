@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.file_hash import ALGORITHMS, PLAIN
 from ddp_runner.core.run_stages import StageOfFile
-from ddp_runner.system.run_files import from_json
+from ddp_runner.kernel.system.run_files import from_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

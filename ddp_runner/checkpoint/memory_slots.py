@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest
 from ddp_runner.checkpoint.store import Loaded
-from ddp_runner.values.nested import STORED, put_back, take_out
+from ddp_runner.kernel.values.nested import STORED, put_back, take_out
 
 _HEADER_BYTES = 4096
 _ALIGNED_TO = 64

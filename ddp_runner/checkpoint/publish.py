@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.file_hash import PIECE_BYTES_MIN, PLAIN, FileHash
-from ddp_runner.system.run_files import temporary_path
+from ddp_runner.kernel.system.run_files import temporary_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ddp_runner.system.disk import Disk
+    from ddp_runner.kernel.system.disk import Disk
 
 # Smaller pieces are gathered: torch writes four for each tensor, most of a few bytes.
 _PIECE_BYTES_MIN = PIECE_BYTES_MIN

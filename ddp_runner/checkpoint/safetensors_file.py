@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ddp_runner.system.run_files import from_json
+from ddp_runner.kernel.system.run_files import from_json
 
 _LENGTH_BYTES = 8
 _HEADER_BYTES_MAX = 100_000_000  # the format's own limit

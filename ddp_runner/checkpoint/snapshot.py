@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.values.nested import STORED, rebuilt, tensors_in
+from ddp_runner.kernel.values.nested import STORED, rebuilt, tensors_in
 
 _SMALL_BYTES = 1 << 14  # what is not larger is copied many at once: torch uses no threads for that
 

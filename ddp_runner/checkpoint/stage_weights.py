@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.manifest import checkpoint_name
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.run_stages import AVERAGE, BEST
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from ddp_runner.checkpoint.weights import (
     load_weights,
     read_archive,
 )
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.system.disk import Disk, RealDisk
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
+from ddp_runner.kernel.system.disk import Disk, RealDisk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

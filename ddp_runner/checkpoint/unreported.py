@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.catalog import Catalog, read_manifest
 from ddp_runner.checkpoint.manifest import Manifest, step_of
-from ddp_runner.core.events import CheckpointSaved
+from ddp_runner.kernel.wire.events import CheckpointSaved
 
 REPORTED_KEPT_MIN = 64  # before those are forgotten that are no longer on disk
 

@@ -15,7 +15,7 @@ from ddp_runner.checkpoint.safetensors_file import (
     is_safetensors,
     read_safetensors,
 )
-from ddp_runner.system.run_files import from_json, open_given
+from ddp_runner.kernel.system.run_files import from_json, open_given
 
 INDEX = ".index.json"
 _FORMS = (

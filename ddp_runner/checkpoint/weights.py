@@ -23,9 +23,9 @@ from ddp_runner.checkpoint.catalog import (
 )
 from ddp_runner.checkpoint.left_out import left_out, start_record
 from ddp_runner.checkpoint.weight_files import WeightFilesError, read_weight_files
-from ddp_runner.core.classify import lacks_memory
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.system.run_files import open_given, open_to_read
+from ddp_runner.kernel.rules.classify import lacks_memory
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.run_files import open_given, open_to_read
 
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
 _EXPECTED = (

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ddp_runner import config
 from ddp_runner.checkpoint.manifest import best_of, stage_name
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.secrets import HIDDEN, holds_secret
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.secrets import HIDDEN, holds_secret
 from ddp_runner.observe.format import byte_size, count
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner import installed, start
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.exits import ExitCode
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.observe.format import printable
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from ddp_runner import start
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.sources import PRESETS_FOLDER
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.secrets import GIVEN_BY_FILE, is_secret
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.secrets import GIVEN_BY_FILE, is_secret
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import Settings

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner.cli.commands import commands
 from ddp_runner.cli.launch import Prepared, identity, prepared, refuse_in_rank, run_child
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.exits import ExitCode
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 
 if TYPE_CHECKING:
     import os

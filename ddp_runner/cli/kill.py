@@ -6,8 +6,8 @@ import signal
 
 from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand
 from ddp_runner.cli.runs import elsewhere, log_dir_of
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.exits import ExitCode
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.observe.history.json_lines import whole
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.start import COMMAND

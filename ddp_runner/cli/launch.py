@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.exits import ExitCode, RunStatus
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode, RunStatus
 from ddp_runner.start import FOLDERS_VARIABLE, IMPORT_FOLDER, LAUNCHED_VARIABLE
-from ddp_runner.system.run_files import from_json, read_small
+from ddp_runner.kernel.system.run_files import from_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # runs in a fresh interpreter, so that threads of this program cannot deadlock it.
 _HEARS = "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]);"
 _CHILD = (
-    "import sys; from ddp_runner.system.parent_death import die_with_parent;"
+    "import sys; from ddp_runner.kernel.system.parent_death import die_with_parent;"
     " die_with_parent(int(sys.argv[1]));"
     " from ddp_runner.__main__ import main; sys.exit(main(sys.argv[2:]))"
 )
@@ -61,7 +61,7 @@ class RunResult:
             raise BadInputError("launch", "", "was refused and trained nothing: see its error line")
         assert self.settings is not None
         # By name: this module is the command line's too, which never imports torch.
-        given = import_module("ddp_runner.training.given")
+        given = import_module("ddp_runner.training.loading.given")
         return given.load_trained(self.settings, self.checkpoint_dir)
 
 
@@ -194,7 +194,7 @@ def _without_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, obj
     """``arguments``, and of those that name a secret its value: every user can read a command line."""
     from ddp_runner.cli.parser import parse_train  # noqa: PLC0415 - see _config_file
     from ddp_runner.config.sources import from_command_line  # noqa: PLC0415
-    from ddp_runner.core.secrets import masked_words  # noqa: PLC0415
+    from ddp_runner.kernel.rules.secrets import masked_words  # noqa: PLC0415
 
     if masked_words(arguments) == tuple(arguments):
         return list(arguments), {}

@@ -7,7 +7,7 @@ import os
 import resource
 from pathlib import Path
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OPEN_FILES_BASE, _OPEN_FILES_PER_RANK = 64, 16  # of the process that has most: supervisor or rank

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, cast
 from ddp_runner.config import to_record
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.identity import is_sealed, shared_settings
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.secrets import HIDDEN
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.secrets import HIDDEN
 from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.supervisor.assembly import supervise
 from ddp_runner.supervisor.nodes.admission import Meeting
@@ -26,20 +26,20 @@ from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import moving_endpoint
 from ddp_runner.system.code_files import digest_of, own_code, task_code, version_of
-from ddp_runner.system.interfaces import (
+from ddp_runner.kernel.system.interfaces import (
     address_leading_out,
     address_towards,
     interface_of,
     is_loopback,
 )
-from ddp_runner.system.reach import LOOPBACK, why_unreachable
+from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
-from ddp_runner.system.torch_versions import torch_build
+from ddp_runner.kernel.system.torch_versions import torch_build
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
-    from ddp_runner.core.node_options import NodeOptions
+    from ddp_runner.core.machines.node_options import NodeOptions
 
 TOKEN_VARIABLE = "DDP_RUNNER_TOKEN"  # noqa: S105 - a name
 TOKEN_BYTES_MIN = 16

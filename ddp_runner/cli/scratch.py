@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.core.exits import ExitCode
+from ddp_runner.kernel.rules.exits import ExitCode
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _REMOVED_WITHIN_S = 5.0

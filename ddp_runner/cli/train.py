@@ -18,9 +18,9 @@ from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import (
     refuse_without_supervisor,
 )
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.modes import refuse_of_processes
-from ddp_runner.core.node_options import ENGINE
+from ddp_runner.core.machines.node_options import ENGINE
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.version import VERSION
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-    from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
+    from ddp_runner.kernel.processes.zygote_start import ZygoteAhead
 
 
 def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:

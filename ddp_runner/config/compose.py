@@ -37,8 +37,8 @@ from ddp_runner.config.stage_list import (
     in_stage,
     without_stages,
 )
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.secrets import HIDDEN
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.secrets import HIDDEN
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.settings.declaration import TEXTS
 

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from ddp_runner.config.foreign import ANSWERS, REMOVED
 from ddp_runner.config.suggest import nearest
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.settings.declaration import (
     DERIVED,

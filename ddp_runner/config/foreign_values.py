@@ -13,7 +13,7 @@ from ddp_runner.config.foreign import (
     SWITCHES_OF_FACTS,
     WORDS,
 )
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.declaration import read_switch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
 from ddp_runner.config.needed import feature_problems
 from ddp_runner.core.batch_sizes import SHARES, cut, global_batch, shares_of
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, names_a_gpu_twice
 from ddp_runner.core.modes import OPTION as MODE

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.whole_run import FOLDERS, LATEST
 
 if TYPE_CHECKING:

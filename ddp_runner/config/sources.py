@@ -13,7 +13,7 @@ import yaml
 from ddp_runner.config.fields import ALIASES, TASK_SECTION, sections
 from ddp_runner.config.foreign import HEADINGS
 from ddp_runner.config.suggest import nearest
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 Origin = Literal["default", "preset", "file", "environment", "command line"]
 

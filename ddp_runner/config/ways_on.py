@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.identity import GLOBAL_BATCH, is_described, is_sealed
-from ddp_runner.core.secrets import is_secret
+from ddp_runner.kernel.rules.secrets import is_secret
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 
 if TYPE_CHECKING:

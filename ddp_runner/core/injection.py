@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import FaultKind
-from ddp_runner.core.phases import Moment, Phase
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.kernel.rules.phases import Moment, Phase
 
 OPTION = "--inject"
 EVERY_RANK = -1  # written ``rank=all``

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ddp_runner.core.node_options import NodeOptions
+    from ddp_runner.core.machines.node_options import NodeOptions
     from ddp_runner.core.settings import Settings
-    from ddp_runner.core.stopping import TimeLimit
+    from ddp_runner.kernel.rules.stopping import TimeLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 AUTO, TRAIN_LOSS = "auto", "train_loss"
 ALONE = ""  # the name of validation data that has none, since there is no other

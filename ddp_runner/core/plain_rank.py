@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 PLAIN_RANK = "DDP_RUNNER_PLAIN_RANK"
 # Of a launcher that starts a process a rank; one that starts a process a machine sets neither.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 OPTION = "--profile"
 _STEPS = re.compile(r"steps=(\d{1,12})(?::(\d{1,12}))?")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 PREVIOUS, BEST, SCRATCH = "previous", "best", "scratch"
 AVERAGE = ":ema"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_runner.core.phases import DueActions
+from ddp_runner.kernel.rules.phases import DueActions
 from ddp_runner.core.settings import CheckpointSettings, LogSettings, Settings
 
 SAVE_BACKOFF_MAX = 16  # intervals

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.core.phases import PHASE_NAMES
+from ddp_runner.kernel.rules.phases import PHASE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.phases import Phase
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.data.workers import system_limits
 from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
 

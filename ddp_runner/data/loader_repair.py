@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.loader_recovery import (
     OTHERS_TRIED,
     PROGRESS_STEPS,

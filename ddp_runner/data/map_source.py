@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.core.phases import Phase
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.data.attributes import CountedReads
 from ddp_runner.data.loader_faults import fault_of_failure, fault_of_samples
 from ddp_runner.data.loader_repair import SampleRepair, Trouble
@@ -16,7 +16,7 @@ from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ddp_runner.core.faults import Fault
+    from ddp_runner.kernel.rules.faults import Fault
     from ddp_runner.data.loader_faults import LoaderKills
 
 _NOBODY_SURVIVES = "no process survives it"

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 _PACKED = (".gz", ".tgz")
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import Fault, FaultError
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import Fault, FaultError
 from ddp_runner.data.loader_faults import (
     SAMPLES_REPLACED,
     LoadingRepaired,
@@ -35,7 +35,7 @@ from ddp_runner.data.source import Cut, MicroBatch, Source, micro_batches_of
 from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.data.workers.shard_reader import ShardReader, Share, ShareKey
-from ddp_runner.values.generators import generators_kept
+from ddp_runner.kernel.values.generators import generators_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch.utils.data import Dataset
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.permutation import KeyedPermutation
 
 _LANES = (24, 12, 8, 6, 4, 3, 2, 1)  # numbers with many divisors: so many workers suit them

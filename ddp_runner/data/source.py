@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ddp_runner.core.phases import Phase
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.data.order import SampleOrder, micro_batches
 
 if TYPE_CHECKING:
-    from ddp_runner.core.faults import Fault
+    from ddp_runner.kernel.rules.faults import Fault
     from ddp_runner.data.loader_faults import LoaderKills, LoadingRepaired
     from ddp_runner.data.loader_repair import DataRepair, Trouble
     from ddp_runner.data.permutation import Indices

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.core.faults import rank_list
+from ddp_runner.kernel.rules.faults import rank_list
 from ddp_runner.observe.format import printable, without_styles
 from ddp_runner.observe.logger import CONTINUATION, HELD_BACK, parse_line, split_records
 from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, CHUNK_BYTES, FollowedFile, FollowedMemory

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ddp_runner.system.run_files import is_named, open_to_append_anywhere, reading
+from ddp_runner.kernel.system.run_files import is_named, open_to_append_anywhere, reading
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,9 +19,9 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from typing import TYPE_CHECKING, TextIO
 
-from ddp_runner.core.secrets import without_secrets
+from ddp_runner.kernel.rules.secrets import without_secrets
 from ddp_runner.observe.files import ends_torn
-from ddp_runner.system.run_files import is_named, open_to_append, open_to_append_anywhere
+from ddp_runner.kernel.system.run_files import is_named, open_to_append, open_to_append_anywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable

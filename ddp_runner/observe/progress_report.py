@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from ddp_runner.core.exits import RunStatus
+from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe import format as fmt
 
 if TYPE_CHECKING:

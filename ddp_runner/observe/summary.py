@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddp_runner.core import events
-from ddp_runner.core.exits import RunStatus
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe.files import encode_record
-from ddp_runner.system.run_files import from_json, read_small, replace_file_synced
+from ddp_runner.kernel.system.run_files import from_json, read_small, replace_file_synced
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from ddp_runner.core.board import SlotReading
-    from ddp_runner.core.messages import Finished
+    from ddp_runner.kernel.wire.board import SlotReading
+    from ddp_runner.kernel.wire.messages import Finished
 
 _PEAKS = ("peak_rss_bytes", "peak_device_bytes", "peak_device_permille")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.system.run_files import from_json, read_small
+from ddp_runner.kernel.system.run_files import from_json, read_small
 
 
 def position_path(log_dir: Path, name: str) -> Path:

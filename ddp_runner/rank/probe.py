@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from ddp_runner.collective.abort import AbortSwitch
-from ddp_runner.collective.group import Group, Membership, joined
-from ddp_runner.collective.tcp_store import StoreLink, serve_store
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.group.abort import AbortSwitch
+from ddp_runner.kernel.group.group import Group, Membership, joined
+from ddp_runner.kernel.group.tcp_store import StoreLink, serve_store
+from ddp_runner.kernel.system import parent_death
 
 IMPORTED = "imported"  # what the parent hears first: from here on the limit counts
 FORMING, SUM, ABORT = "forming", "all-reduce", "abort"

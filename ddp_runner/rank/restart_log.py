@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ddp_runner.core.events import (
+from ddp_runner.kernel.wire.events import (
     CheckpointSaved,
     Faulted,
     FaultTolerated,
@@ -19,10 +19,10 @@ from ddp_runner.core.events import (
     RepairedInPlace,
     TuningChanged,
 )
-from ddp_runner.core.messages import Finished, Message, RestartProgress, decode, encode
-from ddp_runner.core.wire import WireError
+from ddp_runner.kernel.wire.messages import Finished, Message, RestartProgress, decode, encode
+from ddp_runner.kernel.wire.codec import WireError
 from ddp_runner.observe.files import LineFile
-from ddp_runner.system.run_files import read_lines
+from ddp_runner.kernel.system.run_files import read_lines
 
 KEPT = (
     TuningChanged,

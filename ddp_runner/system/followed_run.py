@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddp_runner.system.run_files import from_json, read_small, replace_file
+from ddp_runner.kernel.system.run_files import from_json, read_small, replace_file
 
 NAME = ".coordinator"
 

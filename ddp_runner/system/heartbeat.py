@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.core.board import Cell, Slot
+from ddp_runner.kernel.wire.board import Cell, Slot
 
 _counted_on: list[Slot] = []  # this rank's, once it is one
 

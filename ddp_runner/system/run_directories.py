@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.system.run_files import (
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.run_files import (
     RefusedFileError,
     is_named,
     open_lock,

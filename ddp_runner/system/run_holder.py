@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp_runner.system.proc_state import stat_fields
+from ddp_runner.kernel.system.proc_state import stat_fields
 from ddp_runner.system.run_directories import LOG_LOCK_NAME
 
 _LOCKS = Path("/proc/locks")

@@ -12,8 +12,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.system.run_files import RefusedFileError, open_to_read, temporary_path
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.run_files import RefusedFileError, open_to_read, temporary_path
 
 TOKEN_NAME = ".token"  # noqa: S105 - a name
 _TOKEN_BYTES = 32

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.text.corpus import (
     OPTION,
     ScannedFiles,

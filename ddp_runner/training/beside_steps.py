@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from ddp_runner import installed
-from ddp_runner.collective.group import Group
+from ddp_runner.kernel.group.group import Group
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.step import Stepper
 

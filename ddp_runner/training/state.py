@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddp_runner.checkpoint.entry_names import bare_names, bare_state, load_bare_state, read_as
 from ddp_runner.checkpoint.left_out import START, start_record
 from ddp_runner.checkpoint.snapshot import storage_key
-from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.core.monitor import ALONE, Best, Monitor
 from ddp_runner.data.order import FIRST_ORDER_VERSION, ORDER_VERSION, known_order_version
 from ddp_runner.data.quarantine import Quarantine

@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_runner.collective.loss import Weighted
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.replica.loss import Weighted
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
 

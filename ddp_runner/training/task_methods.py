@@ -12,10 +12,10 @@ from typing import cast
 
 from torch import nn
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.start import PACKAGE_PARENT
 from ddp_runner.system.code_files import INSTALLED
-from ddp_runner.training.measuring import measures
+from ddp_runner.training.figures.measuring import measures
 from ddp_runner.training.task import Task
 
 # What is called here, with this many arguments.

@@ -19,8 +19,8 @@ import torch
 from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.core.faults import FaultError
-from ddp_runner.system.parent_death import die_with_parent
+from ddp_runner.kernel.rules.faults import FaultError
+from ddp_runner.kernel.system.parent_death import die_with_parent
 
 from tests.checkpoint.states import facts_of, save  # isort: skip  # found through PYTHONPATH
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ddp_runner.checkpoint.catalog import NO_FILE, NO_MANIFEST, Catalog
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.system.run_files import temporary_path, writer_of
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.run_files import temporary_path, writer_of
 from tests.processes import poll
 from tests.temporaries import of_a_dead_writer
 
@@ -239,7 +239,7 @@ def test_a_writer_that_was_killed_and_not_waited_for_is_dead(tmp_path):
 WRITE_AND_WAIT = """
 import sys, time
 from pathlib import Path
-from ddp_runner.system.run_files import temporary_path
+from ddp_runner.kernel.system.run_files import temporary_path
 path = temporary_path(Path(sys.argv[1]))
 path.write_text("half")
 print(path, flush=True)

@@ -12,8 +12,8 @@ import torch
 from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import Manifest, manifest_name
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.core.run_stages import StageOfFile
 from tests.temporaries import of_a_dead_writer
 

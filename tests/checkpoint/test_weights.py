@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.weights import load_weights
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 from .states import save, state_of
 

@@ -15,7 +15,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.weights import load_weights
 from ddp_runner.cli.checkpoints import DECLARATION, perform_pruning, plan_pruning
 from ddp_runner.config import from_flat
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.components.start_weights import record_of
 from tests.checkpoint.states import facts_of, save, steps_in
 

@@ -8,7 +8,7 @@ import pytest
 
 from ddp_runner.cli.command import Arguments, SmallCommand
 from ddp_runner.cli.commands import commands
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.declaration import Option
 
 

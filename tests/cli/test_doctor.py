@@ -29,9 +29,9 @@ from ddp_runner.cli.machine_checks import (
     parse_peers,
     probe,
 )
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.observe.gpus import Gpu, VisibleGpus
-from ddp_runner.system.torch_versions import TorchBuild
+from ddp_runner.kernel.system.torch_versions import TorchBuild
 from tests.processes import ROOT, poll
 from tests.rank.failing_probe import VARIABLE
 

@@ -8,8 +8,8 @@ from ddp_runner.cli import extras
 from ddp_runner.cli.extras import env_keys, parse_env, refuse_missing, take_keys
 from ddp_runner.config import resolve
 from ddp_runner.config.sources import from_environment
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.secrets import GIVEN_BY_FILE, environment_secrets
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.secrets import GIVEN_BY_FILE, environment_secrets
 
 
 def settings(names):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import ddp_runner
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from tests import ready
 
 SCRIPT = """

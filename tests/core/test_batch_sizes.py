@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_runner.core.batch_sizes import cut, proposed_shares, refuse_wrong_shares
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import DataSettings
 from ddp_runner.data.order import share_span
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.training.use_figures import arithmetic_of, flops_per_token, peak_flops
+from ddp_runner.training.figures.use_figures import arithmetic_of, flops_per_token, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.config import from_flat
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.modes import (
     Collectives,
     Mode,

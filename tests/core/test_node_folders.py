@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.nodes import NewestCheckpoint, loads_own, who_completes
+from ddp_runner.core.machines.nodes import NewestCheckpoint, loads_own, who_completes
 
 
 def at(step, run_id="a"):

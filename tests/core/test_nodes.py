@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core import wire
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.node_messages import (
+from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.core.machines.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
     Beat,
@@ -20,15 +20,15 @@ from ddp_runner.core.node_messages import (
     Said,
     shortened_stack,
 )
-from ddp_runner.core.node_options import NodeOptions, node_options
-from ddp_runner.core.nodes import (
+from ddp_runner.core.machines.node_options import NodeOptions, node_options
+from ddp_runner.core.machines.nodes import (
     NodesFacts,
     NodesPlan,
     ReturnFacts,
     keeps_memory,
     what_about_missing,
 )
-from ddp_runner.core.wire import WireError
+from ddp_runner.kernel.wire.codec import WireError
 from ddp_runner.system.node_link import FRAME_BYTES_MAX
 
 TWO = {"--nnodes": "2", "--rdzv-endpoint": "node0"}

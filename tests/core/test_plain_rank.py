@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
 
 MET = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

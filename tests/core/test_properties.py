@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_runner.core.classify import VICTIM_KINDS, attribute
-from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
-from ddp_runner.core.exits import RunStatus
-from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.lifecycle import (
+from ddp_runner.kernel.rules.classify import VICTIM_KINDS, attribute
+from ddp_runner.kernel.rules.election import EMPTY_STEP, ReplicaProgress, elect_source
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.lifecycle import (
     IN_WORLD,
     MEMBERSHIP_TABLE,
     RANK_TABLE,
@@ -21,7 +21,7 @@ from ddp_runner.core.lifecycle import (
     RankEvent,
     RankState,
 )
-from ddp_runner.core.recovery import (
+from ddp_runner.kernel.rules.recovery import (
     GiveUp,
     Incident,
     ReplaceRanks,

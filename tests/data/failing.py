@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from ddp_runner.core.faults import FaultError
+from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.workers.timeouts import Wait

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.text.corpus import (
     fingerprint,
     scan_standard_library,

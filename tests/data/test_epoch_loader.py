@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from ddp_runner import SafeDataLoader
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 
 SIZE = 23
 

@@ -27,7 +27,7 @@ from ddp_runner.data.preload.memory import (
 from ddp_runner.data.preload.packing import ALIGNMENT, new_memory, pack, unpack
 from ddp_runner.data.preload.reading import PROBES, TRIES, NoRoomError, NotKeptError, Reading
 from ddp_runner.data.workers.fetch import BatchKey, SampleReader
-from ddp_runner.values.generators import generator_states
+from ddp_runner.kernel.values.generators import generator_states
 from tests.processes import poll
 
 ROOM = 10**12

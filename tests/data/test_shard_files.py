@@ -11,7 +11,7 @@ import tarfile
 
 import pytest
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
 
 

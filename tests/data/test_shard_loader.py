@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.data.shards import LaneMark, ShardPositions, Stand
 from ddp_runner.data.workers.shard_reader import LaneEmptyError
 from tests.data.failing import Once, hang

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from tests.data import sharded
 from tests.data.failing import Plain, make
 

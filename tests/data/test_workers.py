@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.core.faults import FaultKind
+from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.core.loader_recovery import CALM_STEPS
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.workers.pool import garbage_kept

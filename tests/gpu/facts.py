@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.system import parent_death
 from tests.gpu.conducting import STACKS_SIGNAL
 
 LINE_BYTES_MAX = 4000  # a pipe takes so many at once from several writers

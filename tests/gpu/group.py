@@ -20,12 +20,12 @@ PRODUCT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-}  # what ranks find in their environment; see ddp_runner.supervisor.processes.environment
+}  # what ranks find in their environment; see ddp_runner.kernel.processes.environment
 
 
 def preload():
     """Import what the product's zygote imports, so that forks have it; seconds."""
-    from ddp_runner.rank import zygote
+    from ddp_runner.kernel.rank import zygote
 
     return zygote.preload("ddp_runner.rank.trained:")
 
@@ -34,7 +34,7 @@ def backend():
     """NCCL, or what stands for it on the CPU."""
     if not rehearses():
         return "nccl"
-    from tests.collective import silent
+    from tests.kernel.group import silent
 
     silent.register()
     return silent.BACKEND

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.system import parent_death
 from tests.gpu.facts import rehearses
 
 TASKS = Path(__file__).with_name("tasks.py")

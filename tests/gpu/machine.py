@@ -337,7 +337,7 @@ def fork_after_is_available(facts):
     """Whether a fork can use CUDA when its parent has only asked; what the product's zygote says of it."""
     import torch
 
-    from ddp_runner.rank import zygote
+    from ddp_runner.kernel.rank import zygote
 
     has_started = getattr(zygote, "driver_has_started", None)
     facts.measure("driver_has_started_before", lambda: bool(has_started()))
@@ -359,8 +359,8 @@ def board(facts):
     """A cell of the progress board that the device writes: whether the host waits, and what it reads meanwhile."""
     import torch
 
-    from ddp_runner.collective.device_progress import device_progress
-    from ddp_runner.core.board import SLOT_BYTES, Board, Cell
+    from ddp_runner.kernel.group.device_progress import device_progress
+    from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 
     descriptor = os.memfd_create("board")
     os.ftruncate(descriptor, SLOT_BYTES)
@@ -395,7 +395,7 @@ def _pin_again(slot):
     """What pinned memory is refused with, and whether the next kernels hear of it."""
     import torch
 
-    from ddp_runner.collective.device_progress import device_progress
+    from ddp_runner.kernel.group.device_progress import device_progress
 
     said = []
     device_progress(slot, torch.device("cuda", 0), warn=said.append)

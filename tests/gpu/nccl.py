@@ -187,7 +187,7 @@ def without_peer(facts, is_eager):
 
 def product_without_peer(facts):
     """The same through the product's own group, whose switch is tripped and cut while it forms."""
-    from ddp_runner.collective.abort import AbortSwitch
+    from ddp_runner.kernel.group.abort import AbortSwitch
 
     switch = AbortSwitch()
 
@@ -218,8 +218,8 @@ _kept = []  # stores that are served by this process
 
 
 def _joined(generation, *, switch, world_size=1, port=0):
-    from ddp_runner.collective.group import Membership, joined
-    from ddp_runner.collective.tcp_store import StoreLink
+    from ddp_runner.kernel.group.group import Membership, joined
+    from ddp_runner.kernel.group.tcp_store import StoreLink
 
     return joined(
         Membership(
@@ -241,8 +241,8 @@ def product_generations(facts):
     """The product's own group: summed, aborted in two acts behind a kernel, formed again, many times."""
     import torch
 
-    from ddp_runner.collective import device as product_device
-    from ddp_runner.collective.abort import AbortSwitch
+    from ddp_runner.kernel.group import device as product_device
+    from ddp_runner.kernel.group.abort import AbortSwitch
 
     spent = {name: [] for name in ("form", "sum", "leave", "prove")}
     ends = Counter()
@@ -283,7 +283,7 @@ def product_generations(facts):
 
 
 def _fault_free_end():
-    from ddp_runner.collective.abort import AbortSwitch
+    from ddp_runner.kernel.group.abort import AbortSwitch
 
     with Timed() as spent, _joined(99, switch=AbortSwitch()) as group:
         import torch

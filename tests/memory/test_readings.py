@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from ddp_runner.memory.limits import Limit
+from ddp_runner.kernel.processes.memory_limits import Limit
 from ddp_runner.memory.readings import SystemReader
 from ddp_runner.memory.reclaim import reclaim, trim_heap
 

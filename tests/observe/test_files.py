@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.core.exits import RunStatus
+from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe import files
 from ddp_runner.observe.journal import Journal, MetricsFile
 from ddp_runner.observe.logger import DDPLogger

@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from ddp_runner.core import faults
+from ddp_runner.kernel.rules import faults
 from ddp_runner.observe import format as fmt
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from ddp_runner.core.exits import RunStatus
+from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe.progress_report import (
     FAULTS_SHOWN_MAX,
     fault_sentence,

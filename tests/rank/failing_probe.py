@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.kernel.group.abort import AbortSwitch
 from ddp_runner.rank import probe
-from tests.collective import silent
+from tests.kernel.group import silent
 
 VARIABLE = "DDP_TEST_PROBE"
 FAILING = 1  # this rank

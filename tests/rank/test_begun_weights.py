@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp_runner.checkpoint.left_out import START
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.rank.export import whole_weights
 from ddp_runner.training.components.start_weights import record_of, without
 from tests.checkpoint.states import facts_of

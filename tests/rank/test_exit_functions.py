@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 
-from ddp_runner.rank.exit_functions import run_exit_functions
+from ddp_runner.kernel.rank.exit_functions import run_exit_functions
 from tests.processes import run_ranks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ddp_runner.rank.runtime import lossy_text
+from ddp_runner.kernel.rank.runtime import lossy_text
 
 
 def test_printing_to_a_full_disk_raises_nothing():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.collective import silent
+from tests.kernel.group import silent
 from tests.processes import run_ranks
 
 from .failing_probe import run_here

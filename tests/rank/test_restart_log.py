@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ddp_runner.config import from_flat
-from ddp_runner.core.events import (
+from ddp_runner.kernel.wire.events import (
     CheckpointSaved,
     Faulted,
     FaultTolerated,
@@ -15,13 +15,13 @@ from ddp_runner.core.events import (
     RepairedInPlace,
     TuningChanged,
 )
-from ddp_runner.core.exits import RunStatus, StopReason
-from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import Metrics, RestartProgress
+from ddp_runner.kernel.rules.exits import RunStatus, StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.wire.messages import Metrics, RestartProgress
 from ddp_runner.rank import external_launcher as outside
 from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
-from ddp_runner.training.runtime import RankInfo
-from ddp_runner.training.train_report import TrainReport
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.training.figures.train_report import TrainReport
 
 HALVED = TuningChanged(
     rank=1, step=7, action="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.collective.tcp_store import StoreLink
-from ddp_runner.core.board import SLOT_BYTES, Board, Cell
-from ddp_runner.core.events import Faulted, StopSignalAtRank
-from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import (
+from ddp_runner.kernel.group.tcp_store import StoreLink
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
+from ddp_runner.kernel.wire.events import Faulted, StopSignalAtRank
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.wire.messages import (
     Abort,
     Checkpoint,
     CollectivesBegun,
@@ -30,10 +30,10 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.features.faults.child import surround_rank
 from ddp_runner.observe.logger import DDPLogger
-from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
-from ddp_runner.system.control_channel import Channel, ChannelClosedError
-from ddp_runner.system.folder_owner import FolderOwner
-from ddp_runner.training.runtime import RankInfo
+from ddp_runner.kernel.rank.runtime import StartupOutput, SupervisedRuntime
+from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.system.folder_owner import FolderOwner
+from ddp_runner.kernel.step.runtime import RankInfo
 from tests.processes import poll, ranks, run_ranks
 
 READY = Ready(

@@ -13,7 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
-from ddp_runner.core import events
+from ddp_runner.kernel.wire import events
 from tests import processes, ready
 from tests.scenarios.leftovers import (
     listening_inodes,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 
-from ddp_runner.collective.abort import AbortSwitch
-from ddp_runner.collective.device_progress import WrittenByDevice
+from ddp_runner.kernel.group.abort import AbortSwitch
+from ddp_runner.kernel.group.device_progress import WrittenByDevice
 from ddp_runner.training import prepare
 from ddp_runner.training import workload as build
-from tests.collective import silent
+from tests.kernel.group import silent
 from tests.scenarios.workload import PacedTask, is_beside, make_trouble
 
 SLOW_RANK = "1"

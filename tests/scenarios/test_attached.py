@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_runner.core.exits import ExitCode
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from tests.scenarios.conftest import PATIENT, filled_once
 from tests.scenarios.harness import ROOT, Run

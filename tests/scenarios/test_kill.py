@@ -8,7 +8,7 @@ import re
 import pytest
 
 from ddp_runner.cli import kill
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from tests.scenarios.conftest import WITHOUT_WORKERS
 from tests.scenarios.harness import Run, poll
 

@@ -1,6 +1,6 @@
 """Faults in every phase of runs whose collectives end in silence, with wrong numbers, when aborted.
 
-As NCCL's do (see tests.collective.silent): who has not heard of the abort takes them for whole.
+As NCCL's do (see tests.kernel.group.silent): who has not heard of the abort takes them for whole.
 ``SILENT_FAULTS=200 pytest -m soak tests/scenarios/test_silent.py`` injects so many.
 """
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddp_runner.training.saving import Saving
+from ddp_runner.training.saves.saving import Saving
 from ddp_runner.training.task import Datasets
 
 # In the folder where the run was started.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ddp_runner.core.exits import ExitCode, RunStatus
+from ddp_runner.kernel.rules.exits import ExitCode, RunStatus
 
 
 def plans(run):

@@ -1,6 +1,6 @@
 """A supervisor whose processes and clock are simulated; its decisions, sockets and board are real.
 
-Ranks follow the protocol of ``rank/runtime.py`` and ``training/trainer.py``: they answer over their
+Ranks follow the protocol of ``kernel/rank/runtime.py`` and ``training/trainer.py``: they answer over their
 control channels and stamp the board. Time passes from event to event, so an hour costs a second.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.core.board import Cell
-from ddp_runner.core.events import (
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import (
     CheckpointSaved,
     Cut,
     Faulted,
@@ -25,11 +25,11 @@ from ddp_runner.core.events import (
     SpareReady,
     ZygoteReady,
 )
-from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.fork_specs import ForkKind
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.wire.fork_specs import ForkKind
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
-from ddp_runner.core.messages import (
+from ddp_runner.kernel.wire.messages import (
     NO_PROCESS,
     Abort,
     AbortHeard,
@@ -46,18 +46,18 @@ from ddp_runner.core.messages import (
     Stop,
     StoreReady,
 )
-from ddp_runner.core.phases import Phase
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.core.run_stages import StagePlace
 from ddp_runner.core.settings import CheckpointSettings, RecoverySettings, RunSettings, Settings
-from ddp_runner.memory.kernel_kills import KernelKills
+from ddp_runner.kernel.processes.kernel_kills import KernelKills
 from ddp_runner.supervisor.assembly import assembled
-from ddp_runner.supervisor.loop import Loop
+from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.supervisor.node_plans import node_plan
-from ddp_runner.supervisor.processes.children import Ended, make_output_file
-from ddp_runner.supervisor.processes.node import STACKS_SIGNAL, Node
+from ddp_runner.kernel.processes.children import Ended, make_output_file
+from ddp_runner.kernel.processes.node import STACKS_SIGNAL, Node
 from ddp_runner.supervisor.reporting.run_screen import run_summary
-from ddp_runner.supervisor.supervisor import Supervisor
-from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.parent.supervisor import Supervisor
+from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 
 TICK_S = 0.1
 STEP_S = 0.05

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from ddp_runner.core.exits import RunStatus
-from ddp_runner.core.lifecycle import RunState
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.lifecycle import RunState
 from tests.supervisor.judging import assert_done, assert_generations_grow, plans
 from tests.supervisor.simulated import SPARE
 

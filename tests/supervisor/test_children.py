@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.supervisor.processes.children import (
+from ddp_runner.kernel.processes.children import (
     OUTPUT_SHOWN_BYTES,
     end_descendants,
     is_killed,
@@ -25,7 +25,7 @@ from ddp_runner.supervisor.processes.children import (
     reap_children,
     signal_main_thread,
 )
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.system import parent_death
 from tests.processes import poll, run_ranks
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ddp_runner.supervisor.processes.guardian_process import belongs, end
+from ddp_runner.kernel.processes.guardian_process import belongs, end
 
 NAME = "A_MARK_OF_THIS_TEST"
 MARK = f"{NAME}=right"

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_runner.core.board import SLOT_BYTES, Board, Cell
-from ddp_runner.core.lifecycle import (
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
+from ddp_runner.kernel.rules.lifecycle import (
     IN_WORLD,
     MEMBERSHIP_TABLE,
     RANK_TABLE,
@@ -18,11 +18,11 @@ from ddp_runner.core.lifecycle import (
     RankEvent,
     RankState,
 )
-from ddp_runner.core.phases import Phase
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
-from ddp_runner.supervisor.head_count import HeadCount
-from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.recovery.progress_watch import ProgressWatch
+from ddp_runner.kernel.parent.head_count import HeadCount
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.recovery.progress_watch import ProgressWatch
 from tests.supervisor.simulated import Clock
 
 PHASES = [

@@ -12,7 +12,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddp_runner.core.exits import RunStatus
+from ddp_runner.kernel.rules.exits import RunStatus
 from tests.supervisor.judging import assert_generations_grow
 from tests.supervisor.simulated_nodes import NodesSimulation
 

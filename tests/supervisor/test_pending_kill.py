@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ddp_runner.supervisor.processes.rank_process import STACKS_QUIET_S, RankProcess
+from ddp_runner.kernel.processes.rank_process import STACKS_QUIET_S, RankProcess
 
 BEFORE = b"Current thread 0x00007f02 (most recent call first):\n  an older dump, of another fault\n"
 OTHERS = b'Thread 0x00007f01 (most recent call first):\n  File "pool.py", line 7 in run\n\n'

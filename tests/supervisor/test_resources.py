@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.supervisor.processes.resources import remove_temporary_files
+from ddp_runner.kernel.processes.resources import remove_temporary_files
 from tests.temporaries import of_a_dead_writer
 
 

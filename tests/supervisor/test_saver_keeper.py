@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from ddp_runner.core import helper_roles as roles
-from ddp_runner.core.board import Cell
-from ddp_runner.core.messages import CopyWritten, WriteCopy
+from ddp_runner.kernel.rules import helper_roles as roles
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import CopyWritten, WriteCopy
 from tests.supervisor.judging import assert_done, lost
 from tests.supervisor.simulated import SAVER, SPARE
 

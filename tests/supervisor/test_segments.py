@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.supervisor.processes.children import reap_children
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.processes.children import reap_children
+from ddp_runner.kernel.system import parent_death
 
 SHARED_MEMORY = Path("/dev/shm")
 

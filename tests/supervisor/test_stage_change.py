@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.exits import RunStatus, StopReason
-from ddp_runner.core.faults import FaultKind
-from ddp_runner.core.lifecycle import RankState
+from ddp_runner.kernel.rules.exits import RunStatus, StopReason
+from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.kernel.rules.lifecycle import RankState
 from tests.supervisor.judging import assert_done, assert_generations_grow, lost, plans
 
 ENDS = (20, 30, 50)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.lifecycle import RankState
+from ddp_runner.kernel.rules.lifecycle import RankState
 from tests.supervisor.judging import assert_done, lost, plans
 
 

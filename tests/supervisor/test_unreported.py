@@ -9,7 +9,7 @@ import pytest
 
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
 from ddp_runner.checkpoint.unreported import REPORTED_KEPT_MIN, Published
-from ddp_runner.core.events import CheckpointSaved
+from ddp_runner.kernel.wire.events import CheckpointSaved
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddp_runner.collective.loss_module import PLAIN_FORM
-from ddp_runner.collective.replica import Replica
-from ddp_runner.core.board import SLOT_BYTES, Board
+from ddp_runner.kernel.replica.loss_module import PLAIN_FORM
+from ddp_runner.kernel.replica.replica import Replica
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 from ddp_runner.core.settings import DdpSettings, OptimSettings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine

@@ -10,10 +10,10 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from ddp_runner import DDPTrainer
-from ddp_runner.core.events import RepairedInPlace, TuningChanged
+from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
 from ddp_runner.data.workers.pool import WorkerPool
 from ddp_runner.training import task_steps
-from ddp_runner.training.batch_copy import to_device
+from ddp_runner.training.loading.batch_copy import to_device
 from tests.processes import run_ranks
 
 from .test_session import STEPS, RecordingRuntime, messages_of, settings
@@ -103,7 +103,7 @@ def test_a_batch_that_is_copied_ahead_arrives_whole():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     from ddp_runner.data.loader import MicroBatch
-    from ddp_runner.training.batch_copy import CopyAhead
+    from ddp_runner.training.loading.batch_copy import CopyAhead
 
     class OneStep:
         def take_ahead(self, step, change):

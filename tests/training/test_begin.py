@@ -11,9 +11,9 @@ from torch import nn
 from ddp_runner.checkpoint.safetensors_file import write_safetensors
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.training.begin import fit, table
-from ddp_runner.training.resume import load_start, restore_newest
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.training.starting.begin import fit, table
+from ddp_runner.training.starting.resume import load_start, restore_newest
 from tests.checkpoint.states import facts_of
 
 from .test_build import build

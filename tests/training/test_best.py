@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.codec import weights_sha256
-from ddp_runner.core.events import RepairedInPlace, TuningChanged
+from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
 from tests.training.test_session import messages_of, settings, train
 
 # It only gets worse: the first evaluation is the best one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.training.commit import Commit
+from ddp_runner.kernel.step.commit import Commit
 from tests.training.building import build_state, make_slot
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.config import from_flat
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.training.equal_shares import refuse_unequal_shares
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.training.loading.equal_shares import refuse_unequal_shares
 
 SHARES = {"data.shares": "3,3,2", "ddp.sync_batchnorm": True}
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ddp_runner.collective.loss import Weighted
-from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import FaultError
-from ddp_runner.core.phases import Phase
+from ddp_runner.kernel.replica.loss import Weighted
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.faults import FaultError
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.data.order import WholeOrder
 from ddp_runner.training.components.precision import Precision
-from ddp_runner.training.evaluation import BATCHES_PER_ROUND, Evaluator
-from tests.collective.joining import join
+from ddp_runner.training.figures.evaluation import BATCHES_PER_ROUND, Evaluator
+from tests.kernel.group.joining import join
 from tests.data.mapped import map_loader
 from tests.processes import hosted_store, run_ranks
 

@@ -12,7 +12,7 @@ import torch
 
 from ddp_runner.checkpoint.snapshot import HostMemory
 from ddp_runner.training.components.tensor_hash import tensor_hash
-from ddp_runner.training.fork_safety import make_forks_safe
+from ddp_runner.training.starting.fork_safety import make_forks_safe
 from tests.processes import run_ranks
 
 TRIES = 12  # two or three of them go wrong where nothing was called before

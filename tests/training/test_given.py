@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddp_runner.cli.launch import RunResult
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.training.given import spec_in_this_process
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.training.loading.given import spec_in_this_process
 from ddp_runner.training.local_runtime import ProgressLine
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.trainer import DDPTrainer

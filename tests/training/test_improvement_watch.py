@@ -8,11 +8,11 @@ import random
 
 import pytest
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.improvement import ImprovementRules
 from ddp_runner.core.monitor import Monitor
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
-from ddp_runner.training.resume import is_complete
+from ddp_runner.training.starting.resume import is_complete
 
 from .building import build_state
 from .test_build import PACED, build

@@ -14,12 +14,12 @@ from ddp_runner.checkpoint.left_out import left_out, start_record, start_sha256
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.weights import load_weights, read_weights
 from ddp_runner.config import from_flat
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import FaultError
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.training.components.start_weights import completed
-from ddp_runner.training.final_weights import publish_final
-from ddp_runner.training.last_save import checkpoint_bytes
-from ddp_runner.training.resume import load_start, restore_newest
+from ddp_runner.training.saves.final_weights import publish_final
+from ddp_runner.training.saves.last_save import checkpoint_bytes
+from ddp_runner.training.starting.resume import load_start, restore_newest
 from tests.checkpoint.states import facts_of
 
 from .building import bits_of, build_model, build_state

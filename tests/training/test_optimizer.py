@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.training.components.optimizer import build_optimizer
 

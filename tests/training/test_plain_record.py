@@ -8,8 +8,8 @@ import pytest
 
 from ddp_runner import DDPTrainer
 from ddp_runner.__main__ import main
-from ddp_runner.core.exits import RunStatus
-from ddp_runner.core.faults import FaultError
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.observe.summary import read_summary
 from tests.processes import run_ranks
 from tests.training.test_trainer import BATCH, STEPS, SmallTask, settings

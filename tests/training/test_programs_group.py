@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_runner import DDPTrainer
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from tests.processes import ranks, run_ranks
 from tests.training.test_trainer import settings
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from ddp_runner import BadInputError, DDPTrainer, SafeDataLoader
-from ddp_runner.core.faults import FaultError
+from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.training.components.lr_schedule import OwnRates
 from tests import ready
 from tests.training import plain_program

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddp_runner.training.save_room import SaveRoom
+from ddp_runner.training.saves.save_room import SaveRoom
 from tests.checkpoint.states import facts_of
 from tests.processes import run_ranks
 

@@ -15,23 +15,23 @@ import torch
 from ddp_runner.checkpoint.snapshot import Snapshot
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.core.board import Cell
-from ddp_runner.core.events import CheckpointSaved
-from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import NotSaved
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import CheckpointSaved
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
+from ddp_runner.kernel.wire.messages import NotSaved
 from ddp_runner.core.step_schedule import RunLength
-from ddp_runner.training import saving as training_saving
-from ddp_runner.training.durable import Keep, Trust
+from ddp_runner.training.saves import saving as training_saving
+from ddp_runner.kernel.step.durable import Keep, Trust
 from ddp_runner.training.local_runtime import LocalRuntime
 from ddp_runner.training.progress import Progress
-from ddp_runner.training.runtime import RankInfo
-from ddp_runner.training.save_room import SaveRoom
-from ddp_runner.training.saving import Saving
-from ddp_runner.training.session import Votes
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.training.saves.save_room import SaveRoom
+from ddp_runner.training.saves.saving import Saving
+from ddp_runner.kernel.step.session import Votes
 from ddp_runner.training.workload import Workload
 from tests.checkpoint.states import facts_of
-from tests.collective.joining import join
+from tests.kernel.group.joining import join
 from tests.processes import hosted_store, poll, run_ranks
 
 from .building import CPU, as_plain, bits_of, build_replica, build_state, build_stepper

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from ddp_runner.core.faults import FaultError
+from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.training.task import Datasets
 from tests.processes import hosted_store, run_ranks
 from tests.training.test_guard import BrokenTask, _break_in_a_world

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import RunSettings, Settings
 from ddp_runner.training.task import Task
-from ddp_runner.training.task_import import import_task_module, load_task
+from ddp_runner.training.starting.task_import import import_task_module, load_task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -225,7 +225,7 @@ def test_module_is_imported_once_and_under_one_name(tmp_path):
 def test_importing_the_loader_imports_no_built_in_task():
     """``training`` stands below ``tasks``: a built-in task is imported only when it is named."""
     code = (
-        "import sys; import ddp_runner.training.task_import; "
+        "import sys; import ddp_runner.training.starting.task_import; "
         "print([m for m in sys.modules if m.startswith('ddp_runner.tasks')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -360,7 +360,7 @@ def test_constructor_that_raises_is_reported_with_its_line(tmp_path):
 
 def test_constructor_may_refuse_its_input_itself(tmp_path):
     """A task's own BadInputError passes as it is."""
-    source = "from ddp_runner.core.errors import BadInputError\n" + textwrap.dedent(
+    source = "from ddp_runner.kernel.rules.errors import BadInputError\n" + textwrap.dedent(
         TASK_SOURCE
     ).replace(
         "self.width, self.depth = width, depth",

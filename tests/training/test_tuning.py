@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.config import from_flat
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.training.components.tuning import AdaptRules, Tuning, adapt, repair_tuning
 
 TUNING = Tuning(micro_batch_size=8, evaluation_batch_size=8, find_unused_parameters=True)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.collective.loss import LossForm, Weighted
+from ddp_runner.kernel.replica.loss import LossForm, Weighted
 from ddp_runner.data.order import SampleOrder
-from ddp_runner.training.session import Votes, WrapAgainError
+from ddp_runner.kernel.step.session import Votes, WrapAgainError
 from ddp_runner.training.step import Stepper, StepRules
-from tests.collective.joining import join
+from tests.kernel.group.joining import join
 from tests.data.mapped import map_loader
 from tests.processes import hosted_store, run_ranks
 

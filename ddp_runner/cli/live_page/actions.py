@@ -14,7 +14,7 @@ from ddp_runner.cli.live_page.access import ACTIONS
 from ddp_runner.cli.live_page.known_runs import KnownRuns
 from ddp_runner.cli.live_page.run_starter import RunStarter
 from ddp_runner.cli.live_page.verification import Verifications
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.history.json_lines import whole
 from ddp_runner.observe.history.run_history import RunHistory

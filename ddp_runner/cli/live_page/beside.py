@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.system import parent_death
 
 _NICE = 10  # ranks come first
 

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from ddp_runner.core.stopping import seconds_of
+from ddp_runner.kernel.rules.stopping import seconds_of
 
 # Of each section. No schema is built before there are values: the help has none. Nor is an annotation of theirs a string,
 # since evaluating those would take a third of the start.

@@ -52,7 +52,7 @@ from ddp_runner.data.workers.transport import (
     TransportError,
     connect,
 )
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.system import parent_death
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddp_runner.checkpoint.manifest import checkpoint_name, manifest_name, step_of
-from ddp_runner.rank.fenced_disk import FencedDisk, never
-from ddp_runner.system.run_files import open_to_change
+from ddp_runner.kernel.rank.fenced_disk import FencedDisk, never
+from ddp_runner.kernel.system.run_files import open_to_change
 
 TROUBLE_BYTES = 32  # of memory that two processes may share
 # The last is one more than the step, so that fresh memory has none.

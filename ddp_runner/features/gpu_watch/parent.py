@@ -7,13 +7,13 @@ import os
 from dataclasses import replace
 
 from ddp_runner.core.gpu_reading import GpuReading
-from ddp_runner.core.helper_roles import DOUBLED_S, Role
+from ddp_runner.kernel.rules.helper_roles import DOUBLED_S, Role
 from ddp_runner.features.gpu_watch.program import NO_DRIVER
-from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.keeper import Keeper
-from ddp_runner.supervisor.processes.program import Given, Program, Programs, Say
-from ddp_runner.system.clock import Clock
-from ddp_runner.system.run_files import from_json
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.keeper import Keeper
+from ddp_runner.kernel.processes.program import Given, Program, Programs, Say
+from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.system.run_files import from_json
 
 GPU_READER = Role(
     name="gpu_reader",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ddp_runner.observe.gpu_watch import NoDriverError, driver_reader
-from ddp_runner.system import parent_death
+from ddp_runner.kernel.system import parent_death
 
 NO_DRIVER = 4  # exit code: there is nobody to ask here, and another attempt finds nobody either
 _NICE = 5  # ranks come first

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any, TextIO, TypedDict
 
 from ddp_runner import start
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.node_options import ENGINE
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.core.machines.node_options import ENGINE
 from ddp_runner.features.ray.rules import RAY, Machine
 
 _ANSWERS_S = 5.0

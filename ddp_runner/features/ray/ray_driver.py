@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner import start
 from ddp_runner.cli.planning import asked_settings, with_nproc
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, ExitCode, StopReason
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, ExitCode, StopReason
 from ddp_runner.features.ray import ray_actor
 from ddp_runner.features.ray.ray_cluster import (
     Look,
@@ -43,13 +43,13 @@ from ddp_runner.features.ray.rules import (
     share_of_a_machine,
     words_for_machine,
 )
-from ddp_runner.supervisor.signal_box import STOP_SIGNALS, SignalBox
-from ddp_runner.system.folder_owner import OWNER_NAME
+from ddp_runner.kernel.parent.signal_box import STOP_SIGNALS, SignalBox
+from ddp_runner.kernel.system.folder_owner import OWNER_NAME
 from ddp_runner.system.moving_endpoint import endpoint_bytes
 
 if TYPE_CHECKING:
     from ddp_runner.cli.parser import TrainArguments
-    from ddp_runner.core.node_options import NodeOptions
+    from ddp_runner.core.machines.node_options import NodeOptions
     from ddp_runner.core.settings import Settings
 
 TICK_S = 0.25

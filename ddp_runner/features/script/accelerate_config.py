@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from ddp_runner.config.sources import parse_yaml
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 PRECISION = "ACCELERATE_MIXED_PRECISION"  # the variables that accelerate's Accelerator reads
 ON_CPU = "ACCELERATE_USE_CPU"

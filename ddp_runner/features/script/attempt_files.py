@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddp_runner.core.classify import classify_error
-from ddp_runner.core.faults import Fault
-from ddp_runner.system.run_files import reading
+from ddp_runner.kernel.rules.classify import classify_error
+from ddp_runner.kernel.rules.faults import Fault
+from ddp_runner.kernel.system.run_files import reading
 
 _FILE_BYTES_MAX = 1_000_000
 

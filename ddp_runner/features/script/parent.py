@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.core import events
-from ddp_runner.core.board import Cell
-from ddp_runner.core.classify import classify_exit
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.exits import (
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.rules.classify import classify_exit
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import (
     OF_SIGNAL,
     STATUS_OF_REASON,
     ExitCode,
@@ -26,10 +26,10 @@ from ddp_runner.core.exits import (
     StopReason,
     exit_code_of,
 )
-from ddp_runner.core.faults import Fault, FaultKind, Origin, rank_list
-from ddp_runner.core.helper_roles import STORE
+from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin, rank_list
+from ddp_runner.kernel.rules.helper_roles import STORE
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.lifecycle import (
+from ddp_runner.kernel.rules.lifecycle import (
     NO_PROCESS_LEFT,
     RUN_TABLE,
     Machine,
@@ -39,7 +39,7 @@ from ddp_runner.core.lifecycle import (
     RunEvent,
     RunState,
 )
-from ddp_runner.core.messages import (
+from ddp_runner.kernel.wire.messages import (
     CollectivesBegun,
     Finished,
     Leaving,
@@ -47,7 +47,7 @@ from ddp_runner.core.messages import (
     Ready,
     decode,
 )
-from ddp_runner.core.stopping import StopSignal, StopSignals
+from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
 from ddp_runner.features.script.attempt_files import AttemptFiles, error_file
 from ddp_runner.features.script.hangs import ScriptHangs
 from ddp_runner.features.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
@@ -68,22 +68,22 @@ from ddp_runner.features.script.rules import (
 )
 from ddp_runner.features.script.summary import AttemptRecord, ScriptSummary
 from ddp_runner.supervisor import assembly
-from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
-from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.endings import exit_of
-from ddp_runner.supervisor.processes.helper_process import HelperEnded, RankEnded, ZygoteEnded
-from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.processes.rank_process import WhatItWrote
-from ddp_runner.supervisor.processes.rank_start import RankStart
-from ddp_runner.supervisor.processes.resources import remove_temporary_files
-from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote, ZygoteKeeper
+from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.endings import exit_of
+from ddp_runner.kernel.processes.helper_process import HelperEnded, RankEnded, ZygoteEnded
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.processes.rank_start import RankStart
+from ddp_runner.kernel.processes.resources import remove_temporary_files
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.start_progress import Start
-from ddp_runner.supervisor.run_facts import Ending, RunFacts
-from ddp_runner.supervisor.world import World
-from ddp_runner.system.clock import Clock
+from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
+from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.system.run_directories import RunDirectories
 
 
@@ -98,7 +98,7 @@ class ScriptAgent:
     """Runs a script from its first attempt to its ending, as the :class:`~..loop.Agent` of the loop.
 
     It acts on ranks through their world, so on whichever machine they are. Where the run stands is in
-    the table of ``core/lifecycle.py``, and what has become of the attempt in hand in a LiveAttempt.
+    the table of ``kernel/rules/lifecycle.py``, and what has become of the attempt in hand in a LiveAttempt.
     """
 
     def __init__(

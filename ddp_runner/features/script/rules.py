@@ -6,11 +6,11 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ddp_runner.core.classify import VICTIM_KINDS, attribute
-from ddp_runner.core.exits import OF_SIGNAL, ExitCode, RunStatus, StopReason
-from ddp_runner.core.faults import Fault, FaultKind, Origin
-from ddp_runner.core.recovery import budget_spent
-from ddp_runner.core.repeats import same_error
+from ddp_runner.kernel.rules.classify import VICTIM_KINDS, attribute
+from ddp_runner.kernel.rules.exits import OF_SIGNAL, ExitCode, RunStatus, StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
+from ddp_runner.kernel.rules.recovery import budget_spent
+from ddp_runner.kernel.rules.repeats import same_error
 from ddp_runner.core.settings import RecoverySettings
 
 RANK = "ddp_runner.features.script.child"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from ddp_runner.core.exits import RunStatus
-from ddp_runner.system.run_files import from_json, read_small
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.system.run_files import from_json, read_small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from ddp_runner.features.trackers.follow import EVENTS, Position, Record
 from ddp_runner.features.trackers.rules import Course, Values
-from ddp_runner.system.run_files import left_over, open_new, reading, temporary_path
+from ddp_runner.kernel.system.run_files import left_over, open_new, reading, temporary_path
 
 FIXED = ("step", "rank", "utc")
 _OPEN_ROWS = 1024  # the newest, to which figures of an evaluation may still come

@@ -12,7 +12,7 @@ from typing import Any
 from ddp_runner import config
 from ddp_runner.features.trackers.follow import EVENTS, Position, Record, values_of
 from ddp_runner.features.trackers.rules import Course, Lead, Settled
-from ddp_runner.system.run_files import read_small
+from ddp_runner.kernel.system.run_files import read_small
 
 _BLOCK_BYTES, _HEAD_BYTES = (
     32 * 1024,

@@ -7,8 +7,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.batch_sizes import accumulated
-from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.faults import FaultKind
+from ddp_runner.kernel.rules.exits import ExitCode
+from ddp_runner.kernel.rules.faults import FaultKind
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -12,8 +12,8 @@ from ddp_runner.cli.command import JSON, Arguments, SmallCommand, show
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.exits import ExitCode
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.core.step_times import STEP, Part, Verdict, judge, parts_of, slowness

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ddp_runner.core.faults import rank_list
+from ddp_runner.kernel.rules.faults import rank_list
 from ddp_runner.observe.format import byte_size, count, duration, percent, rate
 from ddp_runner.observe.history.json_lines import epoch_s, number, whole
 from ddp_runner.observe.summary import TIME_NAMES, TimeShares

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddp_runner.core.node_messages import Hello, Refused
-from ddp_runner.core.node_options import NodeOptions
-from ddp_runner.core.secrets import HIDDEN
+from ddp_runner.core.machines.node_messages import Hello, Refused
+from ddp_runner.core.machines.node_options import NodeOptions
+from ddp_runner.kernel.rules.secrets import HIDDEN
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 
 # A machine that was lost so often within LOSSES_WINDOW_S is left out for LEFT_OUT_S, where the run has enough others.

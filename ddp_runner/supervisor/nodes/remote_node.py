@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from ddp_runner.core import wire
-from ddp_runner.core.board import Cell, Slot
-from ddp_runner.core.election import EMPTY_STEP
-from ddp_runner.core.messages import Message, encode
-from ddp_runner.core.node_messages import (
+from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.wire.board import Cell, Slot
+from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.wire.messages import Message, encode
+from ddp_runner.core.machines.node_messages import (
     AskRank,
     EndRank,
     FenceRank,
@@ -22,9 +22,9 @@ from ddp_runner.core.node_messages import (
     StartRank,
     ToRank,
 )
-from ddp_runner.core.nodes import NewestCheckpoint
-from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
-from ddp_runner.system.clock import Clock
+from ddp_runner.core.machines.nodes import NewestCheckpoint
+from ddp_runner.kernel.processes.rank_start import RankStart, StartedBy
+from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 SPARE = -1  # the number of each machine that waits for a place

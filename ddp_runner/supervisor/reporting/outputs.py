@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner import config
-from ddp_runner.core.events import Event
-from ddp_runner.core.messages import brief
-from ddp_runner.core.secrets import hidden_texts, without_secrets
+from ddp_runner.kernel.wire.events import Event
+from ddp_runner.kernel.wire.messages import brief
+from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.console import ConsoleLine, LogTail, Shown
 from ddp_runner.observe.display import make_display
@@ -21,8 +21,8 @@ from ddp_runner.observe.journal import Journal, MetricsFile
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.summary import RunSummary, Summary, write_summary
 from ddp_runner.observe.view import RunView, status_record
-from ddp_runner.supervisor.processes.resources import remove_temporary_files
-from ddp_runner.system.run_files import is_regular, replace_file
+from ddp_runner.kernel.processes.resources import remove_temporary_files
+from ddp_runner.kernel.system.run_files import is_regular, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ddp_runner.checkpoint.entry_names import bare_name
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.core.step_schedule import steps_of
 

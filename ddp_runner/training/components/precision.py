@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

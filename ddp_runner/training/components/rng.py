@@ -1,5 +1,5 @@
-"""Keeps the import path that :func:`seed_all` had before it moved to ``values/generators.py``."""
+"""Keeps the import path that :func:`seed_all` had before it moved to ``kernel/values/generators.py``."""
 
-from ddp_runner.values.generators import seed_all
+from ddp_runner.kernel.values.generators import seed_all
 
 __all__ = ["seed_all"]

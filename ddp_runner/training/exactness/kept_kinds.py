@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ddp_runner.training.components.tensor_hash import tensor_hash
-from ddp_runner.values.generators import (
+from ddp_runner.kernel.values.generators import (
     generator_kind,
     new_generator,
     read_generator,
     set_generator,
 )
-from ddp_runner.values.plain import to_plain
+from ddp_runner.kernel.values.plain import to_plain
 
 _PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
 GENERATOR, BUFFER, MEMBER = (

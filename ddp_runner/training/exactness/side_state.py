@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddp_runner.checkpoint.entry_names import bare_names
-from ddp_runner.core.classify import lacks_memory
+from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.training.exactness.kept_kinds import GivingBack, Kept, NotPlainError, TensorCopy
 from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import (
@@ -28,7 +28,7 @@ from ddp_runner.training.exactness.values import (
     mark_shared,
     wired,
 )
-from ddp_runner.values.object_graph import (
+from ddp_runner.kernel.values.object_graph import (
     Closed,
     Reach,
     Walk,

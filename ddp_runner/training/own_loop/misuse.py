@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from ddp_runner.core.errors import BadInputError
+from ddp_runner.kernel.rules.errors import BadInputError
 
 _OURS = str(Path(__file__).resolve().parents[2])
 _FOREIGN = ("/torch/", "/site-packages/", "/contextlib.py", "<frozen", "<string>")

@@ -12,7 +12,7 @@ import pytest
 
 from ddp_runner.features.after_save import parent as after_save
 from ddp_runner.features.after_save.parent import LOG_NAME, AfterSave
-from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.kernel.processes.children import Ended
 
 LIMIT_S = 20.0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.core.exits import RunStatus
+from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.features.demo.demo import script_for
 from ddp_runner.features.demo.tables import read_repairs

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.features.gpu_watch.parent import GPU_READER, GpuReader
-from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.system.clock import SYSTEM_CLOCK
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from tests.observe.nvml import H100, Driver
 from tests.processes import poll
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.cli import train
-from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.features.ray.rules import (
     RESTARTS_MAX,
     Ended,

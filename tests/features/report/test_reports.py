@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from ddp_runner.config.fields import known_fields
-from ddp_runner.core.exits import RunStatus
+from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.features.report.html_page import html_report
 from ddp_runner.features.report.improvements import EndedRun, improvements
 from ddp_runner.features.report.report_comparison import compared, differing_settings

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
-from ddp_runner.core.stopping import StopSignal
+from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.kernel.rules.stopping import StopSignal
 from tests.features.script.simulated_script import ScriptSimulation
 
 

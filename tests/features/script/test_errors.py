@@ -9,8 +9,8 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_runner.core.classify import attribute
-from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.kernel.rules.classify import attribute
+from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.features.script.attempt_files import error_file, recorded_fault
 from ddp_runner.features.script.rules import explained
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.exits import RunStatus, exit_code_of
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.exits import RunStatus, exit_code_of
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.features.script.rules import (
     Attempt,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.core.fork_specs import Surroundings
+from ddp_runner.kernel.wire.fork_specs import Surroundings
 from ddp_runner.features.spare.building import (
     A_COPY,
     AsksForRankError,
@@ -43,7 +43,7 @@ def _draws():
 
 
 def _built(me, folder):
-    from ddp_runner.training.runtime import RankInfo
+    from ddp_runner.kernel.step.runtime import RankInfo
     from ddp_runner.training.workload import build_workload
 
     settings = plan_for(folder, world_size=2).settings

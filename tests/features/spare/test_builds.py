@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.board import Cell
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.features.spare.rules import SPARE as SPARE_ROLE
 from tests.features.spare.test_parent import another
 from tests.supervisor.judging import assert_done

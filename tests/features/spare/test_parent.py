@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.faults import FaultKind
+from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.features.spare.rules import BEGIN_TIMEOUT_S
 from ddp_runner.features.spare.rules import SPARE as SPARE_ROLE
 from tests.supervisor.judging import assert_done, lost, plans

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.features.trackers.parent import TRACKER, TrackerKeeper
-from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.system.clock import SYSTEM_CLOCK
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from tests.disks import small_disk
 from tests.features.trackers.test_trackers import (
     Files,

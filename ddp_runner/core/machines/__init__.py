@@ -1,0 +1,1 @@
+"""The rules and messages of several machines."""

@@ -1,0 +1,340 @@
+"""Engine: has one rank train in a loop that is another's, over generation after generation.
+
+    for micro_batches in engine.steps():
+        with engine.step() as step:
+            step.result = ...
+
+Decides nothing about repair: what broke goes to the runtime as a Fault, and the next generation
+comes from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ddp_runner.kernel.group.device import prove_device
+from ddp_runner.kernel.group.group import Group, joined
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.rules.classify import VICTIM_KINDS
+from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.wire.events import Faulted, RankFormed
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.faults import REPAIRED_BY_RANK, Fault, FaultKind, ReportedFaultError
+from ddp_runner.kernel.wire.messages import Ready
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.step.agreeing import Peer, bring_to_newest
+from ddp_runner.kernel.step.commit import State
+from ddp_runner.kernel.step.durable import Durable, Trust
+from ddp_runner.kernel.step.failure import drop_frames, fault_of
+from ddp_runner.kernel.step.runtime import Generation, Runtime
+from ddp_runner.kernel.step.session import Makers, Session, StepInHand
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+# Where a disk refused us, or a value was of no use, is in our own code: the plan says where.
+OF_NO_USE = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_INPUT}
+
+
+class Client(Protocol):
+    """The loop that the engine runs, and what is trained there. Every rank calls its methods at the same places.
+
+    ``is_first``: this process has trained in no generation yet.
+    """
+
+    def ready(self, *, is_first: bool) -> Ready:
+        """Say with what this rank could join the next generation."""
+        ...
+
+    def compare(self, group: Group) -> None:
+        """Compare with the other ranks what must be alike before one has another's state."""
+        ...
+
+    def share(
+        self, group: Group, peers: Sequence[Peer], *, is_source: bool, is_first: bool
+    ) -> None:
+        """Do what must be done before the newest state is handed on, which this rank has if ``is_source``."""
+        ...
+
+    def agree(self, group: Group, *, is_first: bool) -> None:
+        """Agree with the other ranks, which have the same state by now, on what else they need alike."""
+        ...
+
+    def enter(self, group: Group) -> Makers:
+        """Get ready to make steps in a generation."""
+        ...
+
+    def repaired(self, fault: Fault) -> Fault:
+        """Change what keeps this rank from doing the step, where that is in its hands; the fault then."""
+        ...
+
+    def recovered(self) -> None:
+        """The device answers after a fault: give back what the step that broke has left there."""
+        ...
+
+    def conclude(self, group: Group, reason: StopReason) -> None:
+        """Take in that training has ended, with the other ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The device of a rank, and how it joins groups: no collective waits for longer than ``timeout_s``."""
+
+    device: torch.device
+    backend: str
+    timeout_s: float
+
+
+class Engine:
+    """Forms, repairs and ends what ``client`` trains. To be closed, as a context manager."""
+
+    def __init__(
+        self, client: Client, *, state: State, runtime: Runtime, durable: Durable, place: Place
+    ) -> None:
+        """``state``: of what ``client`` trains."""
+        self._client = client
+        self._state = state
+        self._runtime = runtime
+        self._durable = durable
+        self._place = place
+        self._rank = runtime.rank_info.rank
+        self._generation: Generation | None = None  # the newest, which may have been left
+        self._session: Session | None = None  # of the generation that this rank is in
+        self._step: StepInHand | None = None  # in there, between its beginning and the next one's
+        self._held = contextlib.ExitStack()  # what is to be left with that generation
+        self._fault: Fault | None = None  # for which the last one was left; the runtime knows it
+        self.error: Exception | None = (
+            None  # for which the newest was left, where nobody repairs it
+        )
+        self._has_trained = False
+        self._has_ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the generation that this rank is in: with Ctrl-C, say, or where its loop was left."""
+        self._held.__exit__(kind, error, trace)
+
+    @property
+    def is_leaving(self) -> bool:
+        """True if this rank has to leave its generation, if it is still in it."""
+        return self._generation is not None and self._generation.switch.tripped
+
+    @property
+    def goes_on(self) -> bool:
+        """True if this process joins another generation after the step that has just failed."""
+        return self._fault is None or self._runtime.survives(self._fault)
+
+    @property
+    def in_hand(self) -> StepInHand:
+        """The step that :meth:`steps` has yielded."""
+        assert self._step is not None, "steps() has yielded one"
+        return self._step
+
+    @property
+    def _newest(self) -> Generation:
+        assert self._generation is not None, "there is none before the first"
+        return self._generation
+
+    def steps(self) -> Iterator[list[Any]]:
+        """Yield this rank's share of each step, until the end of the run or an agreed stop.
+
+        Whatever is due between steps is done before. After a step that broke, the next generation is
+        joined, its state received where this rank is behind, and the step of that state yielded.
+        Raises FaultError for a fault that this process does not survive, or where the run ends without it.
+        """
+        while not self._has_ended:
+            if self._session is None:
+                self._get_over_fault()
+                self._generation = self._next_generation()
+            self._step = self._next_step()
+            if self._step is not None:
+                yield self._step.micro_batches
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[StepInHand]:
+        """Return a context for making the step that was yielded; the caller sets its result.
+
+        An error in the block is reported and goes no further: a ``for`` hands no exception to its
+        iterator, so this does, and :meth:`steps` continues from there.
+        """
+        assert self._session is not None, "a step is made where steps() has yielded it"
+        assert self._step is not None, "as above"
+        try:
+            with self._session.step(self._step):
+                yield self._step
+        except Exception as error:  # noqa: BLE001 - the step boundary: becomes a Fault
+            self._break_off(error)
+
+    def _next_generation(self) -> Generation:
+        generation = self._runtime.next_generation(
+            self._client.ready(is_first=not self._has_trained)
+        )
+        if generation is None:
+            fault = self._durable.end(None)
+            assert fault is not None, "the run is given up"
+            raise ReportedFaultError(fault)
+        return generation
+
+    def _next_step(self) -> StepInHand | None:
+        """The next step, begun; None once training has ended, or the generation has broken."""
+        try:
+            session = self._session or self._form(self._newest)
+            step = session.begin()
+            if step is None:
+                self._conclude(session)
+        except Exception as error:  # noqa: BLE001 - as in a step
+            self._break_off(error)
+            return None
+        return step
+
+    def _form(self, generation: Generation) -> Session:
+        """Join ``generation``, stand where its ranks stand, and get ready for its first step."""
+        slot, is_first = self._runtime.slot, not self._has_trained
+        began_s = time.monotonic()
+        slot.set(Cell.GENERATION, generation.membership.generation)
+        slot.stamp(Phase.FORMING, time.monotonic_ns())
+        group = self._held.enter_context(
+            joined(
+                generation.membership,
+                link=generation.link,
+                backend=self._place.backend,
+                device=self._place.device,
+                timeout_s=self._place.timeout_s,
+                switch=generation.switch,
+            )
+        )
+        joined_s = time.monotonic()
+        self._client.compare(group)
+        source = bring_to_newest(
+            group,
+            self._state,
+            self._runtime,
+            self._durable,
+            share=partial(self._client.share, group, is_first=is_first),
+        )
+        transferred_s = time.monotonic()
+        self._client.agree(group, is_first=is_first)
+        number = generation.membership.generation
+        session = self._open_session(group)
+        slot.stamp(Phase.FORMING, time.monotonic_ns())
+        self._runtime.report(
+            RankFormed(
+                rank=self._rank,
+                generation=number,
+                committed_step=self._state.committed_step,
+                source=source,
+                group_s=joined_s - began_s,
+                transfer_s=transferred_s - joined_s,
+                rebuild_s=time.monotonic() - transferred_s,
+            )
+        )
+        # Forming has a deadline of its own, which ends with the world being formed.
+        slot.stamp(Phase.COMPARE, time.monotonic_ns())
+        return session
+
+    def _open_session(self, group: Group) -> Session:
+        """Have the client get ready to make steps in ``group``; what is opened is closed with the generation."""
+        makers = self._client.enter(group)
+        self._session = session = Session(
+            self._state, self._runtime, self._durable, group=group, makers=makers
+        )
+        self._held.callback(self._close_session)
+        self._has_trained = True
+        makers.maker.settle()
+        makers.side.report_lost()
+        return session
+
+    def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _conclude(self, session: Session) -> None:
+        """The end of training: unwrap, conclude with the others, and leave with them."""
+        self._close_session()
+        self._client.conclude(session.group, session.reason)
+        self._held.close()
+        self._has_ended = True
+
+    def _break_off(self, error: Exception) -> None:
+        """Leave the generation because of ``error`` and report it; what its step has changed is put back."""
+        # Without a supervisor it ends the program, as what it is.
+        self.error = None if self._runtime.is_watched else error
+        fault = self._leave(error)
+        self._state.drop_unfinished_step()
+        self._durable.judge(Trust.UNKNOWN)
+        self._fault = self._repaired(fault)
+        self._log(self._fault)
+        number = self._newest.membership.generation
+        self._runtime.report(Faulted(generation=number, fault=self._fault))
+
+    def _leave(self, error: Exception) -> Fault:
+        """Leave the generation; nothing of the step that broke in there is held after it."""
+        slot, step = self._runtime.slot, self._state.committed_step
+        try:
+            self._held.__exit__(type(error), error, error.__traceback__)
+        except Exception as other:  # noqa: BLE001 - what breaks in leaving takes its place
+            error = other
+        fault = fault_of(
+            error,
+            rank=self._rank,
+            step=slot.get(Cell.COMMITTED_STEP) if step == EMPTY_STEP else step,
+            phase=slot.read().phase.label,
+            aborted=self._newest.switch.aborted,
+        )
+        # INVARIANT nothing-held: what a step that broke had in memory is free before its repair asks for
+        # it: the loop that broke still has its error and its batches. Broken if: a frame keeps its tensors.
+        # Guarded by: test_a_step_that_broke_holds_nothing_when_its_fault_is_reported.
+        drop_frames(error)
+        if self._step is not None:
+            self._step.micro_batches.clear()
+            self._step = None
+        return fault
+
+    def _repaired(self, fault: Fault) -> Fault:
+        """Change what keeps this rank from doing the step, where that is in its hands."""
+        if not fault.may_retry:
+            return fault
+        if fault.kind is FaultKind.REPLICA_DIVERGED:
+            self._state.committed_step = EMPTY_STEP  # to receive what the majority has
+            return fault
+        if fault.kind not in REPAIRED_BY_RANK or self._runtime.slot.get(Cell.DIRTY):
+            return fault  # inside the optimizer this process ends, and the next one asks for less
+        return self._client.repaired(fault)
+
+    def _log(self, fault: Fault) -> None:
+        """A cause once, with its traceback, where the console sees it; a consequence in the file only."""
+        logger = self._runtime.logger
+        for_file = fault.kind in VICTIM_KINDS | OF_NO_USE
+        for_file |= fault.kind is FaultKind.RANK_RAISED and not fault.may_retry
+        if for_file or (fault.kind in REPAIRED_BY_RANK and fault.may_retry):
+            logger.progress(f"left the generation: {fault.cause}\n{fault.detail}", step=fault.step)
+        else:
+            logger.error(f"{fault.cause}\n{fault.detail}", step=fault.step)
+
+    def _get_over_fault(self) -> None:
+        """Check this process and its device before another generation. Raises FaultError."""
+        fault, self._fault = self._fault, None
+        if fault is None:
+            return
+        if not self._runtime.survives(fault):
+            raise ReportedFaultError(fault)
+        prove_device(self._place.device, rank=self._rank, step=self._state.committed_step)
+        self._client.recovered()

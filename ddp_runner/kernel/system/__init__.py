@@ -1,0 +1,1 @@
+"""Calls of the operating system: processes, files, sockets, clocks."""

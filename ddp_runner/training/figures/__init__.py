@@ -1,0 +1,1 @@
+"""What a training measures: validation, metrics, phases of a step, profiles and its report."""

@@ -1,0 +1,1 @@
+"""What a training writes: checkpoints while it runs, the last one, and the final weights."""
