@@ -38,8 +38,8 @@ from ddp_runner.checkpoint.manifest import CheckpointFacts
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.writer import CopyWriter, saved_of
-from ddp_runner.kernel.wire.messages import WriteCopy, decode, encode
 from ddp_runner.kernel.system.disk import RealDisk
+from ddp_runner.kernel.wire.messages import WriteCopy, decode, encode
 from ddp_runner.training.components.tensor_hash import state_hashes, tensor_hash
 from ddp_runner.training.exactness.state_hashes import StateHashing
 

@@ -25,12 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from contenders import machine, show_machine
 
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.wire.board import CELLS_PER_SLOT, Cell
-from ddp_runner.kernel.wire.events import Faulted, RankFormed
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
-from ddp_runner.kernel.rules.lifecycle import RankState
-from ddp_runner.kernel.wire.messages import Abort, Form, Message, Ready, decode, encode
 from ddp_runner.core.machines.node_messages import (
     FROM_COORDINATOR,
     LOOK_EVERY_S,
@@ -44,7 +38,13 @@ from ddp_runner.core.machines.node_messages import (
     StartRank,
     ToRank,
 )
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.lifecycle import RankState
 from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.wire.board import CELLS_PER_SLOT, Cell
+from ddp_runner.kernel.wire.events import Faulted, RankFormed
+from ddp_runner.kernel.wire.messages import Abort, Form, Message, Ready, decode, encode
 from ddp_runner.system.node_link import NodeLink
 from tests.supervisor.simulated import Process
 from tests.supervisor.simulated_nodes import TOKEN, NodesSimulation, _Plain

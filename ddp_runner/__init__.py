@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from ddp_runner.cli.from_python import bench, find_batch_size, run
     from ddp_runner.cli.launch import launch
     from ddp_runner.cli.launch_async import launch_async
-    from ddp_runner.kernel.replica.loss import Weighted
-    from ddp_runner.kernel.rules.errors import BadInputError
     from ddp_runner.core.settings import Settings
     from ddp_runner.data.epoch_loader import SafeDataLoader
     from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
     from ddp_runner.data.shards import ShardedStream
+    from ddp_runner.kernel.replica.loss import Weighted
+    from ddp_runner.kernel.rules.errors import BadInputError
     from ddp_runner.memory.manager import MemoryManager
     from ddp_runner.observe.gpu_watch import GpuWatch
     from ddp_runner.observe.logger import DDPLogger

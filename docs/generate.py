@@ -17,7 +17,6 @@ from ddp_runner.cli.usage import EXAMPLES, INJECTIONS, default_of, shown_default
 from ddp_runner.config.fields import ALIASES, SWITCHES, known_fields, sections
 from ddp_runner.config.foreign import ALWAYS, ANSWERS, FACTS, HEADINGS, WORDS
 from ddp_runner.config.meanings import meanings
-from ddp_runner.kernel.rules.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
 from ddp_runner.core.settings.declaration import OnResume, Option
 from ddp_runner.features.script.command import OWN
 from ddp_runner.features.script.options import (
@@ -28,6 +27,7 @@ from ddp_runner.features.script.options import (
     SHARED,
 )
 from ddp_runner.features.script.options import EXAMPLES as EXAMPLES_OF_RUN
+from ddp_runner.kernel.rules.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
 
 DOCS = Path(__file__).parent
 

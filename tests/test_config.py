@@ -29,8 +29,8 @@ from ddp_runner.config import (
 )
 from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.config.presets import RECIPES
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 
 _DEVICES = ("cpu", "gpu")
 MODES = "one of auto, single, data_parallel, distributed"

@@ -17,30 +17,8 @@ SHARD_LINES = 120
 LONG_LINES = 60
 WIDE_PARAMETERS = 9
 
-# What keeps the claim, and nothing else: watched processes, a group that can be aborted, a step that is
-# committed once, a state that is handed on, a plan for each fault. By module or by folder.
-KERNEL = (
-    *("core.board", "core.classify", "core.crash_output", "core.divergence", "core.election"),
-    *("core.errors", "core.events", "core.exits", "core.faults", "core.fork_specs"),
-    *("core.helper_roles",),
-    *("core.hang_detection", "core.last_save", "core.lifecycle", "core.messages", "core.phases"),
-    *("core.recovery", "core.repeats", "core.secrets", "core.stopping", "core.threads"),
-    *("core.wire", "collective", "system", "values"),
-    *("rank.process", "rank.zygote", "rank.runtime", "rank.signals", "rank.exit_functions"),
-    *("rank.store_host", "rank.fenced_disk", "supervisor.supervisor", "supervisor.loop"),
-    *("supervisor.world", "supervisor.rank_handle", "supervisor.ports", "supervisor.run_end"),
-    *("supervisor.node_keeper", "supervisor.head_count", "supervisor.signal_box"),
-    *(
-        "supervisor.run_facts",
-        "supervisor.run_context",
-        "core.limits",
-        "start",
-        "installed",
-    ),
-    *("supervisor.processes", "supervisor.recovery", "training.engine", "training.session"),
-    *("training.commit", "training.agreeing", "training.durable", "training.failure"),
-    *("training.runtime", "memory.limits", "memory.free", "memory.kernel_kills"),
-)
+# The lowest layer: below the kernel stand the start of a process, and where features are found.
+KERNEL = ("kernel", "start", "installed")
 
 # Rooms that are to know nothing of the other: how many imports still do.
 NEVER = {

@@ -19,8 +19,8 @@ from ddp_runner.config import (
     to_yaml,
 )
 from ddp_runner.config.fields import known_fields
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.declaration import DURATION, STEPS, SWITCH, TEXT, WHOLE, OnResume
+from ddp_runner.kernel.rules.errors import BadInputError
 
 OTHER_VALUES = {
     "log.trackers": "csv", "log.profile": "steps=1",

@@ -14,8 +14,8 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import RunFacts, facts_of_rank, from_flat, refuse_untrue, resolve
 from ddp_runner.config.foreign import FACTS
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.plain_rank import PlainRank
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.trainer import DDPTrainer
 from tests.scenarios.harness import ROOT
 

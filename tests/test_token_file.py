@@ -10,8 +10,8 @@ import time
 import pytest
 
 from ddp_runner.cli.nodes import TOKEN_BYTES_MIN, await_token, given_token
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.machines.node_options import NodeOptions
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.system import token_file
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.core.settings import OptimSettings
+from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.kernel.step.failure import fault_of
 from ddp_runner.kernel.system.user_errors import traceback_text, user_place
 from ddp_runner.training.components.optimizer import build_optimizer
-from ddp_runner.kernel.step.failure import fault_of
 
 
 class Model(torch.nn.Module):

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from ddp_runner.checkpoint.weight_files import weights_file_in
+from ddp_runner.core.hub import EXPECTED, lacks_hub, repository_of
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.core.hub import EXPECTED, lacks_hub, repository_of
 
 _SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")

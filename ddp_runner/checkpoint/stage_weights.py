@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.manifest import checkpoint_name
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.run_stages import AVERAGE, BEST
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import Settings

@@ -10,8 +10,8 @@ from ddp_runner.checkpoint.manifest import Manifest
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.store import CheckpointStore, Saved
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
-from ddp_runner.kernel.wire.messages import CopyWritten, WriteCopy
 from ddp_runner.kernel.system.disk import Disk
+from ddp_runner.kernel.wire.messages import CopyWritten, WriteCopy
 
 NOTES_MAX = 20  # of an answer, which must fit into one packet
 TEXT_MAX = 20_000  # characters of it

@@ -11,9 +11,9 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
-from ddp_runner.core.settings.declaration import Option
 from ddp_runner.observe.format import printable
 
 if TYPE_CHECKING:

@@ -22,14 +22,14 @@ from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.config.foreign_values import is_fact
 from ddp_runner.config.sources import HOME_FILE, PRESETS_FOLDER, from_file
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.core.machines.node_options import node_options
 from ddp_runner.core.settings.declaration import Option
-from ddp_runner.observe.gpus import VisibleGpus
-from ddp_runner.start import COMMAND
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.run_files import replace_file
 from ddp_runner.kernel.system.torch_versions import torch_build
+from ddp_runner.observe.gpus import VisibleGpus
+from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

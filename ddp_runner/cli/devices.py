@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.batch_sizes import SHARES
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan
 from ddp_runner.core.modes import (
     Collectives,
@@ -25,9 +24,10 @@ from ddp_runner.core.modes import (
     choose_mode,
 )
 from ddp_runner.core.threads import AUTO_CPU_RANKS
-from ddp_runner.observe.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, find_amd_gpus, visible
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.run_files import from_json, read_lines
 from ddp_runner.kernel.system.torch_versions import installed_nccl, torch_build
+from ddp_runner.observe.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, find_amd_gpus, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 
 from ddp_runner.cli.command import Arguments, SmallCommand
+from ddp_runner.core.settings.declaration import Option
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
-from ddp_runner.core.settings.declaration import Option
 from ddp_runner.start import COMMAND, IS_CHECKOUT, PACKAGE_PARENT
 
 

@@ -31,16 +31,13 @@ from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requiremen
 from ddp_runner.config import resolve
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.relations import device_problems, unwritable_reason
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.core.machines.node_options import endpoint_of
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 from ddp_runner.kernel.processes.memory_limits import container_limit
-from ddp_runner.observe.format import byte_size
-from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus
-from ddp_runner.start import COMMAND, IS_CHECKOUT
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.kernel.system.torch_versions import (
     TESTED,
@@ -51,6 +48,9 @@ from ddp_runner.kernel.system.torch_versions import (
     torch_build,
     untested,
 )
+from ddp_runner.observe.format import byte_size
+from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus
+from ddp_runner.start import COMMAND, IS_CHECKOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

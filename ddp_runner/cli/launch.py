@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus
-from ddp_runner.start import FOLDERS_VARIABLE, IMPORT_FOLDER, LAUNCHED_VARIABLE
 from ddp_runner.kernel.system.run_files import from_json, read_small
+from ddp_runner.start import FOLDERS_VARIABLE, IMPORT_FOLDER, LAUNCHED_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -19,16 +19,16 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ddp_runner import start
-from ddp_runner.observe.format import byte_size
 from ddp_runner.kernel.processes.environment import probe_environment
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.kernel.system.torch_versions import installed_nccl, nccl_trouble, version_numbers
+from ddp_runner.observe.format import byte_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from ddp_runner.observe.gpus import Gpu
     from ddp_runner.kernel.system.torch_versions import TorchBuild
+    from ddp_runner.observe.gpus import Gpu
 
 _COMMAND = "nvidia-smi"
 _ASK_TIMEOUT_S = 30.0

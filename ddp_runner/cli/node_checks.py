@@ -15,15 +15,15 @@ from pathlib import Path
 
 from ddp_runner.cli.machine_checks import Check, Verdict
 from ddp_runner.cli.nodes import TOKEN_VARIABLE, given_token, versions_here
-from ddp_runner.kernel.wire import codec as wire
 from ddp_runner.core.machines.node_messages import (
     FROM_COORDINATOR,
     Answer,
     Question,
 )
+from ddp_runner.kernel.system.interfaces import address_towards, interface_of
+from ddp_runner.kernel.wire import codec as wire
 from ddp_runner.kernel.wire.codec import WireError
 from ddp_runner.system.folder_probe import is_shared
-from ddp_runner.kernel.system.interfaces import address_towards, interface_of
 from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
 from ddp_runner.system.token_file import shared_token
 

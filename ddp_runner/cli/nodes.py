@@ -17,15 +17,9 @@ from typing import TYPE_CHECKING, cast
 from ddp_runner.config import to_record
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.identity import is_sealed, shared_settings
+from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import HIDDEN
-from ddp_runner.core.settings.declaration import OnResume
-from ddp_runner.supervisor.assembly import supervise
-from ddp_runner.supervisor.nodes.admission import Meeting
-from ddp_runner.supervisor.nodes.follower_loop import follow
-from ddp_runner.supervisor.nodes.other_nodes import Place
-from ddp_runner.system import moving_endpoint
-from ddp_runner.system.code_files import digest_of, own_code, task_code, version_of
 from ddp_runner.kernel.system.interfaces import (
     address_leading_out,
     address_towards,
@@ -33,8 +27,14 @@ from ddp_runner.kernel.system.interfaces import (
     is_loopback,
 )
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
-from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.kernel.system.torch_versions import torch_build
+from ddp_runner.supervisor.assembly import supervise
+from ddp_runner.supervisor.nodes.admission import Meeting
+from ddp_runner.supervisor.nodes.follower_loop import follow
+from ddp_runner.supervisor.nodes.other_nodes import Place
+from ddp_runner.system import moving_endpoint
+from ddp_runner.system.code_files import digest_of, own_code, task_code, version_of
+from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:

@@ -30,21 +30,20 @@ from ddp_runner.config import (
 )
 from ddp_runner.config.foreign_values import machines_said
 from ddp_runner.core.batch_sizes import refuse_wrong_parts
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
-from ddp_runner.core.modes import mode_problems
 from ddp_runner.core.machines.node_options import (
     VARIABLES,
     NodeOptions,
     node_options,
     unused_on_one_machine,
 )
+from ddp_runner.core.modes import mode_problems
 from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
+from ddp_runner.core.threads import share_of_cores
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import masked_words
 from ddp_runner.kernel.rules.stopping import time_limit
-from ddp_runner.core.threads import share_of_cores
-from ddp_runner.observe.gpus import VisibleGpus
 from ddp_runner.kernel.system.torch_versions import (
     NCCL2,
     has_nccl2,
@@ -54,6 +53,7 @@ from ddp_runner.kernel.system.torch_versions import (
     torch_has,
     untested,
 )
+from ddp_runner.observe.gpus import VisibleGpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

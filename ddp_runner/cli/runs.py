@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ddp_runner.config.run_names import is_name
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LATEST, LOGS
-from ddp_runner.system.followed_run import NAME, followed_run
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.run_files import read_small
+from ddp_runner.system.followed_run import NAME, followed_run
 
 if TYPE_CHECKING:
     from ddp_runner.cli.command import Arguments

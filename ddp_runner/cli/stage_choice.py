@@ -12,9 +12,9 @@ from ddp_runner.checkpoint.stage_weights import with_start_weights
 from ddp_runner.cli.devices import with_backend
 from ddp_runner.config import SettingsError, check_relations, stage_digest
 from ddp_runner.config.suggest import nearest
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.profile import parse_profile, refuse_beyond_end
 from ddp_runner.core.run_stages import AVERAGE, Begin, Found, StageOfFile, begin_at
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

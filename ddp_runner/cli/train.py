@@ -18,10 +18,10 @@ from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import (
     refuse_without_supervisor,
 )
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.core.modes import refuse_of_processes
 from ddp_runner.core.machines.node_options import ENGINE
+from ddp_runner.core.modes import refuse_of_processes
 from ddp_runner.core.plain_rank import plain_rank
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:

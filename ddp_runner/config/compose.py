@@ -37,10 +37,10 @@ from ddp_runner.config.stage_list import (
     in_stage,
     without_stages,
 )
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.secrets import HIDDEN
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.settings.declaration import TEXTS
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.secrets import HIDDEN
 
 if TYPE_CHECKING:
     from pathlib import Path

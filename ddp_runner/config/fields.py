@@ -17,7 +17,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from ddp_runner.config.foreign import ANSWERS, REMOVED
 from ddp_runner.config.suggest import nearest
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.settings.declaration import (
     DERIVED,
@@ -32,6 +31,7 @@ from ddp_runner.core.settings.declaration import (
     ReadBy,
     Written,
 )
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

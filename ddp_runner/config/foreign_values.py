@@ -13,8 +13,8 @@ from ddp_runner.config.foreign import (
     SWITCHES_OF_FACTS,
     WORDS,
 )
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.declaration import read_switch
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

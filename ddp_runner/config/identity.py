@@ -23,8 +23,8 @@ from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
 from ddp_runner.config.foreign import REMOVED
 from ddp_runner.core.batch_sizes import global_batch, micro_batch, shares_of
 from ddp_runner.core.run_stages import uses_best
-from ddp_runner.kernel.rules.secrets import HIDDEN, holds_secret, masked
 from ddp_runner.core.settings.declaration import OF_RATE, OnResume
+from ddp_runner.kernel.rules.secrets import HIDDEN, holds_secret, masked
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import JsonValue, Settings

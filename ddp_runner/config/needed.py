@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddp_runner import installed
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 
 
 def feature_problems(settings: Settings) -> Iterator[BadInputError]:

@@ -11,8 +11,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.whole_run import FOLDERS, LATEST
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,8 +12,8 @@ from ddp_runner.config.fields import STAGES, TASK_SECTION, find_key, known_field
 from ddp_runner.config.foreign_values import in_our_values
 from ddp_runner.config.sources import Assignment, from_mapping
 from ddp_runner.config.suggest import nearest
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.run_stages import AVERAGE, BEST, PREVIOUS, SCRATCH, StagePlace
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from ddp_runner.config.sources import Origin

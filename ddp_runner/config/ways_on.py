@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.identity import GLOBAL_BATCH, is_described, is_sealed
-from ddp_runner.kernel.rules.secrets import is_secret
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
+from ddp_runner.kernel.rules.secrets import is_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

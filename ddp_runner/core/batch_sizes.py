@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import DataSettings
+from ddp_runner.kernel.rules.errors import BadInputError
 
 SHARES = "data.shares"
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.launch_plan import names_a_gpu_twice
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

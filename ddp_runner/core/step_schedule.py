@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_runner.kernel.rules.phases import DueActions
 from ddp_runner.core.settings import CheckpointSettings, LogSettings, Settings
+from ddp_runner.kernel.rules.phases import DueActions
 
 SAVE_BACKOFF_MAX = 16  # intervals
 _WARMUP_STEPS, _WARMUP_PART = 100, 10

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.permutation import Indices, Permutation, hashes_of
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.values.generators import generators_kept, seed_host, seed_offset
 
 _TOTAL = 2**40  # of whole numbers that stand for the weights: 64 random bits fall on them evenly

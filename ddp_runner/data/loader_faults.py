@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
+from ddp_runner.data.workers import system_limits
+from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.data.workers import system_limits
-from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

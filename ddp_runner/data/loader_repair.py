@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.loader_recovery import (
     OTHERS_TRIED,
     PROGRESS_STEPS,
@@ -29,6 +28,7 @@ from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import PoolError
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

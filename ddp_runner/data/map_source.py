@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.data.attributes import CountedReads
 from ddp_runner.data.loader_faults import fault_of_failure, fault_of_samples
 from ddp_runner.data.loader_repair import SampleRepair, Trouble
@@ -12,12 +11,13 @@ from ddp_runner.data.order import micro_batch_count
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.source import SEVERAL, Cut, MicroBatch, Source
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
+from ddp_runner.kernel.rules.phases import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ddp_runner.kernel.rules.faults import Fault
     from ddp_runner.data.loader_faults import LoaderKills
+    from ddp_runner.kernel.rules.faults import Fault
 
 _NOBODY_SURVIVES = "no process survives it"
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.shards import Deal, LaneMark, ShardPositions, Stand, as_text, from_text
+from ddp_runner.kernel.rules.errors import BadInputError
 
 SAID_EVERY_S = 2.0  # so much of a rank's work at most its replacement has to read again
 _EVERY_STEPS_MAX = 1000

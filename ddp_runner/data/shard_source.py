@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.faults import Fault, FaultError
 from ddp_runner.data.loader_faults import (
     SAMPLES_REPLACED,
     LoadingRepaired,
@@ -35,6 +33,8 @@ from ddp_runner.data.source import Cut, MicroBatch, Source, micro_batches_of
 from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.data.workers.shard_reader import ShardReader, Share, ShareKey
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import Fault, FaultError
 from ddp_runner.kernel.values.generators import generators_kept
 
 if TYPE_CHECKING:

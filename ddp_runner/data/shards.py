@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch.utils.data import Dataset
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.permutation import KeyedPermutation
+from ddp_runner.kernel.rules.errors import BadInputError
 
 _LANES = (24, 12, 8, 6, 4, 3, 2, 1)  # numbers with many divisors: so many workers suit them
 _UNEVEN = 3  # times as large as another may a lane be without a word

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.data.order import SampleOrder, micro_batches
+from ddp_runner.kernel.rules.phases import Phase
 
 if TYPE_CHECKING:
-    from ddp_runner.kernel.rules.faults import Fault
     from ddp_runner.data.loader_faults import LoaderKills, LoadingRepaired
     from ddp_runner.data.loader_repair import DataRepair, Trouble
     from ddp_runner.data.permutation import Indices
     from ddp_runner.data.shard_agreement import Exchanging
     from ddp_runner.data.workers.fetch import Key, Reader, SampleFailed
+    from ddp_runner.kernel.rules.faults import Fault
 
 SEVERAL = -1  # samples at once: nobody knows at which of them the dataset is
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.loader_faults import fault_of_failure
 from ddp_runner.data.loader_repair import DataRepair
 from ddp_runner.data.order import SampleOrder
@@ -25,6 +24,7 @@ from ddp_runner.data.source import Cut, MicroBatch, NotCopiedError, Source, copi
 from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.fetch import SampleFailed, failed, seed_generators, seeding_base
 from ddp_runner.data.workers.shard_reader import ShareKey
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.values.generators import generators_kept
 from ddp_runner.kernel.values.plain import from_plain, to_plain
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ddp_runner.kernel.rules.faults import Fault
     from ddp_runner.data.loader_faults import LoaderKills
+    from ddp_runner.kernel.rules.faults import Fault
 
 _PROGRESS_S = 5.0  # between lines while skipping
 _FIRST = -1  # seeds what a dataset draws when its iterator is made

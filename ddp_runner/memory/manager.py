@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
-from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.memory_leak import LeakWindow
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.memory.readings import Reader, Reading, SystemReader
 from ddp_runner.memory.reclaim import empty_device_cache, reclaim
 

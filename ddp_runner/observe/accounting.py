@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import SlotReading
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.kernel.rules.recovery import Incident, ReplaceRanks
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import SlotReading
 from ddp_runner.observe.minor_faults import Injections, MinorFaults
 from ddp_runner.observe.summary import (
     EndOfRun,

@@ -7,8 +7,8 @@ import time
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.observe.files import LineFile, Warn, encode_record, read_tail
 from ddp_runner.kernel.system.run_files import from_json
+from ddp_runner.observe.files import LineFile, Warn, encode_record, read_tail
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

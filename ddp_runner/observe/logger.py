@@ -20,8 +20,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TextIO
 
 from ddp_runner.kernel.rules.secrets import without_secrets
-from ddp_runner.observe.files import ends_torn
 from ddp_runner.kernel.system.run_files import is_named, open_to_append, open_to_append_anywhere
+from ddp_runner.observe.files import ends_torn
 
 if TYPE_CHECKING:
     from collections.abc import Callable

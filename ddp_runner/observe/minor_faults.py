@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.core.injection import SHOWS_AS, InjectKind
+from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.kernel.wire import events
 from ddp_runner.observe.summary import FaultRecord, InjectedRecord
 
 INJECTED_KEPT = 1000  # of the newest injections, each

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.rules.exits import RunStatus
-from ddp_runner.observe.files import encode_record
 from ddp_runner.kernel.system.run_files import from_json, read_small, replace_file_synced
+from ddp_runner.kernel.wire import events
+from ddp_runner.observe.files import encode_record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

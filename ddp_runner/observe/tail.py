@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddp_runner.observe.format import byte_size
 from ddp_runner.kernel.system.run_files import open_to_read
+from ddp_runner.observe.format import byte_size
 
 CHUNK_BYTES = 64 * 1024  # read per call
 LINE_BYTES_MAX = 16 * 1024  # the rest of a longer line is left out

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from ddp_runner import installed
+from ddp_runner.kernel.rank import process
+from ddp_runner.kernel.rank.zygote import Ahead
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.wire.fork_specs import RankSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.rank import attach, trained
-from ddp_runner.kernel.rank import process
 from ddp_runner.rank.main_program import run_as_main
-from ddp_runner.kernel.rank.zygote import Ahead
 
 
 def ahead(modules: str) -> Ahead:

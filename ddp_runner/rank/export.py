@@ -21,14 +21,14 @@ from ddp_runner.checkpoint.hub import fetched
 from ddp_runner.checkpoint.publish import DurableWriter, publish
 from ddp_runner.checkpoint.safetensors_file import write_safetensors
 from ddp_runner.checkpoint.weights import StoredWeights, holds_average, read_weights
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.hub import is_of_hub
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.disk import RealDisk
+from ddp_runner.kernel.values.generators import seed_all
 from ddp_runner.training.components.start_weights import filled
 from ddp_runner.training.starting.task_import import load_task
-from ddp_runner.kernel.values.generators import seed_all
 
 _OPTION = "--init-from"
 _SHOWN_MAX = 300

@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ddp_runner.kernel.system.run_files import read_lines
+from ddp_runner.kernel.wire.codec import WireError
 from ddp_runner.kernel.wire.events import (
     CheckpointSaved,
     Faulted,
@@ -20,9 +22,7 @@ from ddp_runner.kernel.wire.events import (
     TuningChanged,
 )
 from ddp_runner.kernel.wire.messages import Finished, Message, RestartProgress, decode, encode
-from ddp_runner.kernel.wire.codec import WireError
 from ddp_runner.observe.files import LineFile
-from ddp_runner.kernel.system.run_files import read_lines
 
 KEPT = (
     TuningChanged,

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import SlotReading
 from ddp_runner.kernel.rules.classify import attribute
 from ddp_runner.kernel.rules.divergence import inexact_by
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
-from ddp_runner.kernel.wire.messages import Finished, Message, RestartProgress
 from ddp_runner.kernel.rules.recovery import Incident, ReplaceRanks
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import SlotReading
+from ddp_runner.kernel.wire.messages import Finished, Message, RestartProgress
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.summary import RunFindings
 

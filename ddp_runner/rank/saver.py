@@ -14,12 +14,12 @@ import torch
 from ddp_runner import installed
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.writer import CopyWriter
-from ddp_runner.kernel.wire.fork_specs import SaverSpec
-from ddp_runner.kernel.wire.messages import Fork, SaverReady, WriteCopy
 from ddp_runner.kernel.rank.signals import RUN_SIGNALS
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.disk import Disk, RealDisk
+from ddp_runner.kernel.wire.fork_specs import SaverSpec
+from ddp_runner.kernel.wire.messages import Fork, SaverReady, WriteCopy
 from ddp_runner.training.components.tensor_hash import tensor_hash
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner import config, installed
-from ddp_runner.kernel.wire.fork_specs import RankSpec
-from ddp_runner.kernel.rules.helper_roles import FORKED
-from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.core.settings import Settings
-from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.kernel.rank import process
 from ddp_runner.kernel.rank.runtime import SupervisedRuntime
 from ddp_runner.kernel.rank.zygote import Ahead
+from ddp_runner.kernel.rules.helper_roles import FORKED
+from ddp_runner.kernel.wire.fork_specs import RankSpec
+from ddp_runner.kernel.wire.messages import Fork
+from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.training.loading.loaders import collective_timeout_s
 from ddp_runner.training.starting.built_ahead import BuiltAhead
 from ddp_runner.training.starting.fork_safety import make_forks_safe
-from ddp_runner.training.loading.loaders import collective_timeout_s
 from ddp_runner.training.starting.task_import import import_task_module
 from ddp_runner.training.trainer import DDPTrainer
 

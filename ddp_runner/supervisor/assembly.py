@@ -11,25 +11,16 @@ from pathlib import Path
 from typing import Protocol
 
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.rules.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
-from ddp_runner.observe.summary import RunSummary, Summary
-from ddp_runner.supervisor import around
-from ddp_runner.supervisor.features.folders import FolderKeeper
-from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
-from ddp_runner.supervisor.features.stage_change import StageChange
 from ddp_runner.kernel.parent.loop import Agent, Loop
 from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
-from ddp_runner.supervisor.node_plans import node_plan
-from ddp_runner.supervisor.nodes.coordinator import (
-    CoordinatorSupervisor,
-    NodeTraffic,
-    missing_nodes,
-)
-from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes, Place
-from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.kernel.parent.ports import HelperPolicy, Host, Observer
+from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.parent.run_end import RunEnd
+from ddp_runner.kernel.parent.run_facts import Ending
+from ddp_runner.kernel.parent.signal_box import SignalBox
+from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
+from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import end_descendants
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.operating_system import Linux
@@ -38,20 +29,29 @@ from ddp_runner.kernel.processes.zygote_start import ZygoteAhead
 from ddp_runner.kernel.recovery.communicator_cut import Cutting
 from ddp_runner.kernel.recovery.repair import Repair
 from ddp_runner.kernel.recovery.zygote_keeper import ZygoteKeeper
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
+from ddp_runner.kernel.system import parent_death
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, Clock
+from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
+from ddp_runner.observe.summary import RunSummary, Summary
+from ddp_runner.supervisor import around
+from ddp_runner.supervisor.features.folders import FolderKeeper
+from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
+from ddp_runner.supervisor.features.stage_change import StageChange
+from ddp_runner.supervisor.node_plans import node_plan
+from ddp_runner.supervisor.nodes.coordinator import (
+    CoordinatorSupervisor,
+    NodeTraffic,
+    missing_nodes,
+)
+from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes, Place
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_begin import RunBegin
 from ddp_runner.supervisor.reporting.run_screen import RunScreen, Shown, run_summary
 from ddp_runner.supervisor.reporting.start_progress import Start
-from ddp_runner.kernel.parent.run_context import RunContext
-from ddp_runner.kernel.parent.run_end import RunEnd
-from ddp_runner.kernel.parent.run_facts import Ending
-from ddp_runner.kernel.parent.signal_box import SignalBox
-from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
-from ddp_runner.kernel.parent.world import World
-from ddp_runner.kernel.system import parent_death
-from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, Clock
-from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.run_directories import RunDirectories
 

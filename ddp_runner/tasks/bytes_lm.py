@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.text.corpus import (
     OPTION,
     ScannedFiles,
@@ -23,6 +22,7 @@ from ddp_runner.data.text.corpus import (
     split_by_file,
     summary,
 )
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.tasks.transformer import TransformerLM, generate, next_token_loss
 from ddp_runner.training.task import Batch, Datasets
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.observe.files import LineFile, Warn
 from ddp_runner.kernel.system.run_files import from_json, open_to_change
+from ddp_runner.observe.files import LineFile, Warn
 
 _TAIL_BYTES = 1 << 20  # more than the longest line
 

@@ -15,26 +15,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ddp_runner.core.injection import flips_bits
+from ddp_runner.core.loss_spikes import broken_gradients
+from ddp_runner.core.settings import Settings
+from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.group.transfer import receive_state, send_state
 from ddp_runner.kernel.group.waiting import waiting_for_peers
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.divergence import Comparison, compare_replicas, first_difference
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.wire.events import FaultTolerated, RepairedInPlace, TuningChanged
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind, rank_list
-from ddp_runner.core.injection import flips_bits
-from ddp_runner.core.loss_spikes import broken_gradients
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.settings import Settings
-from ddp_runner.data.loader import MicroBatch
-from ddp_runner.training.loading.batch_copy import tensors_of
-from ddp_runner.training.components.loss_monitor import Verdict
-from ddp_runner.training.components.tensor_hash import combined, state_hashes
 from ddp_runner.kernel.step.durable import Durable, Trust
-from ddp_runner.training.exactness.state_hashes import StateHashing
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.step.session import StepResult
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import FaultTolerated, RepairedInPlace, TuningChanged
+from ddp_runner.training.components.loss_monitor import Verdict
+from ddp_runner.training.components.tensor_hash import combined, state_hashes
+from ddp_runner.training.exactness.state_hashes import StateHashing
+from ddp_runner.training.loading.batch_copy import tensors_of
 from ddp_runner.training.state import TrainState
 
 INDICES_SHOWN = 16

@@ -21,18 +21,29 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from ddp_runner.core.modes import refuse_of_processes
+from ddp_runner.core.plain_rank import PLAIN_RANK, plain_rank, restarts_of
+from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.group.abort import AbortSwitch
 from ddp_runner.kernel.group.device import visible_gpu
 from ddp_runner.kernel.group.group import Membership, has_programs_group
-from ddp_runner.kernel.replica.loss import Loss
 from ddp_runner.kernel.group.tcp_store import StoreLink
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell, Slot
+from ddp_runner.kernel.replica.loss import Loss
 from ddp_runner.kernel.rules.classify import attribute
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.wire.events import Faulted, TuningChanged
-from ddp_runner.kernel.rules.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, RunStatus, StopReason
+from ddp_runner.kernel.rules.exits import (
+    EXIT_CODE_OF_STATUS,
+    STATUS_OF_REASON,
+    RunStatus,
+    StopReason,
+)
 from ddp_runner.kernel.rules.faults import Fault, FaultError
+from ddp_runner.kernel.rules.recovery import GiveUp, Incident
+from ddp_runner.kernel.step.runtime import Generation, RankInfo, without_secrets_in
+from ddp_runner.kernel.system.disk import Disk, RealDisk
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell, Slot
+from ddp_runner.kernel.wire.events import Faulted, TuningChanged
 from ddp_runner.kernel.wire.messages import (
     CopyWritten,
     Finished,
@@ -42,17 +53,11 @@ from ddp_runner.kernel.wire.messages import (
     WriteCopy,
     brief,
 )
-from ddp_runner.core.modes import refuse_of_processes
-from ddp_runner.core.plain_rank import PLAIN_RANK, plain_rank, restarts_of
-from ddp_runner.kernel.rules.recovery import GiveUp, Incident
-from ddp_runner.core.settings import Settings
 from ddp_runner.observe import format as fmt
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.summary import EndOfRun, RunFindings, write_summary
-from ddp_runner.kernel.system.disk import Disk, RealDisk
-from ddp_runner.kernel.step.runtime import Generation, RankInfo, without_secrets_in
 
 STORE_TIMEOUT_S = 60.0
 

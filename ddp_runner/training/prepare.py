@@ -10,20 +10,24 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.kernel.group.device_progress import DeviceProgress, NoDeviceProgress, device_progress
+from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.kernel.group.device_progress import (
+    DeviceProgress,
+    NoDeviceProgress,
+    device_progress,
+)
+from ddp_runner.kernel.rules.phases import Stage
+from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Built
-from ddp_runner.kernel.rules.phases import Stage
-from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.memory.manager import Loads, MemoryManager
-from ddp_runner.training.starting.changes import report_changes
-from ddp_runner.training.starting.fork_safety import make_forks_safe
 from ddp_runner.training.loading.loaders import watch_memory
 from ddp_runner.training.progress import Progress
-from ddp_runner.training.starting.resume import TakenUp, take_up
-from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.training.saves.save_room import SaveRoom
 from ddp_runner.training.saves.saving import Saving
+from ddp_runner.training.starting.changes import report_changes
+from ddp_runner.training.starting.fork_safety import make_forks_safe
+from ddp_runner.training.starting.resume import TakenUp, take_up
 from ddp_runner.training.starting.stage_begin import OtherStageError, begin_of, leave_for
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import Workload

@@ -10,26 +10,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddp_runner.core.machines.nodes import who_completes
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.kernel.rules.faults import Fault
-from ddp_runner.kernel.wire.messages import Ready
-from ddp_runner.core.machines.nodes import who_completes
-from ddp_runner.memory.reclaim import empty_device_cache
 from ddp_runner.kernel.step.agreeing import Peer
+from ddp_runner.kernel.step.engine import Client, Engine, Place
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.events import TuningChanged
+from ddp_runner.kernel.wire.messages import Ready
+from ddp_runner.memory.reclaim import empty_device_cache
 from ddp_runner.training.audit import GenerationMembers, audit_path, complete_audits
 from ddp_runner.training.components.tuning import Tuning, repair_tuning
-from ddp_runner.kernel.step.engine import Client, Engine, Place
 from ddp_runner.training.exactness.first_step import SideComparison
+from ddp_runner.training.figures.train_report import ready_message
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.loading.loaders import collective_timeout_s
 from ddp_runner.training.rank_context import RankParts
-from ddp_runner.training.starting.resume import leave_other_branch
-from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.training.saves.save_room import ROOM_SHARE_MAX
+from ddp_runner.training.starting.resume import leave_other_branch
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.figures.train_report import ready_message
 
 
 def engine_of(client: Client, parts: RankParts) -> Engine:

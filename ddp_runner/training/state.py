@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ddp_runner.checkpoint.entry_names import bare_names, bare_state, load_bare_state, read_as
 from ddp_runner.checkpoint.left_out import START, start_record
 from ddp_runner.checkpoint.snapshot import storage_key
-from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.core.monitor import ALONE, Best, Monitor
 from ddp_runner.data.order import FIRST_ORDER_VERSION, ORDER_VERSION, known_order_version
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.stream import StreamPosition
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.training.components.buffers import Buffers
 from ddp_runner.training.components.ema import Ema
 from ddp_runner.training.components.improvement_watch import ImprovementWatch

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddp_runner.core.settings import OptimSettings
+from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.replica.loss import BadWeightError, Loss, bad_weight, no_graph
 from ddp_runner.kernel.replica.loss_module import Alone, Signal
 from ddp_runner.kernel.replica.replica import Replica
-from ddp_runner.kernel.wire.board import Slot
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.settings import OptimSettings
-from ddp_runner.data.loader import MicroBatch
-from ddp_runner.training.loading.batch_copy import to_device
 from ddp_runner.kernel.step.commit import Commit
+from ddp_runner.kernel.step.session import StepResult, Votes, WrapAgainError
+from ddp_runner.kernel.values.generators import seed_step
+from ddp_runner.kernel.wire.board import Slot
 from ddp_runner.training.components.loss_spikes import Limits
 from ddp_runner.training.components.lr_schedule import apply_learning_rate, learning_rate
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
-from ddp_runner.kernel.step.session import StepResult, Votes, WrapAgainError
+from ddp_runner.training.loading.batch_copy import to_device
 from ddp_runner.training.state import TrainState
-from ddp_runner.kernel.values.generators import seed_step
 
 COPY_VOTE = 0.5  # of rank 0 alone; a vote for a save is 1
 _NO_VOTES = (0.0,) * len(Signal)

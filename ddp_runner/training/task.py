@@ -9,10 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_runner.kernel.replica.loss import Weighted
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.replica.loss import Weighted
+from ddp_runner.kernel.rules.errors import BadInputError
 
 Loss = Tensor | Weighted | tuple[Tensor | Weighted, Mapping[str, Tensor | float]]
 _NO_LOADER = "batches are made here, of -b samples, by Datasets(collate=...)"

@@ -11,23 +11,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ddp_runner.checkpoint.store import Loaded
-from ddp_runner.kernel.group.group import Group
 from ddp_runner.config.identity import task_has_changed
+from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.data.loader import Loader, MicroBatch
+from ddp_runner.data.order import ORDER_VERSION
+from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.phases import Phase, Stage
 from ddp_runner.kernel.rules.recovery import is_short_for_steps
-from ddp_runner.core.settings import JsonValue, Settings
-from ddp_runner.data.loader import Loader, MicroBatch
-from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.kernel.step.agreeing import agree_on_weights
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.step.session import Makers, StepResult, Votes
+from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.training.beside_steps import beside_steps
-from ddp_runner.training.starting.built_ahead import BuiltAhead
-from ddp_runner.training.starting.compiling import Compiler
 from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory, repair_tuning
 from ddp_runner.training.exactness.same_data import SameData
+from ddp_runner.training.figures.profiling import step_profile
+from ddp_runner.training.figures.train_report import TrainReport, finished_message, report_of
+from ddp_runner.training.helpers import Helpers
+from ddp_runner.training.loading.given import give_average
+from ddp_runner.training.loading.loaders import make_loader, open_quarantine
+from ddp_runner.training.loading.preloading import preloaded
+from ddp_runner.training.prepare import Kept, StageClock
+from ddp_runner.training.progress import Progress
+from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
+from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.saves.final_weights import (
     BestWeights,
     best_weights,
@@ -35,20 +45,10 @@ from ddp_runner.training.saves.final_weights import (
     publish_final,
     swapped_in,
 )
-from ddp_runner.training.loading.given import give_average
-from ddp_runner.training.helpers import Helpers
-from ddp_runner.training.loading.loaders import make_loader, open_quarantine
-from ddp_runner.training.loading.preloading import preloaded
-from ddp_runner.training.prepare import Kept, StageClock
-from ddp_runner.training.figures.profiling import step_profile
-from ddp_runner.training.progress import Progress
-from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
-from ddp_runner.training.rank_context import TaskParts
+from ddp_runner.training.starting.built_ahead import BuiltAhead
+from ddp_runner.training.starting.compiling import Compiler
 from ddp_runner.training.starting.resume import TakenUp, is_complete
-from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.kernel.step.session import Makers, StepResult, Votes
 from ddp_runner.training.task_steps import TaskSteps
-from ddp_runner.training.figures.train_report import TrainReport, finished_message, report_of
 from ddp_runner.training.workload import build_workload
 
 

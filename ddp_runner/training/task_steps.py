@@ -12,34 +12,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.replica.replica import Replica
-from ddp_runner.kernel.replica.sync_batchnorm import Peers
-from ddp_runner.kernel.group.waiting import waiting_for_peers
-from ddp_runner.kernel.wire.board import Cell, Slot
-from ddp_runner.kernel.wire.events import TuningChanged
-from ddp_runner.kernel.rules.exits import StopReason
-from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
-from ddp_runner.kernel.wire.messages import Metrics
-from ddp_runner.kernel.rules.phases import DueActions, Phase
 from ddp_runner.core.run_stages import is_first_generation, uses_best
 from ddp_runner.core.step_schedule import due_by_settings
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.replica.replica import Replica
+from ddp_runner.kernel.replica.sync_batchnorm import Peers
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
+from ddp_runner.kernel.rules.phases import DueActions, Phase
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.step.session import Outcome, StepInHand, StepResult, Votes, WrapAgainError
+from ddp_runner.kernel.wire.board import Cell, Slot
+from ddp_runner.kernel.wire.events import TuningChanged
+from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.audit import open_audit
-from ddp_runner.training.loading.batch_copy import copy_ahead
 from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tuning import AdaptRules, adapt
-from ddp_runner.training.loading.equal_shares import refuse_unequal
-from ddp_runner.training.figures.evaluation import Validation
 from ddp_runner.training.exactness.first_step import FirstStep, report_inexact
-from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.figures.evaluation import Validation
 from ddp_runner.training.figures.phase_times import phase_values
-from ddp_runner.training.rank_context import TaskParts
-from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.kernel.step.session import Outcome, StepInHand, StepResult, Votes, WrapAgainError
-from ddp_runner.training.step import Stepper, StepRules
 from ddp_runner.training.figures.use_figures import UseFigures, tokens_per_sample
+from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.loading.batch_copy import copy_ahead
+from ddp_runner.training.loading.equal_shares import refuse_unequal
+from ddp_runner.training.rank_context import TaskParts
+from ddp_runner.training.step import Stepper, StepRules
 
 WRAPS_MAX = 3  # of one step
 

@@ -16,27 +16,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddp_runner import config as configuration
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.modes import Mode
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.core.plain_rank import PlainRank
-from ddp_runner.kernel.rules.secrets import hidden_texts
 from ddp_runner.core.settings import Settings
-from ddp_runner.training.starting.built_ahead import BuiltAhead
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.rules.secrets import hidden_texts
 from ddp_runner.kernel.step.engine import Engine
+from ddp_runner.kernel.step.runtime import RankInfo, Runtime
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.training.figures.phase_times import timed
+from ddp_runner.training.figures.train_report import TrainReport
+from ddp_runner.training.figures.use_figures import costs_of, tokens_of
 from ddp_runner.training.loading.given import with_task_named
 from ddp_runner.training.loading.loaders import waiting
+from ddp_runner.training.loading.ready_objects import Objects, ReadyObjects
 from ddp_runner.training.local_runtime import LocalRuntime, local_runtime
-from ddp_runner.training.figures.phase_times import timed
 from ddp_runner.training.prepare import begin_start, prepare
 from ddp_runner.training.rank_client import engine_of
 from ddp_runner.training.rank_context import TaskParts
-from ddp_runner.training.loading.ready_objects import Objects, ReadyObjects
-from ddp_runner.kernel.step.runtime import RankInfo, Runtime
+from ddp_runner.training.starting.built_ahead import BuiltAhead
 from ddp_runner.training.task_client import TaskClient, TaskSetup
-from ddp_runner.training.figures.train_report import TrainReport
-from ddp_runner.training.figures.use_figures import costs_of, tokens_of
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:

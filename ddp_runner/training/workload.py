@@ -18,15 +18,10 @@ from ddp_runner import config
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.stage_weights import with_start_weights
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.kernel.group.device import await_free
-from ddp_runner.kernel.replica.sync_batchnorm import SyncedNorms
 from ddp_runner.core import batch_sizes
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.improvement import ImprovementRules
 from ddp_runner.core.launch_plan import group_backend
 from ddp_runner.core.monitor import Monitor
-from ddp_runner.kernel.rules.phases import Stage
 from ddp_runner.core.run_stages import steps_before
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength, run_length
@@ -34,7 +29,13 @@ from ddp_runner.data.draws import Draws, SamplerDraws
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder
-from ddp_runner.training.starting.begin import begin_with
+from ddp_runner.kernel.group.device import await_free
+from ddp_runner.kernel.replica.sync_batchnorm import SyncedNorms
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
+from ddp_runner.kernel.rules.phases import Stage
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.values.generators import seed_all
 from ddp_runner.training.components.buffers import own_memory_of_buffers
 from ddp_runner.training.components.ema import build_ema
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
@@ -46,16 +47,16 @@ from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.recompute import checkpoint_activations
 from ddp_runner.training.components.start_weights import frozen_entries
 from ddp_runner.training.components.tuning import Tuning, searches_at_first
-from ddp_runner.training.saves.described import described
-from ddp_runner.training.loading.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
-from ddp_runner.training.loading.fit_for_preload import refuse_unfit
 from ddp_runner.training.figures.measuring import build_objects
-from ddp_runner.training.loading.ready_objects import ReadyObjects, ReadyState, own_optimizer, recipe_of
-from ddp_runner.kernel.step.runtime import RankInfo
-from ddp_runner.training.starting.stage_begin import go_on_counting, of_its_stage
-from ddp_runner.training.state import DataState, Trained, TrainState, Watches
-from ddp_runner.training.step import SparseGradientError
+from ddp_runner.training.loading.equal_shares import refuse_unequal_shares
+from ddp_runner.training.loading.fit_for_preload import refuse_unfit
+from ddp_runner.training.loading.ready_objects import (
+    ReadyObjects,
+    ReadyState,
+    own_optimizer,
+    recipe_of,
+)
 from ddp_runner.training.loading.stream_order import (
     is_stream,
     named_data,
@@ -63,6 +64,22 @@ from ddp_runner.training.loading.stream_order import (
     stream_order,
     too_little,
 )
+from ddp_runner.training.loading.validation_data import (
+    DEFAULT_COLLATE,
+    monitor_for,
+    refuse_unfit_validation,
+)
+from ddp_runner.training.saves.described import described
+from ddp_runner.training.starting.begin import begin_with
+from ddp_runner.training.starting.stage_begin import go_on_counting, of_its_stage
+from ddp_runner.training.starting.task_import import (
+    BUILT_IN_TASKS,
+    load_task,
+    task_modules,
+    task_sha256,
+)
+from ddp_runner.training.state import DataState, Trained, TrainState, Watches
+from ddp_runner.training.step import SparseGradientError
 from ddp_runner.training.task import (
     Datasets,
     HasLayerGroups,
@@ -70,14 +87,7 @@ from ddp_runner.training.task import (
     checked_datasets,
     checked_model,
 )
-from ddp_runner.training.starting.task_import import BUILT_IN_TASKS, load_task, task_modules, task_sha256
 from ddp_runner.training.task_methods import unused_methods
-from ddp_runner.training.loading.validation_data import (
-    DEFAULT_COLLATE,
-    monitor_for,
-    refuse_unfit_validation,
-)
-from ddp_runner.kernel.values.generators import seed_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ import torch
 from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import Manifest, manifest_name
 from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.core.run_stages import StageOfFile
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
-from ddp_runner.core.run_stages import StageOfFile
 from tests.temporaries import of_a_dead_writer
 
 from .states import facts_of, save, state_of, steps_in

@@ -18,8 +18,8 @@ from ddp_runner.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from ddp_runner.checkpoint.weights import load_weights
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.hub import Repository, repository_of
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.run_files import open_given
 
 TENSORS = {

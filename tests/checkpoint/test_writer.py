@@ -18,8 +18,8 @@ from ddp_runner.checkpoint.snapshot import HostMemory
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.writer import CopyWriter, NobodyWritesError, saved_of
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
-from ddp_runner.kernel.wire.messages import PACKET_BYTES_MAX, CopyWritten, WriteCopy, decode, encode
 from ddp_runner.kernel.system.disk import RealDisk
+from ddp_runner.kernel.wire.messages import PACKET_BYTES_MAX, CopyWritten, WriteCopy, decode, encode
 from ddp_runner.training.components.tensor_hash import tensor_hash
 
 from .states import facts_of

@@ -8,8 +8,8 @@ import pytest
 
 from ddp_runner.cli.command import Arguments, SmallCommand
 from ddp_runner.cli.commands import commands
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.declaration import Option
+from ddp_runner.kernel.rules.errors import BadInputError
 
 
 def declared(**how):

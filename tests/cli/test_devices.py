@@ -16,11 +16,11 @@ from ddp_runner.cli.machine_checks import Probed
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import place_notes, plan_launch, preset_name, threads_per_rank
 from ddp_runner.config import resolve
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.launch_plan import group_backend
-from ddp_runner.observe.gpus import VisibleGpus, visible
 from ddp_runner.kernel.recovery.communicator_cut import SILENT_LEAVE_TIMEOUT_S
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.torch_versions import TorchBuild, torch_build
+from ddp_runner.observe.gpus import VisibleGpus, visible
 
 LISTED = """0, GPU-aaaa1111, NVIDIA H200, 143771 MiB
 1, GPU-aaaa2222, NVIDIA H200, 143771 MiB

@@ -30,8 +30,8 @@ from ddp_runner.cli.machine_checks import (
     probe,
 )
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.observe.gpus import Gpu, VisibleGpus
 from ddp_runner.kernel.system.torch_versions import TorchBuild
+from ddp_runner.observe.gpus import Gpu, VisibleGpus
 from tests.processes import ROOT, poll
 from tests.rank.failing_probe import VARIABLE
 

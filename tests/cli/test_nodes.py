@@ -15,11 +15,11 @@ from ddp_runner.cli import nodes
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config.identity import with_shared
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.machines.node_options import NodeOptions
-from ddp_runner.supervisor.nodes.admission import why_not
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.interfaces import address_leading_out, is_loopback
+from ddp_runner.supervisor.nodes.admission import why_not
 from tests.nodes.conftest import free_port
 from tests.test_identity import other_value
 

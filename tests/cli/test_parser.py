@@ -12,8 +12,8 @@ from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import resolve
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.meanings import meanings
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.injection import PHASES, InjectKind, parse_injection
+from ddp_runner.kernel.rules.errors import BadInputError
 
 
 def settings_of(*words: str):

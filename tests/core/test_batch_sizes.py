@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_runner.core.batch_sizes import cut, proposed_shares, refuse_wrong_shares
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import DataSettings
 from ddp_runner.data.order import share_span
+from ddp_runner.kernel.rules.errors import BadInputError
 
 shares = st.lists(st.integers(1, 1000), min_size=1, max_size=9)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.injection import (
     EVERY_RANK,
     InjectKind,
@@ -13,6 +12,7 @@ from ddp_runner.core.injection import (
     parse_injection,
     refuse_of_loops,
 )
+from ddp_runner.kernel.rules.errors import BadInputError
 
 
 @pytest.mark.parametrize("kind", InjectKind, ids=lambda kind: kind.value)

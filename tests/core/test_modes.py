@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.modes import (
     Collectives,
     Mode,
@@ -14,6 +13,7 @@ from ddp_runner.core.modes import (
     mode_problems,
     refuse_of_processes,
 )
+from ddp_runner.kernel.rules.errors import BadInputError
 
 NCCL = Collectives(backend="nccl", found="NCCL 2.28.9")
 GLOO = Collectives(backend="gloo", found="NCCL was tried and does not work, gloo does")

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.machines.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
@@ -28,6 +26,8 @@ from ddp_runner.core.machines.nodes import (
     keeps_memory,
     what_about_missing,
 )
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.wire import codec as wire
 from ddp_runner.kernel.wire.codec import WireError
 from ddp_runner.system.node_link import FRAME_BYTES_MAX
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
+from ddp_runner.kernel.rules.errors import BadInputError
 
 MET = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 OF_FOUR = {"RANK": "3", "WORLD_SIZE": "4", **MET}

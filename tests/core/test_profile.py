@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.config import check_relations, from_flat
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.profile import ProfileAsked, parse_profile, refuse_beyond_end
+from ddp_runner.kernel.rules.errors import BadInputError
 
 
 @pytest.mark.parametrize(

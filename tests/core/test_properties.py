@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.kernel.rules.classify import VICTIM_KINDS, attribute
 from ddp_runner.kernel.rules.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.kernel.rules.exits import RunStatus
@@ -28,7 +29,6 @@ from ddp_runner.kernel.rules.recovery import (
     WorldFacts,
     plan_recovery,
 )
-from ddp_runner.core.settings import RecoverySettings
 
 SETTINGS = RecoverySettings(max_restarts=8, no_progress_generations=3, min_ranks=2)
 CAUSES = [FaultKind.RANK_KILLED, FaultKind.RANK_EXITED, FaultKind.RANK_RAISED, FaultKind.RANK_HUNG]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.run_stages import (
     Begin,
     Found,
@@ -20,6 +19,7 @@ from ddp_runner.core.settings import CheckpointSettings, LogSettings
 from ddp_runner.core.step_schedule import due_after, last_save_due, run_length
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.stream import StreamOrder
+from ddp_runner.kernel.rules.errors import BadInputError
 
 NAMES = ("pre", "tune", "last")
 NEEDS_BEFORE = (True, False, False)

@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire import messages
-from ddp_runner.kernel.wire import fork_specs as specs
-from ddp_runner.kernel.wire.board import CELLS_PER_SLOT, SLOT_BYTES, Board, Cell
+from ddp_runner.core.settings import CheckpointSettings, LogSettings
+from ddp_runner.core.step_schedule import RunLength, due_after, last_save_due, run_length
 from ddp_runner.kernel.rules.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
-from ddp_runner.kernel.wire.fork_specs import ForkKind, SpareKind
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.settings import CheckpointSettings, LogSettings
-from ddp_runner.core.step_schedule import RunLength, due_after, last_save_due, run_length
+from ddp_runner.kernel.wire import events, messages
+from ddp_runner.kernel.wire import fork_specs as specs
+from ddp_runner.kernel.wire.board import CELLS_PER_SLOT, SLOT_BYTES, Board, Cell
+from ddp_runner.kernel.wire.fork_specs import ForkKind, SpareKind
 
 FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=1, step=3, cause="ValueError: ü", detail="trace")
 AROUND = {

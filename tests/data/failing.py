@@ -12,10 +12,10 @@ import psutil
 import pytest
 import torch
 
-from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.workers.timeouts import Wait
+from ddp_runner.kernel.rules.faults import FaultError
 from tests.data.mapped import map_loader
 from tests.processes import poll
 

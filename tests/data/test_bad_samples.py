@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
 from ddp_runner.data.order import SampleOrder
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultKind
 from tests.data.failing import (
     BAD,
     Kills,

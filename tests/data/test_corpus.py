@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.text.corpus import (
     fingerprint,
     scan_standard_library,
@@ -17,6 +16,7 @@ from ddp_runner.data.text.corpus import (
     split_by_file,
     standard_library_root,
 )
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.tasks.bytes_lm import ByteWindows
 from tests.processes import open_files_in
 

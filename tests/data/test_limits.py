@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.data.workers.pool import let_go_of_devices
 from ddp_runner.data.workers.system_limits import raise_open_file_limit
+from ddp_runner.kernel.rules.faults import FaultKind
 from tests.data.failing import indices_of, make
 from tests.processes import run_ranks
 

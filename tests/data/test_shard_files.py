@@ -11,8 +11,8 @@ import tarfile
 
 import pytest
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
+from ddp_runner.kernel.rules.errors import BadInputError
 
 
 def assert_goes_on_anywhere(stream, shard=0):

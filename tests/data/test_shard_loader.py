@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.data.shards import LaneMark, ShardPositions, Stand
 from ddp_runner.data.workers.shard_reader import LaneEmptyError
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from tests.data.failing import Once, hang
 from tests.data.sharded import (
     LENGTHS,

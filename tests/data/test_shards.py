@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.order import share_size
 from ddp_runner.data.shards import (
     Deal,
@@ -26,6 +25,7 @@ from ddp_runner.data.shards import (
 )
 from ddp_runner.data.stream import StreamPosition
 from ddp_runner.data.workers.shard_reader import ShardReader, ShareKey
+from ddp_runner.kernel.rules.errors import BadInputError
 from tests.data.sharded import Numbers
 
 WORLDS = st.integers(1, 5)

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.core.loader_recovery import CALM_STEPS
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.workers.pool import garbage_kept
 from ddp_runner.data.workers.timeouts import SLICE_S
+from ddp_runner.kernel.rules.faults import FaultKind
 from tests.data.failing import (
     BAD,
     LONG_S,

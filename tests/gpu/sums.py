@@ -29,13 +29,13 @@ def compare(facts, rank, world_size, port):  # noqa: PLR0915 - a process, from i
     import torch
     from torch import nn
 
+    from ddp_runner.core.settings import DdpSettings
     from ddp_runner.kernel.group.abort import AbortSwitch
     from ddp_runner.kernel.group.group import Membership, joined
+    from ddp_runner.kernel.group.tcp_store import StoreLink
     from ddp_runner.kernel.replica.loss_module import Signal
     from ddp_runner.kernel.replica.replica import Replica
-    from ddp_runner.kernel.group.tcp_store import StoreLink
     from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
-    from ddp_runner.core.settings import DdpSettings
 
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)  # ranks share the cores, where torch's threads wait for each other

@@ -7,8 +7,8 @@ import copy
 import pytest
 
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.kernel.rules.exits import ExitCode
 from tests.kubernetes import manifests
 from tests.kubernetes.manifests import action_on, container_of, documents, job_of, variables_of
 

@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.kernel.processes.memory_limits import container_limit, container_usage, oom_kill_count
+from ddp_runner.kernel.processes.memory_limits import (
+    container_limit,
+    container_usage,
+    oom_kill_count,
+)
 
 GIB = 2**30
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.core.settings import MemorySettings
+from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.memory.manager import Level, MemoryManager
 from ddp_runner.memory.readings import Reading
 

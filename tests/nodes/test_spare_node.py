@@ -7,9 +7,9 @@ import signal
 import psutil
 
 from ddp_runner.core.machines.node_messages import Hello, Parked
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.supervisor.nodes.admission import LossCount, place_for
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
-from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from tests.scenarios.harness import poll
 
 SLOWER = "task.pace_s=0.15"  # a machine is started again before the run is over

@@ -13,8 +13,8 @@ import time
 import pytest
 
 from ddp_runner.cli import checkpoints, kill
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.features.report import run_report as report
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from tests.nodes.conftest import STEPS, TOKEN, free_port
 from tests.scenarios.harness import ROOT, TRAIN, poll

@@ -10,9 +10,9 @@ import pytest
 
 from ddp_runner.core.gpu_reading import GpuReading
 from ddp_runner.features.gpu_watch.parent import GpuReader
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.observe.gpu_watch import GpuWatch
 from ddp_runner.observe.gpus import parse_amd_use, parse_rocm_use
-from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from tests.cli.test_amd_gpus import LISTED, LOW_POWER, STATIC
 from tests.processes import poll
 

@@ -8,20 +8,20 @@ import socket
 import time
 
 from ddp_runner import config
-from ddp_runner.kernel.wire.events import SpareReady, ZygoteReady
-from ddp_runner.kernel.wire.fork_specs import SpareSpec
-from ddp_runner.kernel.rules.helper_roles import STORE
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
-from ddp_runner.kernel.rules.lifecycle import RankEvent
-from ddp_runner.kernel.wire.messages import Forked, StoreReady, decode
 from ddp_runner.features.spare.rules import SPARE
-from ddp_runner.supervisor.node_plans import node_plan
+from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.helper_process import RankEnded
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.operating_system import Linux
 from ddp_runner.kernel.processes.rank_start import RankStart
-from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.rules.helper_roles import STORE
+from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.system import parent_death
+from ddp_runner.kernel.wire.events import SpareReady, ZygoteReady
+from ddp_runner.kernel.wire.fork_specs import SpareSpec
+from ddp_runner.kernel.wire.messages import Forked, StoreReady, decode
+from ddp_runner.supervisor.node_plans import node_plan
 from tests.processes import DEADLINE_S
 
 TASK = f"{__file__}:WaitingTask"

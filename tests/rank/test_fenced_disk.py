@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 from ddp_runner.kernel.rank.fenced_disk import FencedDisk, may_not_publish
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 
 
 @pytest.mark.parametrize(

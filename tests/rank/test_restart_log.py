@@ -7,6 +7,9 @@ import json
 import pytest
 
 from ddp_runner.config import from_flat
+from ddp_runner.kernel.rules.exits import RunStatus, StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.wire.events import (
     CheckpointSaved,
     Faulted,
@@ -15,12 +18,9 @@ from ddp_runner.kernel.wire.events import (
     RepairedInPlace,
     TuningChanged,
 )
-from ddp_runner.kernel.rules.exits import RunStatus, StopReason
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.wire.messages import Metrics, RestartProgress
 from ddp_runner.rank import external_launcher as outside
 from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
-from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.figures.train_report import TrainReport
 
 HALVED = TuningChanged(

@@ -11,11 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from ddp_runner.features.faults.child import surround_rank
 from ddp_runner.kernel.group.tcp_store import StoreLink
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
-from ddp_runner.kernel.wire.events import Faulted, StopSignalAtRank
+from ddp_runner.kernel.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.system.folder_owner import FolderOwner
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
+from ddp_runner.kernel.wire.events import Faulted, StopSignalAtRank
 from ddp_runner.kernel.wire.messages import (
     Abort,
     Checkpoint,
@@ -28,12 +33,7 @@ from ddp_runner.kernel.wire.messages import (
     Stop,
     WriteCopy,
 )
-from ddp_runner.features.faults.child import surround_rank
 from ddp_runner.observe.logger import DDPLogger
-from ddp_runner.kernel.rank.runtime import StartupOutput, SupervisedRuntime
-from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
-from ddp_runner.kernel.system.folder_owner import FolderOwner
-from ddp_runner.kernel.step.runtime import RankInfo
 from tests.processes import poll, ranks, run_ranks
 
 READY = Ready(

@@ -10,14 +10,14 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from ddp_runner.kernel.wire.events import RankFormed, ZygoteReady
-from ddp_runner.kernel.wire.fork_specs import ForkKind, NothingMore, SpareKind, SpareSpec
-from ddp_runner.kernel.rules.helper_roles import STORE
-from ddp_runner.kernel.rules.lifecycle import RankEvent
-from ddp_runner.kernel.wire.messages import NO_PROCESS, Finished, Fork, Forked, Ready
 from ddp_runner.kernel.rank import zygote
 from ddp_runner.kernel.rank.zygote import fork_to_supervisor
+from ddp_runner.kernel.rules.helper_roles import STORE
+from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.system.control_channel import Channel
+from ddp_runner.kernel.wire.events import RankFormed, ZygoteReady
+from ddp_runner.kernel.wire.fork_specs import ForkKind, NothingMore, SpareKind, SpareSpec
+from ddp_runner.kernel.wire.messages import NO_PROCESS, Finished, Fork, Forked, Ready
 from tests.processes import poll, ranks, run_ranks
 
 from .supervising import PlayedSupervisor, answers_on, parent_of, threads_of

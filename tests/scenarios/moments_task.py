@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.memory_slots import MemorySlots, _Header, _Slot
 from ddp_runner.checkpoint.snapshot import Snapshot
-from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.system.disk import RealDisk
+from ddp_runner.kernel.wire.board import Cell, Slot
 from tests.scenarios.moments import DISK, THERE_NAME, WANTED_NAME
 from tests.scenarios.workload import PacedTask
 

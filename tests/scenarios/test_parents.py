@@ -145,7 +145,9 @@ def importing(run):
     """The zygote while it imports: it has forked nobody, which it would do as soon as it can."""
     with contextlib.suppress(psutil.NoSuchProcess, ValueError):
         children = psutil.Process(run.process.pid).children()
-        (zygote,) = [child for child in children if "ddp_runner.kernel.rank.zygote" in child.cmdline()]
+        (zygote,) = [
+            child for child in children if "ddp_runner.kernel.rank.zygote" in child.cmdline()
+        ]
         return zygote
     return None
 

@@ -16,6 +16,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
+from ddp_runner.core.run_stages import StagePlace
+from ddp_runner.core.settings import CheckpointSettings, RecoverySettings, RunSettings, Settings
+from ddp_runner.kernel.parent.loop import Loop
+from ddp_runner.kernel.parent.supervisor import Supervisor
+from ddp_runner.kernel.processes.children import Ended, make_output_file
+from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.processes.node import STACKS_SIGNAL, Node
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import (
     CheckpointSaved,
@@ -25,10 +37,7 @@ from ddp_runner.kernel.wire.events import (
     SpareReady,
     ZygoteReady,
 )
-from ddp_runner.kernel.rules.exits import StopReason
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.wire.fork_specs import ForkKind
-from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.kernel.wire.messages import (
     NO_PROCESS,
     Abort,
@@ -46,18 +55,9 @@ from ddp_runner.kernel.wire.messages import (
     Stop,
     StoreReady,
 )
-from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.run_stages import StagePlace
-from ddp_runner.core.settings import CheckpointSettings, RecoverySettings, RunSettings, Settings
-from ddp_runner.kernel.processes.kernel_kills import KernelKills
 from ddp_runner.supervisor.assembly import assembled
-from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.supervisor.node_plans import node_plan
-from ddp_runner.kernel.processes.children import Ended, make_output_file
-from ddp_runner.kernel.processes.node import STACKS_SIGNAL, Node
 from ddp_runner.supervisor.reporting.run_screen import run_summary
-from ddp_runner.kernel.parent.supervisor import Supervisor
-from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 
 TICK_S = 0.1
 STEP_S = 0.05

@@ -16,11 +16,14 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.core.machines.node_options import NodeOptions
-from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.kernel.parent.loop import Loop
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.resources import StorePlace
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.nodes import follower_loop
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import (
@@ -30,9 +33,6 @@ from ddp_runner.supervisor.nodes.coordinator import (
 )
 from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
-from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.processes.resources import StorePlace
-from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.system.node_link import NodeLink
 from tests.supervisor.simulated import (
     FORM_S,

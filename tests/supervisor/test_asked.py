@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.wire.events import CheckpointSaved, RepairedInPlace
 from ddp_runner.kernel.rules.exits import ExitCode, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankState
 from ddp_runner.kernel.rules.stopping import PRESS_GAP_S, StopSignal
+from ddp_runner.kernel.wire.events import CheckpointSaved, RepairedInPlace
 from tests.supervisor.judging import assert_done
 from tests.supervisor.simulated import SAVE_EVERY
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from ddp_runner.kernel.recovery.communicator_cut import ANSWER_TIMEOUT_S, SILENT_LEAVE_TIMEOUT_S
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus
 from ddp_runner.kernel.rules.lifecycle import RankState
-from ddp_runner.kernel.recovery.communicator_cut import ANSWER_TIMEOUT_S, SILENT_LEAVE_TIMEOUT_S
 
 
 def assert_done(run):

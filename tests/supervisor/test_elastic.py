@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.recovery import repair
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.lifecycle import Membership, RankState
-from ddp_runner.kernel.recovery import repair
+from ddp_runner.kernel.wire.board import Cell
 from tests.supervisor.judging import assert_done, lost, plans
 
 

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
-from ddp_runner.kernel.rules.classify import classify_exit
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.endings import exit_of, store_died
 from ddp_runner.kernel.processes.rank_process import RankProcess
+from ddp_runner.kernel.rules.classify import classify_exit
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 
 CRASH = "import faulthandler, os\nfaulthandler.enable()\ndef f(): os.abort()\nf()\n"
 SILENT = "import os\nos.abort()\n"

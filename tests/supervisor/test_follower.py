@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import RepairedInPlace
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import DevicePlan
-from ddp_runner.kernel.rules.lifecycle import RankEvent
-from ddp_runner.kernel.wire.messages import Metrics, encode
 from ddp_runner.core.machines.node_messages import STACKS_BYTES_MAX, FenceRank, FromRank
 from ddp_runner.core.machines.node_options import NodeOptions
-from ddp_runner.supervisor.nodes.follower import Follower
 from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.lifecycle import RankEvent
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import RepairedInPlace
+from ddp_runner.kernel.wire.messages import Metrics, encode
+from ddp_runner.supervisor.nodes.follower import Follower
 from tests.supervisor import simulated
 
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
+from ddp_runner.kernel.processes.kernel_kills import KernelKills
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus
 from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankState
-from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import SAVER, SPARE
 

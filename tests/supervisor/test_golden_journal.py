@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire import messages
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.kernel.wire import events, messages
 from ddp_runner.observe.journal import Journal
 from tests.supervisor.simulated import DRILL, SPARE, Simulation
 from tests.supervisor.simulated_nodes import NodesSimulation

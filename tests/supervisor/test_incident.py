@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.recovery.incident import OpenIncident
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.kernel.rules.helper_roles import Role
 from ddp_runner.kernel.processes.keeper import Keeper, Stuck
+from ddp_runner.kernel.rules.helper_roles import Role
 
 ROLE = Role(
     name="one", module="", ready_s=10.0, silent_s=30.0, pauses_s=(2.0,), tries=2, refused_s=5.0

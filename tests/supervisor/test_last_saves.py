@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import Faulted, Proved, TuningChanged
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.kernel.rules.stopping import StopSignal
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import Faulted, Proved, TuningChanged
 from tests.supervisor.judging import assert_done, plans
 from tests.supervisor.simulated import SAVE_EVERY
 

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
+from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.kernel.parent.head_count import HeadCount
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.recovery.progress_watch import ProgressWatch
 from ddp_runner.kernel.rules.lifecycle import (
     IN_WORLD,
     MEMBERSHIP_TABLE,
@@ -19,10 +22,7 @@ from ddp_runner.kernel.rules.lifecycle import (
     RankState,
 )
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.settings import RecoverySettings
-from ddp_runner.kernel.parent.head_count import HeadCount
-from ddp_runner.kernel.parent.rank_handle import RankHandle
-from ddp_runner.kernel.recovery.progress_watch import ProgressWatch
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 from tests.supervisor.simulated import Clock
 
 PHASES = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.wire.events import Injected
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus
+from ddp_runner.kernel.wire.events import Injected
 from tests.supervisor.judging import assert_done
 
 

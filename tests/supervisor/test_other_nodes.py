@@ -12,13 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_runner.cli.node_checks import ask
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import RunEnds
-from ddp_runner.kernel.rules.exits import RunStatus
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import DevicePlan
-from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.core.machines.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
@@ -30,7 +24,16 @@ from ddp_runner.core.machines.node_messages import (
     RankGone,
 )
 from ddp_runner.core.machines.node_options import NodeOptions
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.resources import StorePlace
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.rules.recovery import GiveUp
+from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
+from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import RunEnds
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
@@ -43,9 +46,6 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     OtherNodes,
 )
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
-from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.processes.resources import StorePlace
-from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.system.node_link import QUEUE_BYTES_MAX, NodeLink
 from tests.supervisor import simulated
 

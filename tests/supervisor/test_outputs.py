@@ -7,9 +7,9 @@ import json
 import pytest
 import yaml
 
-from ddp_runner.kernel.wire import events as happened
-from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.core.settings import LogSettings, RunSettings, Settings
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.wire import events as happened
 from ddp_runner.observe.summary import RunSummary, TimeShares, read_summary
 from ddp_runner.observe.view import RankView, RunView
 from ddp_runner.supervisor.reporting.outputs import Outputs

@@ -13,13 +13,13 @@ import pytest
 from ddp_runner.cli import extras
 from ddp_runner.cli.planning import page_notes
 from ddp_runner.config import check_relations, refuse_without_supervisor, resolve
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.helper_roles import PAGE
 from ddp_runner.core.settings import LogSettings
 from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.helper_roles import PAGE
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.supervisor.reporting import side_programs
 from ddp_runner.supervisor.reporting.side_programs import PORTS_TRIED, PageKeeper, free_port
-from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from tests import processes
 
 TAKEN_S = 20.0

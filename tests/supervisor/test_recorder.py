@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
-from ddp_runner.supervisor.reporting.recorder import Evaluated, Recorder
 from ddp_runner.kernel.parent.run_facts import RunFacts
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.wire import events
+from ddp_runner.supervisor.reporting.recorder import Evaluated, Recorder
 from tests.supervisor.simulated import Clock, Outputs
 
 

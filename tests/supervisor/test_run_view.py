@@ -9,22 +9,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
-from ddp_runner.kernel.rules.lifecycle import RankEvent, RunState
-from ddp_runner.kernel.wire.messages import Ready
-from ddp_runner.kernel.rules.phases import Phase, Stage
 from ddp_runner.core.settings import DataSettings, RunSettings, Settings
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.run_facts import RunFacts
+from ddp_runner.kernel.processes.operating_system import Linux
+from ddp_runner.kernel.processes.rank_process import RankProcess
+from ddp_runner.kernel.rules.lifecycle import RankEvent, RunState
+from ddp_runner.kernel.rules.phases import Phase, Stage
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
+from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.observe.files import encode_record
 from ddp_runner.observe.loss_history import LossHistory
 from ddp_runner.observe.summary import RunFindings, TimeShares
 from ddp_runner.observe.view import status_record
-from ddp_runner.kernel.processes.operating_system import Linux
-from ddp_runner.kernel.processes.rank_process import RankProcess
-from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Evaluated
 from ddp_runner.supervisor.reporting.run_view import Around, run_view
-from ddp_runner.kernel.parent.run_facts import RunFacts
 
 WORLD = 2
 BATCH = 4

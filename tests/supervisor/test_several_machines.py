@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.recovery.zygote_keeper import ZYGOTES_LOST_MAX
+from ddp_runner.kernel.rules.exits import ExitCode
 from tests.supervisor.judging import assert_generations_grow, lost, plans
 from tests.supervisor.simulated_nodes import NodesSimulation
 

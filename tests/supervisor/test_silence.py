@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.wire.board import Cell
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import STEP_S
 

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
+from ddp_runner.kernel.recovery.zygote_keeper import ZYGOTES_LOST_MAX
 from ddp_runner.kernel.rules.exits import ExitCode, StopReason
 from ddp_runner.kernel.rules.helper_roles import STANDBY as STANDBY_ROLE
 from ddp_runner.kernel.rules.lifecycle import Membership, RankState
-from ddp_runner.kernel.recovery.zygote_keeper import ZYGOTES_LOST_MAX
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import SPARE, STANDBY
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import DataSettings, ModelSettings, RunSettings, Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.tasks.bytes_lm import BytesTask
 from ddp_runner.training.task import NamesLoss, ReportsSample, TakesSettings, Task
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import RunSettings, Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.starting.task_import import load_task
 
 pytestmark = pytest.mark.usefixtures("clean_imports")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddp_runner.kernel.replica.loss_module import PLAIN_FORM
-from ddp_runner.kernel.replica.replica import Replica
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 from ddp_runner.core.settings import DdpSettings, OptimSettings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.kernel.replica.loss_module import PLAIN_FORM
+from ddp_runner.kernel.replica.replica import Replica
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 from ddp_runner.training.components.ema import Ema
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes

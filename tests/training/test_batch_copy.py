@@ -10,8 +10,8 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from ddp_runner import DDPTrainer
-from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
 from ddp_runner.data.workers.pool import WorkerPool
+from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
 from ddp_runner.training import task_steps
 from ddp_runner.training.loading.batch_copy import to_device
 from tests.processes import run_ranks

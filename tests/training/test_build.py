@@ -11,14 +11,14 @@ import torch
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.quarantine import QuarantineFullError
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.data.workers.fetch import BatchKey, SampleReader
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.exactness.first_step import why_a_device_varies
 from ddp_runner.training.starting.fitting import not_finite
 from ddp_runner.training.starting.resume import is_complete, load_start
-from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.workload import build_workload
 from tests.checkpoint.states import facts_of
 

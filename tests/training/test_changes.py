@@ -10,9 +10,9 @@ import torch
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
+from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.starting.changes import CHANGES_KEPT, changes_since
 from ddp_runner.training.starting.resume import load_start, restore_newest
-from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.workload import build_workload
 from tests.checkpoint.states import facts_of
 

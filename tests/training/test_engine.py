@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.wire.events import Faulted
 from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.wire.events import Faulted
 from ddp_runner.training import rank_client
 from ddp_runner.training.local_runtime import LocalRuntime
 from ddp_runner.training.rank_client import engine_of
-from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.task_client import TaskClient
 from tests.processes import run_ranks
 

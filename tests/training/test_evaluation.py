@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from ddp_runner.data.order import WholeOrder
 from ddp_runner.kernel.replica.loss import Weighted
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.data.order import WholeOrder
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.figures.evaluation import BATCHES_PER_ROUND, Evaluator
-from tests.kernel.group.joining import join
 from tests.data.mapped import map_loader
+from tests.kernel.group.joining import join
 from tests.processes import hosted_store, run_ranks
 
 from .building import CPU, FEATURES, bits_of, build_replica, build_state

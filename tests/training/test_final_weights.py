@@ -13,10 +13,10 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.entry_names import load_bare_state
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.core.monitor import Best, Monitor
+from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.system.disk import RealDisk
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.saves.final_weights import best_weights, publish_final, swapped_in
 from tests.checkpoint.states import facts_of, save
 

@@ -17,18 +17,18 @@ from torch.utils.data import IterableDataset
 
 from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.core.save_policy import SavePolicy
+from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.save_policy import SavePolicy
-from ddp_runner.data.loader import MicroBatch
-from ddp_runner.training.saves import saving as training_saving
-from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.kernel.step.durable import Trust
+from ddp_runner.kernel.step.session import StepResult
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.local_runtime import LocalRuntime
-from ddp_runner.kernel.step.session import StepResult
+from ddp_runner.training.saves import saving as training_saving
 from ddp_runner.training.task import Datasets
 from tests.kernel.group.joining import join
 from tests.processes import hosted_store, poll, ranks, run_ranks

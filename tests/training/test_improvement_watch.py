@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.improvement import ImprovementRules
 from ddp_runner.core.monitor import Monitor
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
 from ddp_runner.training.starting.resume import is_complete
 

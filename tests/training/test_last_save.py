@@ -10,10 +10,10 @@ import pytest
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.system.disk import RealDisk
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.saves import last_save
 from ddp_runner.training.saves.disk_faults import DiskFaults
 from ddp_runner.training.saves.last_save import BEFORE_END, LastSave, checkpoint_room

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import OptimSettings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.components.layer_plan import layer_plan
 
 GROUPS = {"encoder": ["embed", "blocks.*"], "head": "head"}

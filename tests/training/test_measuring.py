@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError
-from ddp_runner.core.settings import Settings
 from ddp_runner.training.figures.measuring import Meter, build_objects, measures
 
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import OptimSettings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.components.optimizer import build_optimizer
 
 CPU = torch.device("cpu")

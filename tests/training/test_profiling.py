@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
+from ddp_runner.core.run_stages import StagePlace
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.run_stages import StagePlace
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.figures.phase_times import phase_values, timed
 from ddp_runner.training.figures.profiling import NoProfile, first_only, step_profile

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ddp_runner.checkpoint.entry_names import load_bare_state
+from ddp_runner.core.settings import OptimSettings
 from ddp_runner.kernel.group.transfer import receive_state, send_state
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.core.settings import OptimSettings
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.optimizer_state import load_optimizer_state
 from tests.kernel.group.joining import join

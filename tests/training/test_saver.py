@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.writer import CopyWriter
+from ddp_runner.kernel.system.disk import RealDisk
 from ddp_runner.kernel.wire.events import FaultTolerated
 from ddp_runner.kernel.wire.messages import CopyWritten
-from ddp_runner.kernel.system.disk import RealDisk
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from tests.processes import poll, run_ranks
 

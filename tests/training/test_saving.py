@@ -15,20 +15,20 @@ import torch
 from ddp_runner.checkpoint.snapshot import Snapshot
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import CheckpointSaved
+from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
-from ddp_runner.kernel.wire.messages import NotSaved
-from ddp_runner.core.step_schedule import RunLength
-from ddp_runner.training.saves import saving as training_saving
 from ddp_runner.kernel.step.durable import Keep, Trust
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.step.session import Votes
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import CheckpointSaved
+from ddp_runner.kernel.wire.messages import NotSaved
 from ddp_runner.training.local_runtime import LocalRuntime
 from ddp_runner.training.progress import Progress
-from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.training.saves import saving as training_saving
 from ddp_runner.training.saves.save_room import SaveRoom
 from ddp_runner.training.saves.saving import Saving
-from ddp_runner.kernel.step.session import Votes
 from ddp_runner.training.workload import Workload
 from tests.checkpoint.states import facts_of
 from tests.kernel.group.joining import join

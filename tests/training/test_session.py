@@ -19,16 +19,21 @@ from ddp_runner import DDPTrainer
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core import checkpoint_interval as pacing
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.core.checkpoint_interval import CheckpointInterval
-from ddp_runner.kernel.wire.events import CheckpointSaved, RankFormed, RepairedInPlace, TuningChanged
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
-from ddp_runner.kernel.wire.messages import Built, Finished, Metrics
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.training.saves import saving as training_saving
-from ddp_runner.training.local_runtime import LocalRuntime
 from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import (
+    CheckpointSaved,
+    RankFormed,
+    RepairedInPlace,
+    TuningChanged,
+)
+from ddp_runner.kernel.wire.messages import Built, Finished, Metrics
+from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.saves import saving as training_saving
 from ddp_runner.training.task import Datasets
 from tests.processes import run_ranks
 from tests.temporaries import of_a_dead_writer

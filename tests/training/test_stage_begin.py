@@ -11,11 +11,11 @@ import torch
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.run_stages import StageOfFile, StagePlace
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.starting.resume import load_start, restore_newest, take_up
-from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.starting.stage_begin import OtherStageError
 from ddp_runner.training.workload import build_workload
 from tests.checkpoint.states import facts_of

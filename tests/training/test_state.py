@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ddp_runner.checkpoint.entry_names import live_name
+from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.kernel.group.transfer import receive_state, send_state
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.training.components.buffers import Buffers
 from tests.kernel.group.joining import join
 from tests.processes import hosted_store, run_ranks

@@ -13,13 +13,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ddp_runner.kernel.group.abort import AbortSwitch
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.training.loading.batch_copy import to_device
+from ddp_runner.kernel.step.session import Votes
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
-from ddp_runner.kernel.step.session import Votes
+from ddp_runner.training.loading.batch_copy import to_device
 from ddp_runner.training.step import StepRules, own_share
 from tests.kernel.group.joining import join
 from tests.processes import hosted_store, run_ranks

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import RunSettings, Settings
-from ddp_runner.training.task import Task
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.starting.task_import import import_task_module, load_task
+from ddp_runner.training.task import Task
 
 if TYPE_CHECKING:
     from pathlib import Path

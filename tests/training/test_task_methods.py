@@ -6,8 +6,8 @@ import textwrap
 
 import pytest
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import RunSettings, Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.starting.task_import import load_task
 from ddp_runner.training.task_methods import unused_methods
 

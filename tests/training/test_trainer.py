@@ -17,15 +17,15 @@ from torch.utils.data import Dataset
 
 from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.memory.readings import SystemReader
-from ddp_runner.training.saves import saving as training_saving
 from ddp_runner.training.local_runtime import LocalRuntime
-from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.training.saves import saving as training_saving
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.trainer import device_record
 from tests.processes import hosted_store, ranks, run_ranks

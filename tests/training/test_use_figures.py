@@ -13,13 +13,13 @@ from torch import nn
 from ddp_runner import DDPTrainer
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.wire.messages import Finished, Metrics
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.wire.messages import Finished, Metrics
 from ddp_runner.memory.readings import Reading
 from ddp_runner.training.figures import use_figures
-from ddp_runner.training.local_runtime import LocalRuntime
-from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.figures.use_figures import UseFigures, speed_report, tokens_of
+from ddp_runner.training.local_runtime import LocalRuntime
 from tests.processes import run_ranks
 from tests.training.test_trainer import BATCH, STEPS, SmallTask, settings
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.monitor import Monitor
 from ddp_runner.data.quarantine import file_name_of_validation
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.trainer import DDPTrainer

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.kernel.replica.loss import LossForm, Weighted
 from ddp_runner.data.order import SampleOrder
+from ddp_runner.kernel.replica.loss import LossForm, Weighted
 from ddp_runner.kernel.step.session import Votes, WrapAgainError
 from ddp_runner.training.step import Stepper, StepRules
-from tests.kernel.group.joining import join
 from tests.data.mapped import map_loader
+from tests.kernel.group.joining import join
 from tests.processes import hosted_store, run_ranks
 
 from .building import (

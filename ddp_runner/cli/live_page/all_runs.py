@@ -19,8 +19,8 @@ from ddp_runner.cli.live_page.run_starter import SETTINGS, RunStarter
 from ddp_runner.cli.usage import shown_default
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.meanings import meanings
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.declaration import SWITCH, TEXT
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.observe.history.run_history import RunHistory
 
 _EVERY_S = 1.0

@@ -13,11 +13,11 @@ from pathlib import Path
 from ddp_runner import start
 from ddp_runner.config import check_relations, home_files, resolve
 from ddp_runner.config.fields import known_fields
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings.whole_run import LOGS
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.run_files import open_new
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.history.json_lines import last_lines
-from ddp_runner.kernel.system.run_files import open_new
 
 VALUE_CHARACTERS_MAX = 10_000
 _REFUSED_WITHIN_S = (

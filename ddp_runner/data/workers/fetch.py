@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.data.by_number import gives_several_only, sample_at
 from ddp_runner.data.sample_hash import sample_hash
 from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.memory_files import collate_batch
+from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.system.user_errors import traceback_text, user_place
 from ddp_runner.kernel.values.generators import generators_kept, mix64, seed_host
 

@@ -24,10 +24,10 @@ from ddp_runner.cli.command import JSON, Arguments, SmallCommand
 from ddp_runner.cli.launch import RunResult, launch
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.scratch import in_temporary_folder
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.demo.tables import show_checked
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:

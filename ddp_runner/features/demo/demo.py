@@ -15,11 +15,11 @@ from pathlib import Path
 from ddp_runner.cli.command import Arguments, SmallCommand
 from ddp_runner.cli.launch import RunResult, launch
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.core.injection import InjectKind
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.demo.tables import Repaired, read_repairs, show_changes, show_repairs
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.observe.summary import RunSummary, read_summary
 from ddp_runner.start import COMMAND
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.core.injection import SHOWS_AS, InjectKind
+from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.observe.format import printable
 
 if TYPE_CHECKING:

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_runner.kernel.replica.loss import Loss, times
-from ddp_runner.kernel.wire.board import Cell, Slot
-from ddp_runner.kernel.wire.events import Injected
-from ddp_runner.kernel.wire.fork_specs import RankSpec, SaverSpec
 from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind, parse_injection
-from ddp_runner.kernel.wire.messages import Inject
-from ddp_runner.kernel.rules.phases import Moment, Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.features.faults.faulty_disk import FaultyDisk, shared_trouble
 from ddp_runner.features.faults.injected_samples import with_bad_samples
 from ddp_runner.kernel.rank.runtime import SupervisedRuntime
+from ddp_runner.kernel.replica.loss import Loss, times
+from ddp_runner.kernel.rules.phases import Moment, Phase
+from ddp_runner.kernel.wire.board import Cell, Slot
+from ddp_runner.kernel.wire.events import Injected
+from ddp_runner.kernel.wire.fork_specs import RankSpec, SaverSpec
+from ddp_runner.kernel.wire.messages import Inject
 
 FOREVER_S = 1e6
 SPIKE_FACTOR = 1e4

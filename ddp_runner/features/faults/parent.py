@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 
-from ddp_runner.kernel.wire import events
 from ddp_runner.core.injection import (
     EVERY_RANK,
     Injection,
@@ -15,11 +14,12 @@ from ddp_runner.core.injection import (
     draw_injection,
     parse_injection,
 )
-from ddp_runner.kernel.rules.lifecycle import RankState, RunState
-from ddp_runner.kernel.wire.messages import Inject
-from ddp_runner.supervisor.around import OfRun
 from ddp_runner.kernel.parent.ports import Observer, Turn
 from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.rules.lifecycle import RankState, RunState
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.messages import Inject
+from ddp_runner.supervisor.around import OfRun
 
 _SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
 _ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})

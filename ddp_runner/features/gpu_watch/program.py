@@ -8,8 +8,8 @@ import select
 import sys
 from collections.abc import Sequence
 
-from ddp_runner.observe.gpu_watch import NoDriverError, driver_reader
 from ddp_runner.kernel.system import parent_death
+from ddp_runner.observe.gpu_watch import NoDriverError, driver_reader
 
 NO_DRIVER = 4  # exit code: there is nobody to ask here, and another attempt finds nobody either
 _NICE = 5  # ranks come first

@@ -15,19 +15,19 @@ import traceback
 from pathlib import Path
 
 from ddp_runner import config
-from ddp_runner.kernel.wire.events import Drill, DrillSkipped
-from ddp_runner.kernel.wire.fork_specs import DrillSpec
-from ddp_runner.kernel.wire.messages import Fork
-from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
 from ddp_runner.features.proof.comparison import compare
 from ddp_runner.features.proof.notes import Drills
-from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.kernel.rank.process import prepare_interpreter
+from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
+from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.run_files import open_to_append
+from ddp_runner.kernel.wire.events import Drill, DrillSkipped
+from ddp_runner.kernel.wire.fork_specs import DrillSpec
+from ddp_runner.kernel.wire.messages import Fork
+from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.training.rank_context import TaskParts
-from ddp_runner.kernel.step.runtime import RankInfo
 
 LOG_NAME = "drill.log"
 PROBLEM_CHARACTERS_MAX = 300

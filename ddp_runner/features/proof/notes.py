@@ -19,12 +19,7 @@ import torch
 from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.core.injection import changes_loss
-from ddp_runner.kernel.wire.messages import DrillPart
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.features.proof.rules import (
     SHARE,
     SHARE_FILE,
@@ -34,8 +29,13 @@ from ddp_runner.features.proof.rules import (
     folder_name,
     number_of_drill,
 )
+from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.rules.faults import FaultError
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.system.run_files import replace_file
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import DrillPart
 from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.step import Stepper

@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.fork_specs import DrillSpec
-from ddp_runner.kernel.wire.messages import DrillPart, Forked
 from ddp_runner.features.proof.rules import (
     DRILL,
     DRILLED,
@@ -26,11 +23,14 @@ from ddp_runner.features.proof.rules import (
     unproved_reason,
     wait_line,
 )
-from ddp_runner.supervisor.around import OfRun
 from ddp_runner.kernel.parent.ports import Observer, Turn
+from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper, Stuck
-from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.fork_specs import DrillSpec
+from ddp_runner.kernel.wire.messages import DrillPart, Forked
+from ddp_runner.supervisor.around import OfRun
 
 
 def beside_run(around: OfRun) -> DrillKeeper:

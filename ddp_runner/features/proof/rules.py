@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_runner.kernel.wire.fork_specs import ForkKind
 from ddp_runner.kernel.rules.helper_roles import Role
+from ddp_runner.kernel.wire.fork_specs import ForkKind
 
 DRILL = Role(
     name="drill",

@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import Any, TextIO, TypedDict
 
 from ddp_runner import start
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.machines.node_options import ENGINE
 from ddp_runner.features.ray.rules import RAY, Machine
+from ddp_runner.kernel.rules.errors import BadInputError
 
 _ANSWERS_S = 5.0
 LINES_MAX = 10  # of what another machine's supervisor wrote before it ended

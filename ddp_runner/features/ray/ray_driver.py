@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner import start
 from ddp_runner.cli.planning import asked_settings, with_nproc
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, ExitCode, StopReason
 from ddp_runner.features.ray import ray_actor
 from ddp_runner.features.ray.ray_cluster import (
     Look,
@@ -44,6 +42,13 @@ from ddp_runner.features.ray.rules import (
     words_for_machine,
 )
 from ddp_runner.kernel.parent.signal_box import STOP_SIGNALS, SignalBox
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import (
+    EXIT_CODE_OF_STATUS,
+    STATUS_OF_REASON,
+    ExitCode,
+    StopReason,
+)
 from ddp_runner.kernel.system.folder_owner import OWNER_NAME
 from ddp_runner.system.moving_endpoint import endpoint_bytes
 

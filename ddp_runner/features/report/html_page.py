@@ -9,8 +9,8 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from ddp_runner.kernel.rules.secrets import masked, masked_words
 from ddp_runner.features.report.improvements import EndedRun, improvements
+from ddp_runner.kernel.rules.secrets import masked, masked_words
 from ddp_runner.observe.format import count, duration, percent, setting_value
 from ddp_runner.observe.history.figures import (
     Look,

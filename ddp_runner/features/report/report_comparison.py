@@ -15,9 +15,9 @@ from ddp_runner.cli.command import Arguments, is_unicode, show
 from ddp_runner.cli.runs import log_dir_of
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.run_names import is_name
+from ddp_runner.features.report.improvements import EndedRun
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
-from ddp_runner.features.report.improvements import EndedRun
 from ddp_runner.observe.format import byte_size, count, duration, figure, percent, rate, sparkline
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.history.table_rows import time_parts

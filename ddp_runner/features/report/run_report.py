@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 from ddp_runner import start
 from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand, is_unicode, show
 from ddp_runner.cli.runs import elsewhere, log_dir_of
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import ExitCode
-from ddp_runner.kernel.rules.lifecycle import RunState
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.report.html_page import html_report
 from ddp_runner.features.report.improvements import EndedRun, improvements
@@ -27,12 +24,15 @@ from ddp_runner.features.report.text_report import (
     improvement_lines,
     time_lines,
 )
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
+from ddp_runner.kernel.rules.lifecycle import RunState
+from ddp_runner.kernel.system.run_files import from_json, read_lines, read_small, replace_file
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import fault_sentence
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.start import COMMAND
-from ddp_runner.kernel.system.run_files import from_json, read_lines, read_small, replace_file
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:

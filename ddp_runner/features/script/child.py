@@ -25,11 +25,21 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_runner.kernel.wire.board import Board, Cell, Slot
-from ddp_runner.kernel.wire.events import Faulted, RankFormed
+from ddp_runner.features.script.rules import ScriptCall
+from ddp_runner.kernel.rank.runtime import StartupOutput, lossy_text, write_stacks
+from ddp_runner.kernel.rank.signals import RUN_SIGNALS
+from ddp_runner.kernel.rank.zygote import Ahead
 from ddp_runner.kernel.rules.faults import CAUSE_CHARACTERS_MAX
-from ddp_runner.kernel.wire.fork_specs import ProgramSpec
 from ddp_runner.kernel.rules.helper_roles import STORE
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.step.failure import fault_of
+from ddp_runner.kernel.system import parent_death
+from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.system.run_files import left_over, temporary_path, writer_of
+from ddp_runner.kernel.wire.board import Board, Cell, Slot
+from ddp_runner.kernel.wire.codec import built
+from ddp_runner.kernel.wire.events import Faulted, RankFormed
+from ddp_runner.kernel.wire.fork_specs import ProgramSpec
 from ddp_runner.kernel.wire.messages import (
     CollectivesBegun,
     CountCollectives,
@@ -41,20 +51,10 @@ from ddp_runner.kernel.wire.messages import (
     ReopenLog,
     Stacks,
 )
-from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.kernel.wire.codec import built
-from ddp_runner.features.script.rules import ScriptCall
 from ddp_runner.observe.files import ends_torn
 from ddp_runner.observe.logger import HELD_BACK, format_record
 from ddp_runner.rank.main_program import run_as_main
-from ddp_runner.kernel.rank.runtime import StartupOutput, lossy_text, write_stacks
-from ddp_runner.kernel.rank.signals import RUN_SIGNALS
-from ddp_runner.kernel.rank.zygote import Ahead
-from ddp_runner.kernel.system import parent_death
-from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.heartbeat import count_heartbeats
-from ddp_runner.kernel.system.run_files import left_over, temporary_path, writer_of
-from ddp_runner.kernel.step.failure import fault_of
 
 _IMPORTED_AHEAD = (
     "torch",

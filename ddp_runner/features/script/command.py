@@ -22,10 +22,8 @@ from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.config.sources import named_file
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.launch_plan import OpaqueProgram
 from ddp_runner.core.plain_rank import plain_rank
-from ddp_runner.kernel.rules.secrets import masked_words
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.script.accelerate_config import ON_CPU, accelerate_variables
 from ddp_runner.features.script.loop import attaches, may_be_run, source_of, with_loop
@@ -46,6 +44,8 @@ from ddp_runner.features.script.options import (
     WHICH_STREAMS,
 )
 from ddp_runner.features.script.rules import GRACE_AT_STOP_S, RANK, ResumeWith, ScriptPlan
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.secrets import masked_words
 from ddp_runner.start import COMMAND
 from ddp_runner.version import VERSION
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.divergence import disagreement
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
-from ddp_runner.kernel.wire.messages import CollectivesBegun
-from ddp_runner.kernel.processes.endings import place_in
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.processes.endings import place_in
+from ddp_runner.kernel.rules.divergence import disagreement
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import CollectivesBegun
 
 ANSWER_TIME_S = 3.0  # for ranks to say how many collectives they have begun, and where they are
 FORCED_TIME_S = 1.0  # for one that does not answer to be made to

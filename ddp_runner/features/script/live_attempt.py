@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_runner.features.script.rules import Attempt, explained, first_cause
+from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.rules.classify import RankExit, classify_exit
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.wire.messages import Leaving
-from ddp_runner.features.script.rules import Attempt, explained, first_cause
-from ddp_runner.kernel.parent.rank_handle import RankHandle
 
 LATE_S = 10.0  # for ranks to end after the first has
 

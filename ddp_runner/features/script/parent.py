@@ -14,40 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.classify import classify_exit
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import (
-    OF_SIGNAL,
-    STATUS_OF_REASON,
-    ExitCode,
-    RunStatus,
-    StopReason,
-    exit_code_of,
-)
-from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin, rank_list
-from ddp_runner.kernel.rules.helper_roles import STORE
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.rules.lifecycle import (
-    NO_PROCESS_LEFT,
-    RUN_TABLE,
-    Machine,
-    MembershipEvent,
-    RankEvent,
-    RankState,
-    RunEvent,
-    RunState,
-)
-from ddp_runner.kernel.wire.messages import (
-    CollectivesBegun,
-    Finished,
-    Leaving,
-    Message,
-    Ready,
-    decode,
-)
-from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
 from ddp_runner.features.script.attempt_files import AttemptFiles, error_file
 from ddp_runner.features.script.hangs import ScriptHangs
 from ddp_runner.features.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
@@ -67,8 +34,10 @@ from ddp_runner.features.script.rules import (
     was_asked_to_end,
 )
 from ddp_runner.features.script.summary import AttemptRecord, ScriptSummary
-from ddp_runner.supervisor import assembly
 from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
+from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.endings import exit_of
 from ddp_runner.kernel.processes.helper_process import HelperEnded, RankEnded, ZygoteEnded
@@ -76,14 +45,45 @@ from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.processes.rank_start import RankStart
 from ddp_runner.kernel.processes.resources import remove_temporary_files
-from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
+from ddp_runner.kernel.rules.classify import classify_exit
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import (
+    OF_SIGNAL,
+    STATUS_OF_REASON,
+    ExitCode,
+    RunStatus,
+    StopReason,
+    exit_code_of,
+)
+from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin, rank_list
+from ddp_runner.kernel.rules.helper_roles import STORE
+from ddp_runner.kernel.rules.lifecycle import (
+    NO_PROCESS_LEFT,
+    RUN_TABLE,
+    Machine,
+    MembershipEvent,
+    RankEvent,
+    RankState,
+    RunEvent,
+    RunState,
+)
+from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
+from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import (
+    CollectivesBegun,
+    Finished,
+    Leaving,
+    Message,
+    Ready,
+    decode,
+)
+from ddp_runner.supervisor import assembly
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.start_progress import Start
-from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
-from ddp_runner.kernel.parent.world import World
-from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.system.run_directories import RunDirectories
 
 

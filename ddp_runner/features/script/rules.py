@@ -6,12 +6,12 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.kernel.rules.classify import VICTIM_KINDS, attribute
 from ddp_runner.kernel.rules.exits import OF_SIGNAL, ExitCode, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.recovery import budget_spent
 from ddp_runner.kernel.rules.repeats import same_error
-from ddp_runner.core.settings import RecoverySettings
 
 RANK = "ddp_runner.features.script.child"
 NEWEST = "{}"

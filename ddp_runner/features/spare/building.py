@@ -12,11 +12,11 @@ from typing import Any
 
 import psutil
 
-from ddp_runner.kernel.wire.fork_specs import Surroundings
 from ddp_runner.core.settings import Settings
-from ddp_runner.kernel.system import parent_death
-from ddp_runner.training.starting.built_ahead import BuiltAhead, build_ahead
 from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.system import parent_death
+from ddp_runner.kernel.wire.fork_specs import Surroundings
+from ddp_runner.training.starting.built_ahead import BuiltAhead, build_ahead
 
 OF_A_RANK = ("RANK", "LOCAL_RANK")  # variables that a spare has no value for
 A_COPY = "a copy of the environment"  # asked for: what is read of it later is not known

@@ -20,30 +20,30 @@ import torch
 from torch import Tensor, nn
 
 from ddp_runner import config
-from ddp_runner.kernel.group.abort import AbortSwitch
-from ddp_runner.kernel.group.group import Membership, joined
-from ddp_runner.kernel.replica.replica import Replica
-from ddp_runner.kernel.group.tcp_store import StoreLink
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Slot
-from ddp_runner.kernel.wire.events import SpareReady
-from ddp_runner.kernel.wire.fork_specs import SpareKind, SpareSpec
-from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.features.spare.building import Built, build, first_to_end, spare_children
-from ddp_runner.rank import trained
+from ddp_runner.kernel.group.abort import AbortSwitch
+from ddp_runner.kernel.group.group import Membership, joined
+from ddp_runner.kernel.group.tcp_store import StoreLink
+from ddp_runner.kernel.replica.replica import Replica
+from ddp_runner.kernel.step.session import Votes
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.values.generators import generators_kept
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Slot
+from ddp_runner.kernel.wire.events import SpareReady
+from ddp_runner.kernel.wire.fork_specs import SpareKind, SpareSpec
+from ddp_runner.kernel.wire.messages import Fork
+from ddp_runner.rank import trained
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
-from ddp_runner.kernel.step.session import Votes
 from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.step import Stepper, StepRules
-from ddp_runner.kernel.values.generators import generators_kept
 
 _WIDTH = 8
 _SAMPLES = 2

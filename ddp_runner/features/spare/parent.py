@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.fork_specs import SpareKind, SpareSpec
-from ddp_runner.kernel.rules.lifecycle import RankState
-from ddp_runner.kernel.wire.messages import NO_PROCESS, Forked
 from ddp_runner.features.spare.rules import (
     LOST_BUILDING_MAX,
     SPARE,
@@ -17,11 +12,16 @@ from ddp_runner.features.spare.rules import (
     must_give_back,
     wants_spare,
 )
-from ddp_runner.supervisor.around import OfMachine
 from ddp_runner.kernel.parent.ports import Observer, Turn
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.helper_process import Helper
 from ddp_runner.kernel.processes.keeper import Keeper
+from ddp_runner.kernel.rules.lifecycle import RankState
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.fork_specs import SpareKind, SpareSpec
+from ddp_runner.kernel.wire.messages import NO_PROCESS, Forked
+from ddp_runner.supervisor.around import OfMachine
 
 # For it to be ready, of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.
 CUDA_WARM_TIMEOUT_S = 60.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddp_runner.kernel.wire.fork_specs import ForkKind, SpareKind
 from ddp_runner.kernel.rules.helper_roles import Role
+from ddp_runner.kernel.wire.fork_specs import ForkKind, SpareKind
 
 SPARE = Role(
     name="spare",

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.features.trackers.rules import Values
+from ddp_runner.kernel.system.run_files import from_json, is_named, open_to_read, replace_file
 from ddp_runner.observe.files import encode_record
 from ddp_runner.observe.tracker_position import position_path, read_position
-from ddp_runner.kernel.system.run_files import from_json, is_named, open_to_read, replace_file
 
 METRICS, EVENTS = "metrics", "events"
 CHUNK_BYTES = 4 * 1024 * 1024

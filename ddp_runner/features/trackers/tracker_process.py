@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ddp_runner.kernel.rules.secrets import environment_secrets, without_secrets
 from ddp_runner.features.trackers.csv_file import CsvTracker
 from ddp_runner.features.trackers.follow import Follower, Record
 from ddp_runner.features.trackers.tensorboard_file import TensorboardTracker
 from ddp_runner.features.trackers.wandb_run import WandbTracker
+from ddp_runner.kernel.rules.secrets import environment_secrets, without_secrets
 from ddp_runner.kernel.system import parent_death
 
 LOOK_EVERY_S = 0.5

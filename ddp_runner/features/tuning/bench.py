@@ -12,12 +12,12 @@ from ddp_runner.cli.command import JSON, Arguments, SmallCommand, show
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.core.step_times import STEP, Part, Verdict, judge, parts_of, slowness
 from ddp_runner.features.tuning.trials import Trial, steps_of, train
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 
 from ddp_runner import config
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.kernel.group.apart import NeedsOthersError, stand_apart
-from ddp_runner.kernel.replica.data_parallel import loss_over_devices
-from ddp_runner.kernel.replica.loss import read_loss
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import ExitCode
-from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamPosition
@@ -34,19 +27,26 @@ from ddp_runner.features.tuning.dry_run_report import (
     memory_table,
     module_table,
 )
+from ddp_runner.kernel.group.apart import NeedsOthersError, stand_apart
+from ddp_runner.kernel.replica.data_parallel import loss_over_devices
+from ddp_runner.kernel.replica.loss import read_loss
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
+from ddp_runner.kernel.rules.faults import FaultError
+from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.system.user_errors import traceback_text
+from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.logger import DDPLogger
-from ddp_runner.kernel.system.user_errors import traceback_text
-from ddp_runner.training.loading.batch_copy import tensors_of, to_device
 from ddp_runner.training.components.optimizer import bytes_to_come
+from ddp_runner.training.figures.train_report import block_of, start_notes
+from ddp_runner.training.loading.batch_copy import tensors_of, to_device
 from ddp_runner.training.loading.loaders import make_loader
 from ddp_runner.training.local_runtime import Aside
-from ddp_runner.kernel.step.runtime import RankInfo
-from ddp_runner.training.state import TrainState
-from ddp_runner.training.figures.train_report import block_of, start_notes
 from ddp_runner.training.starting.whole_state import note_begin
+from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import TaskWorkload, build_workload, start_fresh
-from ddp_runner.kernel.values.generators import seed_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

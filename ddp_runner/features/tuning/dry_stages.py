@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.stage_choice import alone
+from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
-from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.observe.format import printable
 from ddp_runner.kernel.system import parent_death
+from ddp_runner.observe.format import printable
 
 if TYPE_CHECKING:
     from ddp_runner.cli.parser import TrainArguments

@@ -12,14 +12,14 @@ from ddp_runner.cli.from_python import LARGEST
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.stage_choice import alone
 from ddp_runner.core.batch_sizes import global_batch
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.features.tuning import batch_search
 from ddp_runner.features.tuning.batch_search import Outcome, Tried
 from ddp_runner.features.tuning.trials import MemoryWatch, Trial, refuse_ranks, steps_of, train
 from ddp_runner.features.tuning.words import BATCH_SIZE
 from ddp_runner.kernel.processes.free_memory import free_bytes
 from ddp_runner.kernel.processes.memory_limits import container_limit
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.observe import format as fmt
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from ddp_runner.checkpoint.catalog import Catalog, Entry
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.stage_choice import alone
 from ddp_runner.config import aligned, difference, resume_key, task_resume_key
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.features.tuning.lr_range import Curve, Point, Suggestion, curve_of, suggestion
 from ddp_runner.features.tuning.trials import Trial, refuse_ranks, steps_of, train
 from ddp_runner.features.tuning.words import LEARNING_RATE
-from ddp_runner.observe.format import figure, printable
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.run_files import replace_file
+from ddp_runner.observe.format import figure, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

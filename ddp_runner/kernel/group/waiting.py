@@ -6,8 +6,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.wire.board import Cell, Slot
 
 
 @contextlib.contextmanager

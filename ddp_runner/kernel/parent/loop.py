@@ -8,15 +8,15 @@ import traceback
 from collections.abc import Sequence
 from typing import Protocol
 
-from ddp_runner.kernel.rules.exits import StopReason
-from ddp_runner.kernel.rules.lifecycle import Machine, RunEvent, RunState
-from ddp_runner.kernel.rules.stopping import StopSignal, TimeLimit
 from ddp_runner.kernel.parent.ports import RunRecord
-from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
 from ddp_runner.kernel.parent.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.lifecycle import Machine, RunEvent, RunState
+from ddp_runner.kernel.rules.stopping import StopSignal, TimeLimit
 from ddp_runner.kernel.system.clock import Clock
 
 TICK_S = 0.1

@@ -5,20 +5,20 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.rules.faults import Fault
-from ddp_runner.kernel.rules.helper_roles import STORE, Role
-from ddp_runner.kernel.wire.messages import Forked, Message, StoreReady
 from ddp_runner.kernel.parent.ports import EventRecorder, HelperPolicy, StartProgress
+from ddp_runner.kernel.parent.run_facts import RunFacts
+from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.endings import store_died
 from ddp_runner.kernel.processes.helper_process import HelperEnded, ZygoteEnded
 from ddp_runner.kernel.processes.keeper import Keeper
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
-from ddp_runner.kernel.parent.run_facts import RunFacts
-from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.rules.faults import Fault
+from ddp_runner.kernel.rules.helper_roles import STORE, Role
 from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.messages import Forked, Message, StoreReady
 
 
 class StorePolicy:

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.run_facts import RunFacts
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.rank_start import RankStart, StartedBy
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.helper_roles import Role
-from ddp_runner.kernel.wire.messages import Built, Finished, Forked, Message, Ready
 from ddp_runner.kernel.rules.recovery import Incident
-from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.rank_start import RankStart, StartedBy
-from ddp_runner.kernel.parent.rank_handle import RankHandle
-from ddp_runner.kernel.parent.run_facts import RunFacts
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.messages import Built, Finished, Forked, Message, Ready
 
 
 class ProcessView(Protocol):

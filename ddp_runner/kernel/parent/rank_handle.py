@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ddp_runner.kernel.wire.board import Cell, Slot
+from ddp_runner.kernel.parent.head_count import HeadCount
 from ddp_runner.kernel.rules.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.kernel.rules.faults import PARKED_BY_RANK
 from ddp_runner.kernel.rules.lifecycle import (
@@ -17,9 +17,9 @@ from ddp_runner.kernel.rules.lifecycle import (
     RankEvent,
     RankState,
 )
-from ddp_runner.kernel.wire.messages import Finished, Ready
 from ddp_runner.kernel.rules.recovery import Incident, WorldFacts
-from ddp_runner.kernel.parent.head_count import HeadCount
+from ddp_runner.kernel.wire.board import Cell, Slot
+from ddp_runner.kernel.wire.messages import Finished, Ready
 
 # For a killed process to end; freeing much memory takes seconds, a file system that does not answer for ever.
 REAP_TIMEOUT_S = 60.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_runner.kernel.rules.lifecycle import Machine, RunEvent, RunState
-from ddp_runner.kernel.rules.limits import RecoveryLimits
 from ddp_runner.kernel.parent.ports import Checkpoints, RunRecord
 from ddp_runner.kernel.parent.run_facts import RunFacts
 from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.rules.lifecycle import Machine, RunEvent, RunState
+from ddp_runner.kernel.rules.limits import RecoveryLimits
 from ddp_runner.kernel.system.clock import Clock
 
 

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from ddp_runner.kernel.parent.ports import ShownStart
+from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.parent.run_facts import Ending
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.recovery.communicator_cut import Cutting
+from ddp_runner.kernel.recovery.last_save import LastSave
 from ddp_runner.kernel.rules.exits import (
     STATUS_OF_REASON,
     ExitCode,
@@ -14,15 +21,8 @@ from ddp_runner.kernel.rules.exits import (
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, fault_line
 from ddp_runner.kernel.rules.last_save import SaveOutcome, closing_words
 from ddp_runner.kernel.rules.lifecycle import RunEvent
-from ddp_runner.kernel.wire.messages import WriteCopy
 from ddp_runner.kernel.rules.recovery import GiveUp
-from ddp_runner.kernel.parent.ports import ShownStart
-from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.rank_process import WhatItWrote
-from ddp_runner.kernel.recovery.communicator_cut import Cutting
-from ddp_runner.kernel.recovery.last_save import LastSave
-from ddp_runner.kernel.parent.run_context import RunContext
-from ddp_runner.kernel.parent.run_facts import Ending
+from ddp_runner.kernel.wire.messages import WriteCopy
 
 
 class RunEnd:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.rules.exits import EXIT_CODE_OF_STATUS, RunStatus
+from ddp_runner.kernel.wire import events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

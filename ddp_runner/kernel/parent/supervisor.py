@@ -11,13 +11,36 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.parent.node_keeper import NodeKeeper
+from ddp_runner.kernel.parent.ports import Observer, Opening, RunRecord, ShownStart, Stages, Turn
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.parent.run_end import RunEnd
+from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
+from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.endings import exit_of
+from ddp_runner.kernel.processes.helper_process import RankEnded, ZygoteEnded
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.recovery.communicator_cut import Cutting
+from ddp_runner.kernel.recovery.repair import Repair
+from ddp_runner.kernel.recovery.zygote_keeper import NoZygote
 from ddp_runner.kernel.rules.classify import VICTIM_KINDS, classify_exit
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault
-from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunEvent, RunState
+from ddp_runner.kernel.rules.lifecycle import (
+    IN_WORLD,
+    Membership,
+    RankEvent,
+    RankState,
+    RunEvent,
+    RunState,
+)
+from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import (
     AbortHeard,
     Built,
@@ -32,22 +55,6 @@ from ddp_runner.kernel.wire.messages import (
     Stop,
     decode,
 )
-from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
-from ddp_runner.kernel.parent.node_keeper import NodeKeeper
-from ddp_runner.kernel.parent.ports import Observer, Opening, RunRecord, ShownStart, Stages, Turn
-from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.endings import exit_of
-from ddp_runner.kernel.processes.helper_process import RankEnded, ZygoteEnded
-from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.processes.rank_process import WhatItWrote
-from ddp_runner.kernel.parent.rank_handle import RankHandle
-from ddp_runner.kernel.recovery.communicator_cut import Cutting
-from ddp_runner.kernel.recovery.repair import Repair
-from ddp_runner.kernel.recovery.zygote_keeper import NoZygote
-from ddp_runner.kernel.parent.run_context import RunContext
-from ddp_runner.kernel.parent.run_end import RunEnd
-from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
-from ddp_runner.kernel.parent.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

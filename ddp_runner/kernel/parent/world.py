@@ -10,16 +10,16 @@ import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import Cut
-from ddp_runner.kernel.rules.helper_roles import STORE
-from ddp_runner.kernel.rules.lifecycle import IN_WORLD, RankEvent, RankState
-from ddp_runner.kernel.wire.messages import Abort, CountCollectives, Form, Message, Stacks, Stop
 from ddp_runner.kernel.parent.head_count import HeadCount
 from ddp_runner.kernel.parent.ports import Host, ProcessView
+from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_start import RankStart, StartedBy
-from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.rules.helper_roles import STORE
+from ddp_runner.kernel.rules.lifecycle import IN_WORLD, RankEvent, RankState
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import Cut
+from ddp_runner.kernel.wire.messages import Abort, CountCollectives, Form, Message, Stacks, Stop
 
 SECRET_BYTES = 32
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 
-from ddp_runner.kernel.wire.fork_specs import ForkKind, ImportsSpec
-from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.kernel.processes.guardian_process import tidies_up
 from ddp_runner.kernel.processes.zygote_start import StartedZygote
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.parent_death import semaphores_of
 from ddp_runner.kernel.system.proc_state import stat_fields
 from ddp_runner.kernel.system.run_files import reading
+from ddp_runner.kernel.wire.fork_specs import ForkKind, ImportsSpec
+from ddp_runner.kernel.wire.messages import Fork
 
 OUTPUT_SHOWN_BYTES = 8_000
 WORDS_BYTES = 64_000  # that a process may take to say why it dies: the stacks of all its threads

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddp_runner.kernel.wire.board import SlotReading
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.rules.classify import RankExit, signal_name
 from ddp_runner.kernel.rules.crash_output import (
     SELF_MADE_SIGNALS,
@@ -13,8 +14,7 @@ from ddp_runner.kernel.rules.crash_output import (
     user_frame,
 )
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
-from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.wire.board import SlotReading
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 

@@ -9,12 +9,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_runner.kernel.wire.fork_specs import Spec
-from ddp_runner.kernel.rules.helper_roles import Role
-from ddp_runner.kernel.wire.messages import Fork, Message, WriteCopy
 from ddp_runner.kernel.processes.children import Ended, make_output_file
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.rules.helper_roles import Role
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.wire.fork_specs import Spec
+from ddp_runner.kernel.wire.messages import Fork, Message, WriteCopy
 
 
 class Helper:

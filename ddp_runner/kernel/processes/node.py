@@ -13,18 +13,6 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddp_runner.kernel.wire.board import Cell, Slot
-from ddp_runner.kernel.wire.fork_specs import (
-    ForkKind,
-    NothingMore,
-    ProgramSpec,
-    RankSpec,
-    SpareKind,
-    SpareSpec,
-    Spec,
-)
-from ddp_runner.kernel.rules.helper_roles import STANDBY, STORE, Role
-from ddp_runner.kernel.wire.messages import NO_PROCESS, Fork, Forked, Message, encode
 from ddp_runner.kernel.processes.children import Ended, read_output
 from ddp_runner.kernel.processes.helper_process import (
     Departure,
@@ -44,9 +32,21 @@ from ddp_runner.kernel.processes.resources import (
     SharedByRanks,
     StorePlace,
 )
+from ddp_runner.kernel.rules.helper_roles import STANDBY, STORE, Role
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.proc_state import StoppedWatch
+from ddp_runner.kernel.wire.board import Cell, Slot
+from ddp_runner.kernel.wire.fork_specs import (
+    ForkKind,
+    NothingMore,
+    ProgramSpec,
+    RankSpec,
+    SpareKind,
+    SpareSpec,
+    Spec,
+)
+from ddp_runner.kernel.wire.messages import NO_PROCESS, Fork, Forked, Message, encode
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 COORDINATORS_LOGS = 0  # the number of the coordinator's machine

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner import start
-from ddp_runner.kernel.rules.helper_roles import Role
 from ddp_runner.kernel.processes.children import (
     kill,
     make_output_file,
     read_end,
     read_output,
 )
+from ddp_runner.kernel.rules.helper_roles import Role
 from ddp_runner.kernel.system.run_files import open_to_append_anywhere
 
 _READ_BYTES = 1 << 20

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_runner.kernel.rules.crash_output import read_stack
-from ddp_runner.kernel.rules.secrets import without_secrets
 from ddp_runner.kernel.processes.children import (
     WORDS_BYTES,
     file_size,
@@ -16,6 +14,8 @@ from ddp_runner.kernel.processes.children import (
     read_end,
     read_output,
 )
+from ddp_runner.kernel.rules.crash_output import read_stack
+from ddp_runner.kernel.rules.secrets import without_secrets
 from ddp_runner.kernel.system.control_channel import Channel
 
 STACKS_QUIET_S = 0.15  # without another byte: it has written them

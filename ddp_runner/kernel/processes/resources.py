@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.wire.fork_specs import Program, SaverSpec
 from ddp_runner.kernel.processes.node_plan import NodePlan
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.kernel.system.run_files import left_over
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
+from ddp_runner.kernel.wire.fork_specs import Program, SaverSpec
 
 
 def remove_temporary_files(directory: Path) -> list[Path]:

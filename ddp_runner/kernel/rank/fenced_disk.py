@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.system.disk import RealDisk
+from ddp_runner.kernel.wire.board import Cell, Slot
 
 
 def never() -> bool:

@@ -14,20 +14,20 @@ from pathlib import Path
 import torch
 
 from ddp_runner.kernel.group.tcp_store import StoreLink
-from ddp_runner.kernel.wire.board import Board, Cell, Slot
-from ddp_runner.kernel.wire.events import Faulted
-from ddp_runner.kernel.rules.faults import ReportedFaultError
-from ddp_runner.kernel.wire.fork_specs import RankSpec, Surroundings
-from ddp_runner.kernel.wire.messages import Fork
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.rank.exit_functions import run_exit_functions
 from ddp_runner.kernel.rank.runtime import StartupOutput, SupervisedRuntime, lossy_text
+from ddp_runner.kernel.rules.faults import ReportedFaultError
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.step.failure import fault_of
+from ddp_runner.kernel.step.runtime import Log, RankInfo
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.system.interfaces import interface_of, interface_to
-from ddp_runner.kernel.step.failure import fault_of
-from ddp_runner.kernel.step.runtime import Log, RankInfo
+from ddp_runner.kernel.wire.board import Board, Cell, Slot
+from ddp_runner.kernel.wire.events import Faulted
+from ddp_runner.kernel.wire.fork_specs import RankSpec, Surroundings
+from ddp_runner.kernel.wire.messages import Fork
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 

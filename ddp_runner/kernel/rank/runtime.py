@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ddp_runner.kernel.group.abort import AbortSwitch
 from ddp_runner.kernel.group.group import Membership, collectives_begun
-from ddp_runner.kernel.replica.loss import Loss
 from ddp_runner.kernel.group.tcp_store import StoreLink
-from ddp_runner.kernel.wire.board import Cell, Slot
+from ddp_runner.kernel.rank.fenced_disk import FencedDisk, may_not_publish
+from ddp_runner.kernel.rank.signals import take_signals
+from ddp_runner.kernel.replica.loss import Loss
 from ddp_runner.kernel.rules.classify import VICTIM_KINDS
-from ddp_runner.kernel.wire.events import Cut, Faulted, StopSignalAtRank
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import (
     PARKED_BY_RANK,
@@ -30,6 +30,13 @@ from ddp_runner.kernel.rules.faults import (
     Fault,
     FaultKind,
 )
+from ddp_runner.kernel.step.runtime import Generation, Log, RankInfo, without_secrets_in
+from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.system.disk import Disk
+from ddp_runner.kernel.system.folder_owner import FolderOwner
+from ddp_runner.kernel.system.run_files import open_to_append, open_to_append_anywhere
+from ddp_runner.kernel.wire.board import Cell, Slot
+from ddp_runner.kernel.wire.events import Cut, Faulted, StopSignalAtRank
 from ddp_runner.kernel.wire.messages import (
     Abort,
     AbortHeard,
@@ -47,13 +54,6 @@ from ddp_runner.kernel.wire.messages import (
     WriteCopy,
     brief,
 )
-from ddp_runner.kernel.rank.fenced_disk import FencedDisk, may_not_publish
-from ddp_runner.kernel.rank.signals import take_signals
-from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
-from ddp_runner.kernel.system.disk import Disk
-from ddp_runner.kernel.system.folder_owner import FolderOwner
-from ddp_runner.kernel.system.run_files import open_to_append, open_to_append_anywhere
-from ddp_runner.kernel.step.runtime import Generation, Log, RankInfo, without_secrets_in
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

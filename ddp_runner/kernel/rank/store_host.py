@@ -7,10 +7,10 @@ import signal
 import socket
 
 from ddp_runner.kernel.group.tcp_store import serve_store
-from ddp_runner.kernel.wire.messages import Fork, StoreReady
 from ddp_runner.kernel.rank.signals import RUN_SIGNALS
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.wire.messages import Fork, StoreReady
 
 _TIMEOUT_S = 30.0
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_runner import start
-from ddp_runner.kernel.wire.events import ZygoteReady
-from ddp_runner.kernel.wire.fork_specs import PROGRAMS, ForkKind, ImportsSpec
-from ddp_runner.kernel.wire.messages import NO_PROCESS, Fork, Forked
 from ddp_runner.kernel.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.wire.events import ZygoteReady
+from ddp_runner.kernel.wire.fork_specs import PROGRAMS, ForkKind, ImportsSpec
+from ddp_runner.kernel.wire.messages import NO_PROCESS, Fork, Forked
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED

@@ -6,11 +6,11 @@ commit those (see collective.communicators). So the supervisor waits for everybo
 
 from __future__ import annotations
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.rules.lifecycle import RankState
 from ddp_runner.kernel.parent.ports import EventRecorder
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.rules.lifecycle import RankState
+from ddp_runner.kernel.wire import events
 
 ANSWER_TIMEOUT_S = 3.0  # for a rank to hear of an abort: a thread of its own does
 UNANSWERED = f"did not answer an abort within {ANSWER_TIMEOUT_S:g} s"  # of who is ended for that

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.recovery.progress_watch import ProgressWatch
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.hang_detection import HangVerdict
 from ddp_runner.kernel.rules.lifecycle import Membership, RankState
 from ddp_runner.kernel.rules.phases import Phase, Stage
-from ddp_runner.kernel.parent.rank_handle import RankHandle
-from ddp_runner.kernel.recovery.progress_watch import ProgressWatch
-from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.wire.board import Cell
 
 # Of a rank that is asked to leave: more than a tick, for the whole job may be waking up just now.
 STOPPED_AT_ONCE_S = 0.15

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ddp_runner.kernel.processes.endings import place_in
 from ddp_runner.kernel.rules.classify import VICTIM_KINDS
 from ddp_runner.kernel.rules.divergence import disagreement, where_each_was
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, fault_line, rank_list
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.rules.recovery import GiveUp, Incident, ReplaceRanks
-from ddp_runner.kernel.processes.endings import place_in
 
 STACKS_TIME_S = 1.0  # for a rank that hangs to write its stacks, before it is killed
 # Whoever follows such a rank starts like any other: it asks for no less, and nobody judges its state.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.recovery.communicator_cut import LEAVE_TIMEOUT_S, Cutting
 from ddp_runner.kernel.rules.election import ReplicaProgress
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.last_save import (
@@ -17,11 +18,10 @@ from ddp_runner.kernel.rules.last_save import (
     why_not_saved,
 )
 from ddp_runner.kernel.rules.lifecycle import IN_GENERATION, RankState
-from ddp_runner.kernel.wire.messages import NotSaved, SaveAlone
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.kernel.parent.rank_handle import RankHandle
-from ddp_runner.kernel.recovery.communicator_cut import LEAVE_TIMEOUT_S, Cutting
-from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import NotSaved, SaveAlone
 
 
 class LastSave:

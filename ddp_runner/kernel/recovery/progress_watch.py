@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.rules.hang_detection import (
     LONG_PHASE_S,
     STEPS_TO_SETTLE,
@@ -26,9 +27,8 @@ from ddp_runner.kernel.rules.hang_detection import (
 from ddp_runner.kernel.rules.lifecycle import RankState
 from ddp_runner.kernel.rules.limits import RecoveryLimits
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.kernel.parent.rank_handle import RankHandle
-from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire.board import Cell
 
 PACE_STEPS = 50
 IN_TIME_SHARE = 0.9  # of the shortest deadline

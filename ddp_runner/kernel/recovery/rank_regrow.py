@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.processes.rank_start import RankStart
+from ddp_runner.kernel.recovery.communicator_cut import UNANSWERED, Cutting
+from ddp_runner.kernel.recovery.hang_detector import HangFinder
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, MembershipEvent, RankState
 from ddp_runner.kernel.rules.recovery import regrow_delay_s
-from ddp_runner.kernel.processes.rank_start import RankStart
-from ddp_runner.kernel.parent.rank_handle import RankHandle
-from ddp_runner.kernel.recovery.communicator_cut import UNANSWERED, Cutting
-from ddp_runner.kernel.recovery.hang_detector import HangFinder
-from ddp_runner.kernel.parent.run_context import RunContext
 
 RETURN_WAIT_S = 30.0  # of a rank whose machine is back, after a return of it that failed
 _LEAVING = (RankState.ABORTING, RankState.LEAVING)

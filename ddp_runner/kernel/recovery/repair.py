@@ -8,29 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.classify import VICTIM_KINDS, attribute
-from ddp_runner.kernel.rules.divergence import inexact_by
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
-from ddp_runner.kernel.rules.lifecycle import (
-    IN_GENERATION,
-    Membership,
-    MembershipEvent,
-    RankState,
-    RunEvent,
-)
-from ddp_runner.kernel.wire.messages import CollectivesBegun
-from ddp_runner.kernel.rules.recovery import (
-    GiveUp,
-    Incident,
-    ReplaceRanks,
-    WorldFacts,
-    is_short_for_steps,
-    plan_recovery,
-)
-from ddp_runner.kernel.processes.rank_start import RankStart
 from ddp_runner.kernel.parent.rank_handle import REAP_TIMEOUT_S, RankHandle, who_is_left
+from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.processes.rank_start import RankStart
 from ddp_runner.kernel.recovery.communicator_cut import UNANSWERED, Cutting
 from ddp_runner.kernel.recovery.hang_detector import HangFinder
 from ddp_runner.kernel.recovery.incident import (
@@ -42,7 +22,27 @@ from ddp_runner.kernel.recovery.incident import (
     repair_line,
 )
 from ddp_runner.kernel.recovery.rank_regrow import ReturningRanks
-from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.rules.classify import VICTIM_KINDS, attribute
+from ddp_runner.kernel.rules.divergence import inexact_by
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.lifecycle import (
+    IN_GENERATION,
+    Membership,
+    MembershipEvent,
+    RankState,
+    RunEvent,
+)
+from ddp_runner.kernel.rules.recovery import (
+    GiveUp,
+    Incident,
+    ReplaceRanks,
+    WorldFacts,
+    is_short_for_steps,
+    plan_recovery,
+)
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import CollectivesBegun
 
 # For the ranks to leave their generation, which takes milliseconds; who takes longer is not waited for.
 ANSWERS_TIME_S = 0.2

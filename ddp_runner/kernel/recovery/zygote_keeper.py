@@ -10,17 +10,17 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.rules.classify import signal_name
-from ddp_runner.kernel.wire.fork_specs import NothingMore
-from ddp_runner.kernel.rules.helper_roles import STANDBY
-from ddp_runner.kernel.rules.limits import RecoveryLimits
-from ddp_runner.kernel.wire.messages import NO_PROCESS, Forked
 from ddp_runner.kernel.parent.ports import EventRecorder, RespawnScheduler
+from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Awake, Keeper
 from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.rules.classify import signal_name
+from ddp_runner.kernel.rules.helper_roles import STANDBY
+from ddp_runner.kernel.rules.limits import RecoveryLimits
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.fork_specs import NothingMore
+from ddp_runner.kernel.wire.messages import NO_PROCESS, Forked
 
 ZYGOTES_LOST_MAX = 20  # within the restart window, or as many as ranks may be replaced in it
 ZYGOTES_AT_START_MAX = 3

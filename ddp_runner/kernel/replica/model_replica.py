@@ -17,8 +17,8 @@ from ddp_runner.kernel.group.device_progress import DeviceProgress
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.replica.loss_module import PLAIN_FORM
 from ddp_runner.kernel.replica.replica import Replica, ReplicaSettings
-from ddp_runner.kernel.wire.board import Slot
 from ddp_runner.kernel.values.nested import OF_FORWARD, rebuilt
+from ddp_runner.kernel.wire.board import Slot
 
 
 class _Tie(torch.autograd.Function):

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.kernel.replica.bucket_sums import BucketSums
 from ddp_runner.kernel.group.device_progress import DeviceProgress, NoDeviceProgress
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.replica.loss import Loss, LossForm, LossMeans
-from ddp_runner.kernel.replica.loss_module import PLAIN_FORM, LossModule, Signal
 from ddp_runner.kernel.group.wait_clock import wait_clock
 from ddp_runner.kernel.group.waiting import waiting_for_peers
-from ddp_runner.kernel.wire.board import Slot
+from ddp_runner.kernel.replica.bucket_sums import BucketSums
+from ddp_runner.kernel.replica.loss import Loss, LossForm, LossMeans
+from ddp_runner.kernel.replica.loss_module import PLAIN_FORM, LossModule, Signal
 from ddp_runner.kernel.rules.phases import Moment, Phase
+from ddp_runner.kernel.wire.board import Slot
 
 BUCKET_TENSORS = 1000  # in a bucket; about so many at most
 

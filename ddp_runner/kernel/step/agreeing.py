@@ -11,13 +11,13 @@ from typing import Protocol
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.group.transfer import receive_state, send_state
 from ddp_runner.kernel.group.waiting import waiting_for_peers
-from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.rules.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.commit import State
 from ddp_runner.kernel.step.durable import Durable
 from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.board import Cell, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ddp_runner.kernel.replica.loss_module import Signal
 from ddp_runner.kernel.replica.replica import Relaid, Replica
-from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.rules.phases import Moment, Phase
+from ddp_runner.kernel.wire.board import Cell, Slot
 
 
 class Buffers(Relaid, Protocol):

@@ -21,13 +21,10 @@ import torch
 
 from ddp_runner.kernel.group.device import prove_device
 from ddp_runner.kernel.group.group import Group, joined
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.classify import VICTIM_KINDS
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.wire.events import Faulted, RankFormed
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import REPAIRED_BY_RANK, Fault, FaultKind, ReportedFaultError
-from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.agreeing import Peer, bring_to_newest
 from ddp_runner.kernel.step.commit import State
@@ -35,6 +32,9 @@ from ddp_runner.kernel.step.durable import Durable, Trust
 from ddp_runner.kernel.step.failure import drop_frames, fault_of
 from ddp_runner.kernel.step.runtime import Generation, Runtime
 from ddp_runner.kernel.step.session import Makers, Session, StepInHand
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import Faulted, RankFormed
+from ddp_runner.kernel.wire.messages import Ready
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -10,14 +10,14 @@ from typing import Protocol
 
 from ddp_runner.kernel.group.abort import AbortSwitch
 from ddp_runner.kernel.group.group import Membership
-from ddp_runner.kernel.replica.loss import Loss
 from ddp_runner.kernel.group.tcp_store import StoreLink
-from ddp_runner.kernel.wire.board import Slot
-from ddp_runner.kernel.wire.events import Report, TuningChanged
+from ddp_runner.kernel.replica.loss import Loss
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault
-from ddp_runner.kernel.wire.messages import CopyWritten, Message, Ready, WriteCopy
 from ddp_runner.kernel.system.disk import Disk
+from ddp_runner.kernel.wire.board import Slot
+from ddp_runner.kernel.wire.events import Report, TuningChanged
+from ddp_runner.kernel.wire.messages import CopyWritten, Message, Ready, WriteCopy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

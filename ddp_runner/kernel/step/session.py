@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from ddp_runner.kernel.group.group import Group, collectives_begun
 from ddp_runner.kernel.group.waiting import waiting_for_peers
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultError
@@ -23,6 +22,7 @@ from ddp_runner.kernel.rules.phases import DueActions, Phase
 from ddp_runner.kernel.step.commit import State
 from ddp_runner.kernel.step.durable import Durable, Keep, Owed
 from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.board import Cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.observe.format import printable, without_styles
 from ddp_runner.kernel.system.run_files import from_json, open_to_read
+from ddp_runner.observe.format import printable, without_styles
 
 READ_BYTES_MAX = 8 * 1024 * 1024  # in one call
 LINE_BYTES_MAX = 1024 * 1024  # a longer line is none of ours, and is passed over

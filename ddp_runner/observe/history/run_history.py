@@ -19,12 +19,12 @@ from ddp_runner.config.stage_list import own_settings
 from ddp_runner.config.usual import is_usual
 from ddp_runner.kernel.rules.lifecycle import RunState
 from ddp_runner.kernel.rules.secrets import masked
+from ddp_runner.kernel.system.run_files import from_json, is_regular, read_small
 from ddp_runner.observe.format import count, duration, figure, percent, printable, rate
 from ddp_runner.observe.history.json_lines import GrowingLines, number, opened, read_at, whole
 from ddp_runner.observe.history.metrics_history import MetricsHistory
 from ddp_runner.observe.history.table_rows import FaultRow, FaultRows
 from ddp_runner.observe.history.timeline import Timeline
-from ddp_runner.kernel.system.run_files import from_json, is_regular, read_small
 from ddp_runner.system.run_holder import holder_of
 
 ROOT = "~"  # what the folder itself is called; a browser would drop a dot from an address

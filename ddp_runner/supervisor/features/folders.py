@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.rules.lifecycle import IN_WORLD
-from ddp_runner.kernel.wire.messages import ReopenLog
-from ddp_runner.kernel.processes.node import Node
-from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.rules.lifecycle import IN_WORLD
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.messages import ReopenLog
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.system.run_directories import RunDirectories
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.helper_roles import SAVER
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.wire.messages import NO_PROCESS, CopyWritten, Forked, SaverReady, WriteCopy
 from ddp_runner.kernel.parent.ports import EventRecorder, Observer, Turn
+from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.helper_process import Helper
 from ddp_runner.kernel.processes.keeper import Keeper
 from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.rules.helper_roles import SAVER
 from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import NO_PROCESS, CopyWritten, Forked, SaverReady, WriteCopy
 
 # While nobody is there to write: one that ended is replaced in a fraction of that
 PATIENCE_S = 20.0

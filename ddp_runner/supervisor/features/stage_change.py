@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from ddp_runner.kernel.wire import events
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.run_stages import refused_line
+from ddp_runner.kernel.parent.ports import EventRecorder, Observer
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.recovery.repair import Repair
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
-from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.wire.messages import Finished, OtherStage, Ready
-from ddp_runner.core.run_stages import refused_line
-from ddp_runner.supervisor.node_plans import node_plan
-from ddp_runner.kernel.parent.ports import EventRecorder, Observer
-from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.parent.rank_handle import RankHandle
-from ddp_runner.kernel.recovery.repair import Repair
 from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.messages import Finished, OtherStage, Ready
+from ddp_runner.supervisor.node_plans import node_plan
 
 LED_BACK_MAX = 3  # in a row, with no stage ended that had not ended before
 

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_runner.checkpoint.catalog import Catalog
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import RankFormed
-from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
-from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunState
 from ddp_runner.core.machines.node_messages import (
     Beat,
     EndWanted,
@@ -33,7 +28,20 @@ from ddp_runner.core.machines.nodes import (
     loads_own,
     what_about_missing,
 )
+from ddp_runner.kernel.parent.run_context import RunContext
+from ddp_runner.kernel.parent.run_facts import Ending
+from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
+from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
+from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunState
 from ddp_runner.kernel.rules.stopping import StopSignal
+from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.system.folder_owner import FolderOwner
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import RankFormed
 from ddp_runner.supervisor.nodes.other_nodes import (
     NodeEvent,
     NodeGone,
@@ -44,15 +52,7 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     RankSaid,
 )
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
-from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.kernel.parent.run_context import RunContext
-from ddp_runner.kernel.parent.run_facts import Ending
-from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
-from ddp_runner.kernel.parent.world import World
-from ddp_runner.kernel.system.clock import Clock
-from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.node_link import NodeLink
 

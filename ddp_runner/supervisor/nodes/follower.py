@@ -13,23 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import RankFormed, RepairedInPlace
-from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.rules.lifecycle import MembershipEvent, RankEvent, RankState
-from ddp_runner.kernel.wire.messages import (
-    Abort,
-    AbortHeard,
-    Finished,
-    Form,
-    LoaderWorkers,
-    Message,
-    Ready,
-    decode,
-    encode,
-)
 from ddp_runner.core.machines.node_messages import (
     LOOK_EVERY_S,
     AskRank,
@@ -50,23 +34,39 @@ from ddp_runner.core.machines.node_messages import (
     ToRank,
     shortened_stack,
 )
-from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
-from ddp_runner.kernel.wire.codec import WireError, by_name, name_of
-from ddp_runner.observe.console import LogTail, Shown
-from ddp_runner.supervisor import around
 from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
 from ddp_runner.kernel.parent.ports import Turn
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.run_facts import RunFacts
+from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.helper_process import RankEnded
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.processes.rank_start import RankStart
-from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
-from ddp_runner.kernel.parent.run_facts import RunFacts
-from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.rules.faults import Fault
+from ddp_runner.kernel.rules.lifecycle import MembershipEvent, RankEvent, RankState
+from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.codec import WireError, by_name, name_of
+from ddp_runner.kernel.wire.events import RankFormed, RepairedInPlace
+from ddp_runner.kernel.wire.messages import (
+    Abort,
+    AbortHeard,
+    Finished,
+    Form,
+    LoaderWorkers,
+    Message,
+    Ready,
+    decode,
+    encode,
+)
+from ddp_runner.observe.console import LogTail, Shown
+from ddp_runner.supervisor import around
 from ddp_runner.system.followed_run import FollowedRun
 
 NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")

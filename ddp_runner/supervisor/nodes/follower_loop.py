@@ -13,11 +13,6 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.config.identity import digest, with_shared
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.wire.events import RunEnds
-from ddp_runner.kernel.rules.exits import ExitCode, StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.machines.node_messages import (
     FROM_COORDINATOR,
@@ -31,21 +26,26 @@ from ddp_runner.core.machines.node_messages import (
     StopWanted,
     Welcome,
 )
-from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
-from ddp_runner.kernel.wire.codec import WireError
-from ddp_runner.observe.display import Display, make_display
-from ddp_runner.supervisor.node_plans import node_plan
-from ddp_runner.supervisor.nodes.admission import Meeting
-from ddp_runner.supervisor.nodes.follower import Follower
+from ddp_runner.kernel.parent.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.kernel.processes.children import end_descendants
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.operating_system import Linux
 from ddp_runner.kernel.processes.resources import StorePlace
-from ddp_runner.supervisor.reporting.run_watch import RunWatch
-from ddp_runner.kernel.parent.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
+from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode, StopReason
+from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.kernel.system.folder_owner import new_term
+from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.wire.codec import WireError
+from ddp_runner.kernel.wire.events import RunEnds
+from ddp_runner.observe.display import Display, make_display
+from ddp_runner.supervisor.node_plans import node_plan
+from ddp_runner.supervisor.nodes.admission import Meeting
+from ddp_runner.supervisor.nodes.follower import Follower
+from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.followed_run import FollowedRun
 from ddp_runner.system.moving_endpoint import read_endpoint

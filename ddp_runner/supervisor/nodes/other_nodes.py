@@ -10,10 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
 
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.wire.events import OfFault, RunEnds
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.wire.messages import Message, decode
 from ddp_runner.core.machines.node_messages import (
     FROM_FOLLOWER,
     Answer,
@@ -34,7 +31,11 @@ from ddp_runner.core.machines.node_messages import (
     Watched,
     Welcome,
 )
+from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire import codec as wire
 from ddp_runner.kernel.wire.codec import WireError
+from ddp_runner.kernel.wire.events import OfFault, RunEnds
+from ddp_runner.kernel.wire.messages import Message, decode
 from ddp_runner.observe.view import NodeView
 from ddp_runner.supervisor.nodes.admission import (
     LossCount,
@@ -45,7 +46,6 @@ from ddp_runner.supervisor.nodes.admission import (
     why_not,
 )
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode, machine_of
-from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 GREETING_TIME_S = 10.0  # for whoever connects to prove what it is

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.wire.board import Cell, Slot
-from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.wire.messages import Message, encode
 from ddp_runner.core.machines.node_messages import (
     AskRank,
     EndRank,
@@ -24,7 +20,11 @@ from ddp_runner.core.machines.node_messages import (
 )
 from ddp_runner.core.machines.nodes import NewestCheckpoint
 from ddp_runner.kernel.processes.rank_start import RankStart, StartedBy
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.wire.board import Cell, Slot
+from ddp_runner.kernel.wire.messages import Message, encode
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 SPARE = -1  # the number of each machine that waits for a place

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ddp_runner.kernel.wire import events
+from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import fault_line
-from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.supervisor.reporting.outputs import Outputs
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner import config
+from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.processes.resources import remove_temporary_files
+from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
+from ddp_runner.kernel.system.run_files import is_regular, replace_file
 from ddp_runner.kernel.wire.events import Event
 from ddp_runner.kernel.wire.messages import brief
-from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
-from ddp_runner.core.settings import Settings
 from ddp_runner.observe.console import ConsoleLine, LogTail, Shown
 from ddp_runner.observe.display import make_display
 from ddp_runner.observe.files import LineFile, Outage, Warn, encode_record
@@ -21,8 +23,6 @@ from ddp_runner.observe.journal import Journal, MetricsFile
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.summary import RunSummary, Summary, write_summary
 from ddp_runner.observe.view import RunView, status_record
-from ddp_runner.kernel.processes.resources import remove_temporary_files
-from ddp_runner.kernel.system.run_files import is_regular, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.checkpoint.unreported import Published
-from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.parent.run_facts import RunFacts
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.recovery import Incident
+from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire import events
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.console import ConsoleLine
 from ddp_runner.observe.files import read_tail
@@ -20,8 +22,6 @@ from ddp_runner.observe.loss_history import LossHistory
 from ddp_runner.observe.summary import FaultRecord, RunFindings, RunSummary
 from ddp_runner.supervisor.reporting.event_log import EventLog
 from ddp_runner.supervisor.reporting.outputs import Outputs
-from ddp_runner.kernel.parent.run_facts import RunFacts
-from ddp_runner.kernel.system.clock import Clock
 
 LOSS = "loss"
 STEP_SECONDS = "step_s"  # stands in each line of a step

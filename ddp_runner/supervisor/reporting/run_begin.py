@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ddp_runner import config
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.system.run_files import from_json, read_small
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.observe.summary import RunSummary, read_summary
 from ddp_runner.supervisor.reporting.event_log import lines_of_begin, with_newest
 from ddp_runner.supervisor.reporting.recorder import Recorder, faults_before
 from ddp_runner.system.run_directories import RunDirectories
-from ddp_runner.kernel.system.run_files import from_json, read_small
 
 # Where the files are, what is resumed, and what is shown.
 _SAYS_NOTHING = (

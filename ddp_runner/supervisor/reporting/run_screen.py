@@ -8,28 +8,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.machines.node_messages import Watched
+from ddp_runner.kernel.parent.loop import Agent
+from ddp_runner.kernel.parent.run_facts import Ending
+from ddp_runner.kernel.parent.signal_box import STOP_SIGNALS, SignalBox
+from ddp_runner.kernel.processes.children import Ended, end_descendants
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.lifecycle import RunState
+from ddp_runner.kernel.rules.secrets import without_secrets
+from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RunEnds
-from ddp_runner.kernel.rules.exits import RunStatus
-from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.kernel.rules.lifecycle import RunState
-from ddp_runner.core.machines.node_messages import Watched
-from ddp_runner.kernel.rules.secrets import without_secrets
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.summary import EndOfRun, RunSummary, Summary
 from ddp_runner.observe.view import NodeView, RunView
 from ddp_runner.supervisor.around import OfScreen, programs
 from ddp_runner.supervisor.features.folders import FolderKeeper
-from ddp_runner.kernel.parent.loop import Agent
-from ddp_runner.kernel.processes.children import Ended, end_descendants
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_view import Around, run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.supervisor.reporting.side_programs import program_beside
 from ddp_runner.supervisor.reporting.start_progress import Start
-from ddp_runner.kernel.parent.run_facts import Ending
-from ddp_runner.kernel.parent.signal_box import STOP_SIGNALS, SignalBox
-from ddp_runner.kernel.system.clock import Clock
 
 SHOW_INTERVAL_S = 0.1
 STATUS_INTERVAL_S = 0.5

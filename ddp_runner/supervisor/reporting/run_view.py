@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from ddp_runner.core.batch_sizes import global_batch
-from ddp_runner.kernel.wire.board import Cell, SlotReading
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.run_stages import steps_before
+from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.rules.lifecycle import IN_WORLD, RankState, RunState
 from ddp_runner.kernel.rules.phases import Stage
-from ddp_runner.core.run_stages import steps_before
+from ddp_runner.kernel.wire.board import Cell, SlotReading
 from ddp_runner.observe.summary import TimeShares, goodput
 from ddp_runner.observe.view import NodeView, RankView, RunView
-from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ddp_runner.kernel.wire import events
 from ddp_runner.core.batch_sizes import global_batch, proposed_shares
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.core.gpu_reading import EpochTally, GpuReading, GpuTally, Tally
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.machines.node_messages import Watched
-from ddp_runner.observe.view import GpuView
-from ddp_runner.supervisor.around import reader_of_gpus
+from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.program import Say
-from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.proc_state import cpu_ticks
+from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.observe.view import GpuView
+from ddp_runner.supervisor.around import reader_of_gpus
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _WARM_STEPS, _MEASURED_STEPS = (

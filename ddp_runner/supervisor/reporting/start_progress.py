@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.rules.lifecycle import NO_PROCESS_LEFT, RankState
-from ddp_runner.kernel.wire.messages import Built
 from ddp_runner.kernel.rules.phases import Stage
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import Built
 from ddp_runner.observe.console import LogTail, Shown
 from ddp_runner.observe.tail import FollowedMemory
-from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.kernel.parent.world import World
 
 IMPORTING, FORMING, FIRST_STEP = "importing", "forming", "first step"
 _CHECKPOINT_SHOWN_FROM_S = 0.1  # to look for one, and find none, is not worth a line

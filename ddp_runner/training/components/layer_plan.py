@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ddp_runner.checkpoint.entry_names import bare_name
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.core.step_schedule import steps_of
+from ddp_runner.kernel.rules.errors import BadInputError
 
 TRAIN, UNFREEZE = "optim.train_layers", "optim.unfreeze"
 FULL = "full"

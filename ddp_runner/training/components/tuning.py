@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ddp_runner.kernel.replica.loss import LossForm
 from ddp_runner.core.batch_sizes import micro_batch
+from ddp_runner.core.settings import DdpSettings, Settings
+from ddp_runner.kernel.replica.loss import LossForm
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.settings import DdpSettings, Settings
 
 WAIT_DOUBLINGS = 20
 SINGLE_RETRIES_MAX = 2  # of one step, with single samples

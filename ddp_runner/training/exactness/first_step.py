@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 import torch
 
 from ddp_runner.checkpoint.entry_names import bare_name
-from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.group.waiting import waiting_for_peers
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.wire.events import Proved, TuningChanged
-from ddp_runner.kernel.rules.faults import rank_list
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import rank_list
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import Proved, TuningChanged
 from ddp_runner.observe.format import byte_size
 from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.kernel.values.generators import (
     generator_kind,
     new_generator,
@@ -26,6 +25,7 @@ from ddp_runner.kernel.values.generators import (
     set_generator,
 )
 from ddp_runner.kernel.values.plain import to_plain
+from ddp_runner.training.components.tensor_hash import tensor_hash
 
 _PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
 GENERATOR, BUFFER, MEMBER = (

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_runner.kernel.values.nested import IN_BATCH, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.state import TrainState
-from ddp_runner.kernel.values.nested import IN_BATCH, tensors_in
 
 _OF_ZEROS = "0" * 16  # as a bucket has it where there was no gradient
 

@@ -15,11 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ddp_runner import config
 from ddp_runner.checkpoint.store import Loaded
-from ddp_runner.kernel.group.group import Group
 from ddp_runner.config.identity import task_has_changed
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import Loader
@@ -29,8 +25,12 @@ from ddp_runner.data.workers.count import asked_workers, cores_here, worker_coun
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
+from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import TaskWorkload
 

@@ -13,24 +13,24 @@ from functools import partial
 import torch
 from torch import nn
 
+from ddp_runner.core.monitor import LOSS, figure_name
+from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.replica.loss import BadWeightError, bad_weight, read_loss
 from ddp_runner.kernel.replica.replica import Replica
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultError
-from ddp_runner.kernel.wire.messages import Metrics
-from ddp_runner.core.monitor import LOSS, figure_name
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.data.loader import Loader, MicroBatch
-from ddp_runner.training.loading.batch_copy import to_device
+from ddp_runner.kernel.values.generators import seed_step
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.components.precision import Precision
-from ddp_runner.training.helpers import Helpers
-from ddp_runner.training.loading.loaders import make_validation_loader
 from ddp_runner.training.figures.measuring import Meter
+from ddp_runner.training.helpers import Helpers
+from ddp_runner.training.loading.batch_copy import to_device
+from ddp_runner.training.loading.loaders import make_validation_loader
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.task import Task
-from ddp_runner.kernel.values.generators import seed_step
 
 # Ranks agree this often whether to go on, so that a stop need not wait for a long evaluation.
 BATCHES_PER_ROUND = 8

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.monitor import LOSS
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.training.figures.metric_state import (
     METHODS,
     Form,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from ddp_runner.kernel.wire.board import Slot
 from ddp_runner.kernel.rules.phases import NAME_OF_PHASE, Phase
+from ddp_runner.kernel.wire.board import Slot
 
 
 class TimedSlot(Slot):

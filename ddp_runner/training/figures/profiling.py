@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ddp_runner.kernel.wire.board import Slot
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.core.profile import OPTION, ProfileAsked, parse_profile, refuse_beyond_end
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.board import Slot
 
 TABLE_ROWS = 25
 _ROWS_SHOWN = 5

@@ -13,22 +13,22 @@ from torch import nn
 
 from ddp_runner.checkpoint.codec import weights_sha256
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.kernel.group.communicators import ends_in_silence
 from ddp_runner.core.batch_sizes import cut, shares_of
-from ddp_runner.kernel.rules.exits import StopReason
-from ddp_runner.kernel.wire.messages import Finished, Ready
 from ddp_runner.core.run_stages import steps_before
-from ddp_runner.kernel.rules.secrets import without_secrets
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.group.communicators import ends_in_silence
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.secrets import without_secrets
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.messages import Finished, Ready
 from ddp_runner.observe.start_block import StartFacts, start_block
 from ddp_runner.training.components.lr_schedule import schedule_words
-from ddp_runner.training.saves.last_save import checkpoint_room
-from ddp_runner.training.rank_context import Feed, RankParts, TaskParts
-from ddp_runner.training.loading.ready_objects import ReadyState
-from ddp_runner.training.starting.resume import is_complete
-from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.training.state import TrainState
 from ddp_runner.training.figures.use_figures import speed_report
+from ddp_runner.training.loading.ready_objects import ReadyState
+from ddp_runner.training.rank_context import Feed, RankParts, TaskParts
+from ddp_runner.training.saves.last_save import checkpoint_room
+from ddp_runner.training.starting.resume import is_complete
+from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import TaskWorkload, Workload
 
 NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them

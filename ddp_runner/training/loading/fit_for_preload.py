@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 
 OPTION = "data.preload"
 TRAINING, VALIDATION = "training", "validation"

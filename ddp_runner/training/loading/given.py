@@ -13,8 +13,8 @@ from torch import nn
 from ddp_runner.checkpoint.entry_names import bare_state, load_bare_state, read_as
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config.run_names import HANDED_OVER
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.components.ema import Ema
 from ddp_runner.training.starting.task_import import load_task
 

@@ -12,18 +12,10 @@ from typing import Any
 import torch
 
 from ddp_runner import installed
-from ddp_runner.kernel.group.group import Group
 from ddp_runner.core.batch_sizes import micro_batch
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
-from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
-from ddp_runner.kernel.rules.hang_detection import longest_phase_s
 from ddp_runner.core.injection import OPTION as INJECT_OPTION
 from ddp_runner.core.injection import bad_sample_places
 from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
-from ddp_runner.kernel.wire.messages import LoaderWorkers
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import Loader, LoadObserver, LoadOptions
 from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
@@ -43,10 +35,18 @@ from ddp_runner.data.workers.count import (
 )
 from ddp_runner.data.workers.fetch import SampleReader
 from ddp_runner.data.workers.memory_files import collate_batch
+from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
+from ddp_runner.kernel.rules.hang_detection import longest_phase_s
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
+from ddp_runner.kernel.wire.messages import LoaderWorkers
 from ddp_runner.memory.manager import Loads, MemoryManager
 from ddp_runner.training.rank_context import TaskParts
-from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.workload import Workload

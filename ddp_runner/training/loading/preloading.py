@@ -18,8 +18,6 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from ddp_runner import config
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.by_number import sample_at
@@ -30,10 +28,12 @@ from ddp_runner.data.preload.memory import (
     Unread,
 )
 from ddp_runner.data.preload.reading import PROBES, NoRoomError, NotKeptError, Reading
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.memory.readings import SystemReader
 from ddp_runner.observe.format import byte_size, count
 from ddp_runner.training.loading.fit_for_preload import OPTION, TRAINING, VALIDATION
-from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import TaskWorkload
 

@@ -26,14 +26,14 @@ from torch.utils.data import (
 )
 
 from ddp_runner import config as configuration
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.data.epoch_loader import SafeDataLoader
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.training.components.lr_schedule import OwnRates
 from ddp_runner.training.components.optimizer_state import load_optimizer_state
-from ddp_runner.training.local_runtime import LocalRuntime
-from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.training.state import Trained, TrainState
 from ddp_runner.training.loading.stream_order import is_stream
+from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.state import Trained, TrainState
 from ddp_runner.training.task import Batch, Datasets, Loss, checked_model
 
 if TYPE_CHECKING:

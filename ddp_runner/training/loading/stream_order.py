@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ddp_runner.core import batch_sizes
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.run_stages import steps_before
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.by_number import gives_by_number
@@ -16,6 +15,7 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.shards import Deal, ShardPositions, is_sharded, steps_of_epoch
 from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.data.workers.count import AUTO
+from ddp_runner.kernel.rules.errors import BadInputError
 
 
 def is_stream(dataset: Any) -> bool:

@@ -14,10 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from ddp_runner.kernel.replica.loss import read_loss
 from ddp_runner.config.suggest import nearest
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.core.monitor import (
     AUTO,
     LOSS,
@@ -30,12 +27,15 @@ from ddp_runner.core.monitor import (
 from ddp_runner.core.run_stages import uses_best
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.by_number import gives_by_number, sample_at
-from ddp_runner.training.loading.batch_copy import to_device
-from ddp_runner.training.components.precision import Precision
-from ddp_runner.training.helpers import Helpers
-from ddp_runner.training.figures.measuring import Alone, Meter, user_fault
-from ddp_runner.training.task import Datasets, Task
+from ddp_runner.kernel.replica.loss import read_loss
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.values.generators import device_generators, generators_kept
+from ddp_runner.training.components.precision import Precision
+from ddp_runner.training.figures.measuring import Alone, Meter, user_fault
+from ddp_runner.training.helpers import Helpers
+from ddp_runner.training.loading.batch_copy import to_device
+from ddp_runner.training.task import Datasets, Task
 
 OPTION = "checkpoint.monitor"
 DEFAULT_COLLATE = (

@@ -15,20 +15,23 @@ import torch
 
 from ddp_runner import config
 from ddp_runner.checkpoint.codec import stored_bytes
-from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.group.waiting import waiting_for_peers
 from ddp_runner.config.identity import TOTAL_STEPS
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.exits import StopReason
-from ddp_runner.kernel.rules.faults import Fault, FaultKind, rank_list
 from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, Monitor, highest_refused
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.order import SampleOrder
+from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultKind, rank_list
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.agreeing import agree_on_weights
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.step.session import Makers
 from ddp_runner.training.components.tuning import free_memory
 from ddp_runner.training.exactness.first_step import report_inexact
+from ddp_runner.training.figures.train_report import TrainReport, finished_message, report_of
 from ddp_runner.training.loading.loaders import make_loader
 from ddp_runner.training.own_loop.batches import (
     GivenBatches,
@@ -45,10 +48,7 @@ from ddp_runner.training.own_loop.steps import LoopSteps
 from ddp_runner.training.prepare import Kept
 from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
 from ddp_runner.training.starting.resume import TakenUp
-from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.kernel.step.session import Makers
 from ddp_runner.training.task import Datasets
-from ddp_runner.training.figures.train_report import TrainReport, finished_message, report_of
 from ddp_runner.training.workload import Workload, backend_of, versions
 
 ARGUMENTS = "the arguments of the program"

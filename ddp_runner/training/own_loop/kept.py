@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.core.settings import Settings
 from ddp_runner.training.components.layout import laid_out_as
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes

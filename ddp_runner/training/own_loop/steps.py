@@ -16,30 +16,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_runner.core.step_schedule import due_by_settings
 from ddp_runner.kernel.group.group import Group, collectives_begun
+from ddp_runner.kernel.group.waiting import waiting_for_peers
 from ddp_runner.kernel.replica.loss_module import Signal
 from ddp_runner.kernel.replica.model_replica import ModelReplica
 from ddp_runner.kernel.replica.sync_batchnorm import Peers
-from ddp_runner.kernel.group.waiting import waiting_for_peers
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
-from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.kernel.rules.phases import DueActions, Phase
-from ddp_runner.core.step_schedule import due_by_settings
 from ddp_runner.kernel.step.commit import Agreed, Commit
+from ddp_runner.kernel.step.session import Outcome, StepInHand, StepResult, Votes
+from ddp_runner.kernel.values.generators import seed_step
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.exactness.kept_kinds import Kept
+from ddp_runner.training.figures.use_figures import memory_figures
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.own_loop.declared import LOSS, OwnLoop, RepeatStep
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.saves.save_room import ROOM_SHARE_MAX
-from ddp_runner.kernel.step.session import Outcome, StepInHand, StepResult, Votes
 from ddp_runner.training.step import agreed_votes, as_signals
-from ddp_runner.training.figures.use_figures import memory_figures
-from ddp_runner.kernel.values.generators import seed_step
 
 _COUNTED_TO = 4096  # steps, modulo which ranks show each other where they are: exact in float32
 _BEFORE_STEPS = -1  # in the place of a micro-step, for functions that are called between steps

@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ddp_runner import config
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.monitor import Monitor
 from ddp_runner.core.run_stages import StageOfFile, StagePlace
-from ddp_runner.kernel.rules.secrets import holds_secret
 from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.secrets import holds_secret
 from ddp_runner.observe.tracker_position import position_path, read_position
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Describes, Task

@@ -6,10 +6,10 @@ import time
 from dataclasses import replace
 
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
-from ddp_runner.kernel.wire.events import FaultTolerated
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.events import FaultTolerated
 from ddp_runner.training.state import TrainState
 
 

@@ -17,15 +17,15 @@ from ddp_runner.checkpoint.catalog import FINAL, FINAL_AVERAGE
 from ddp_runner.checkpoint.entry_names import bare_state, load_bare_state, read_as
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.group.transfer import receive_state, send_state
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.training.saves.disk_faults import DiskFaults
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.exactness.first_step import report_inexact
 from ddp_runner.training.rank_context import RankParts
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.saves.disk_faults import DiskFaults
 from ddp_runner.training.starting.whole_state import completed_in_run
+from ddp_runner.training.state import TrainState
 
 
 def publish_final(parts: RankParts, best: BestWeights | None = None) -> None:

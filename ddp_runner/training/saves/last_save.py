@@ -13,15 +13,15 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.store import CheckpointStore, Saved
-from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.system.disk import Disk
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.optimizer import bytes_to_come
 from ddp_runner.training.components.start_weights import without
 from ddp_runner.training.saves.disk_faults import DiskFaults
-from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.training.state import TrainState
 
 BEFORE_END = (

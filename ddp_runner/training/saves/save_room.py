@@ -19,10 +19,10 @@ from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore, Saved
 from ddp_runner.checkpoint.writer import NobodyWritesError, saved_of
+from ddp_runner.kernel.step.runtime import RankInfo, Runtime
 from ddp_runner.kernel.wire.messages import WriteCopy
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.components.tensor_hash import tensor_hash
-from ddp_runner.kernel.step.runtime import RankInfo, Runtime
 
 COPIES_HELD = 2  # in the supervisor's memory: the one in hand, and a whole one
 ROOM_SHARE_MAX = 0.5  # of the memory that is left, for copies of the state

@@ -24,22 +24,21 @@ from ddp_runner.checkpoint.left_out import start_sha256
 from ddp_runner.checkpoint.manifest import AMID_SKIPPED, CheckpointFacts
 from ddp_runner.checkpoint.snapshot import storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
-from ddp_runner.kernel.wire import events
-from ddp_runner.kernel.wire import messages
-from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.core.save_policy import Due, SavePolicy
+from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.save_policy import Due, SavePolicy
-from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.kernel.step.durable import Keep, KeepVotes, Owed, Trust
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire import events, messages
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.training.progress import Progress
 from ddp_runner.training.saves.described import about_file, tracker_ids
 from ddp_runner.training.saves.disk_faults import DiskFaults
-from ddp_runner.kernel.step.durable import Keep, KeepVotes, Owed, Trust
 from ddp_runner.training.saves.last_save import BEFORE_END, LastSave
-from ddp_runner.training.progress import Progress
-from ddp_runner.training.starting.resume import newest_to_restore, restore_newest
-from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.training.saves.save_room import SaveRoom
+from ddp_runner.training.starting.resume import newest_to_restore, restore_newest
 from ddp_runner.training.starting.stage_begin import OtherStageError, leave_for
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import Workload, versions

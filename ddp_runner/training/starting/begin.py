@@ -15,10 +15,10 @@ from ddp_runner.checkpoint.entry_names import load_bare_state, read_under
 from ddp_runner.checkpoint.hub import fetched
 from ddp_runner.checkpoint.manifest import stage_name
 from ddp_runner.checkpoint.weights import read_weights
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.hub import is_of_hub
 from ddp_runner.core.run_stages import BEST
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.components.start_weights import filled
 from ddp_runner.training.starting.fitting import check_values, check_weights
 from ddp_runner.training.state import TrainState

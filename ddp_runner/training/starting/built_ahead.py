@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from ddp_runner import config
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.components.optimizer_state import room_for_state
 from ddp_runner.training.starting.fork_safety import make_forks_safe
-from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import TaskWorkload, build_workload
 

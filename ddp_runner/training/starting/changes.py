@@ -9,8 +9,9 @@ from typing import Any
 
 from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS, value_before
-from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.core.settings import OptimSettings, Settings
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.training.components.layer_plan import in_steps
 from ddp_runner.training.components.lr_schedule import (
     decay_begin,
@@ -19,7 +20,6 @@ from ddp_runner.training.components.lr_schedule import (
     warmup_end,
 )
 from ddp_runner.training.components.tuning import Tuning, searches_at_first
-from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.training.state import TrainState
 
 CHANGES_KEPT = 100  # of the newest, in state and manifest

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from ddp_runner.kernel.wire.board import Cell, Slot
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.core.settings import RunSettings
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.training.components.recompute import compiled_parts
 
 CACHE_FOLDER = "compiled"

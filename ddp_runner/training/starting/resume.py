@@ -13,30 +13,30 @@ from ddp_runner.checkpoint.catalog import WORDS
 from ddp_runner.checkpoint.entry_names import read_as
 from ddp_runner.checkpoint.manifest import checkpoint_name
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
+from ddp_runner.core.settings import Settings
+from ddp_runner.core.step_schedule import due_after
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Stage
-from ddp_runner.core.settings import Settings
-from ddp_runner.core.step_schedule import due_after
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.training.progress import Progress
+from ddp_runner.training.saves.save_room import open_slots
 from ddp_runner.training.starting.changes import note_changes, tuning_of_changed
 from ddp_runner.training.starting.fitting import check_weights, misfit, warn_of_values
-from ddp_runner.training.progress import Progress
-from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.training.saves.save_room import open_slots
 from ddp_runner.training.starting.stage_begin import (
     begin_of,
     is_of_stage,
     note_changed_stages,
     of_this_stage,
 )
-from ddp_runner.training.state import TrainState
 from ddp_runner.training.starting.whole_state import (
     completed_from_begin,
     completed_in_run,
     note_begin,
 )
+from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import Workload, nothing_left, start_fresh
 
 

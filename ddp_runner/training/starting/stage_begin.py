@@ -11,8 +11,6 @@ from typing import NoReturn
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.wire.messages import OtherStage
 from ddp_runner.core.run_stages import (
     AVERAGE,
     BEST,
@@ -25,7 +23,9 @@ from ddp_runner.core.run_stages import (
     steps_before,
 )
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.wire.messages import OtherStage
 from ddp_runner.training.state import TrainState
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from ddp_runner.checkpoint.left_out import left_out, start_record
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
+from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError
-from ddp_runner.core.settings import Settings
-from ddp_runner.training.starting.begin import begin_with
 from ddp_runner.training.components.start_weights import completed
+from ddp_runner.training.starting.begin import begin_with
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import Workload, nothing_left
 

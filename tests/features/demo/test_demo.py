@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.features.demo.demo import script_for
 from ddp_runner.features.demo.tables import read_repairs
+from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares
 from tests import ready
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
-from ddp_runner.kernel.rules.classify import classify_error
-from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.core.injection import InjectKind, parse_injection
-from ddp_runner.kernel.rules.phases import Moment, Phase
 from ddp_runner.features.faults.child import InjectedError, InjectingSlot
 from ddp_runner.features.faults.faulty_disk import FaultyDisk
+from ddp_runner.kernel.rules.classify import classify_error
+from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.kernel.rules.phases import Moment, Phase
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 
 
 class Bench:

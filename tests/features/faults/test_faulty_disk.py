@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
-from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.features.faults.faulty_disk import TROUBLE_BYTES, FaultyDisk
 from ddp_runner.kernel.rank.fenced_disk import FencedDisk
+from ddp_runner.kernel.rules.faults import FaultError
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 from tests.checkpoint.states import save, steps_in
 
 

@@ -12,12 +12,12 @@ import torch
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.kernel.wire.messages import DrillPart
 from ddp_runner.features.proof import notes as drill_notes
 from ddp_runner.features.proof.notes import Drills
 from ddp_runner.features.proof.rules import STATE_FOLDER, folder_name
 from ddp_runner.kernel.system.disk import RealDisk
 from ddp_runner.kernel.system.run_files import temporary_path
+from ddp_runner.kernel.wire.messages import DrillPart
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes, batch_hash
 from tests.checkpoint.states import facts_of
 from tests.processes import poll

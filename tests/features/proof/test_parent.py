@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.wire.events import Drill
-from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
-from ddp_runner.kernel.wire.messages import DrillPart
 from ddp_runner.features.proof.parent import DrillKeeper
 from ddp_runner.features.proof.rules import DRILL as DRILL_ROLE
 from ddp_runner.features.spare.rules import SPARE as SPARE_ROLE
 from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.kernel.wire.events import Drill
+from ddp_runner.kernel.wire.messages import DrillPart
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import DRILL, SAVER, SPARE
 

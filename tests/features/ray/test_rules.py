@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.cli import train
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.features.ray.rules import (
     RESTARTS_MAX,
@@ -19,6 +18,7 @@ from ddp_runner.features.ray.rules import (
     without_engine,
     words_for_machine,
 )
+from ddp_runner.kernel.rules.errors import BadInputError
 
 RAY = {"--engine": "ray"}
 HEAD = Machine(key="h", name="head", cpus=0, gpus=0)

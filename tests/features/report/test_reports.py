@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 import pytest
 
 from ddp_runner.config.fields import known_fields
-from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.features.report.html_page import html_report
 from ddp_runner.features.report.improvements import EndedRun, improvements
 from ddp_runner.features.report.report_comparison import compared, differing_settings
@@ -20,6 +19,7 @@ from ddp_runner.features.report.text_report import (
     improvement_lines,
     time_lines,
 )
+from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe.format import bar, sparkline
 from ddp_runner.observe.history.metrics_history import Curves
 from ddp_runner.observe.history.run_history import RunHistory

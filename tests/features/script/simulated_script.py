@@ -8,17 +8,17 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import RankFormed
-from ddp_runner.kernel.wire.fork_specs import ForkKind, ProgramSpec
 from ddp_runner.core.launch_plan import OpaqueProgram
-from ddp_runner.kernel.wire.messages import Form, Leaving
-from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.features.script.parent import ScriptAgent
 from ddp_runner.features.script.rules import RANK, ScriptPlan
 from ddp_runner.kernel.parent.loop import Loop
-from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import RankFormed
+from ddp_runner.kernel.wire.fork_specs import ForkKind, ProgramSpec
+from ddp_runner.kernel.wire.messages import Form, Leaving
+from ddp_runner.supervisor.node_plans import node_plan
 from tests.supervisor.simulated import (
     FORM_S,
     STARTUP_S,

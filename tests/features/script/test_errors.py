@@ -9,10 +9,10 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_runner.kernel.rules.classify import attribute
-from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.features.script.attempt_files import error_file, recorded_fault
 from ddp_runner.features.script.rules import explained
+from ddp_runner.kernel.rules.classify import attribute
+from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 
 
 def fault(rank, kind=FaultKind.RANK_EXITED, *, at_ns=100, origin=Origin.OWN, cause="exited"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.rules.exits import RunStatus, exit_code_of
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.features.script.rules import (
     Attempt,
@@ -14,6 +12,8 @@ from ddp_runner.features.script.rules import (
     first_cause,
     plan_restart,
 )
+from ddp_runner.kernel.rules.exits import RunStatus, exit_code_of
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
 
 SETTINGS = RecoverySettings(max_restarts=2, restart_window_s=100.0)
 

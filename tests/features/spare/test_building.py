@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.kernel.wire.fork_specs import Surroundings
 from ddp_runner.features.spare.building import (
     A_COPY,
     AsksForRankError,
@@ -19,6 +18,7 @@ from ddp_runner.features.spare.building import (
     noticing,
     spare_children,
 )
+from ddp_runner.kernel.wire.fork_specs import Surroundings
 from tests.processes import run_ranks
 from tests.rank.supervising import plan_for
 

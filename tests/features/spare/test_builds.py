@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.features.spare.rules import SPARE as SPARE_ROLE
+from ddp_runner.kernel.wire.board import Cell
 from tests.features.spare.test_parent import another
 from tests.supervisor.judging import assert_done
 from tests.supervisor.simulated import SPARE, TICK_S

@@ -10,10 +10,10 @@ import threading
 import psutil
 import pytest
 
+from ddp_runner.features.spare.rules import SPARE
 from ddp_runner.kernel.wire.events import SpareReady
 from ddp_runner.kernel.wire.fork_specs import SpareKind
 from ddp_runner.kernel.wire.messages import Ready
-from ddp_runner.features.spare.rules import SPARE
 from tests.processes import run_ranks
 from tests.rank.supervising import PlayedSupervisor, plan_for, threads_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.features.spare.rules import BEGIN_TIMEOUT_S
 from ddp_runner.features.spare.rules import SPARE as SPARE_ROLE
+from ddp_runner.kernel.rules.faults import FaultKind
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import FORK_S, SPARE, TICK_S, WARM_S
 

@@ -5,7 +5,6 @@ import pytest
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.config import check_relations, resolve
 from ddp_runner.core.batch_sizes import global_batch
-from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.core.settings import DataSettings
 from ddp_runner.features.tuning.batch_search import (
     SIZE_MAX,
@@ -17,6 +16,7 @@ from ddp_runner.features.tuning.batch_search import (
     usable,
     uses,
 )
+from ddp_runner.kernel.rules.exits import ExitCode
 
 
 def search(*, most, first, share=0):

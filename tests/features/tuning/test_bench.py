@@ -7,9 +7,9 @@ import json
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.kernel.rules.phases import PHASE_NAMES
 from ddp_runner.core.step_times import STEP
 from ddp_runner.features.tuning.bench import DECLARATION, STEPS, Asked, measured
+from ddp_runner.kernel.rules.phases import PHASE_NAMES
 from tests.scenarios.harness import Run
 
 

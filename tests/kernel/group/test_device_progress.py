@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from ddp_runner.core.settings import DdpSettings
 from ddp_runner.kernel.group.device_progress import (
     COUNT_BITS,
     NoDeviceProgress,
@@ -16,9 +17,8 @@ from ddp_runner.kernel.group.device_progress import (
     device_progress,
 )
 from ddp_runner.kernel.replica.replica import Replica
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.settings import DdpSettings
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 from tests.processes import hosted_store, poll, ranks, results
 
 from .joining import join

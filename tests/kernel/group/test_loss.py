@@ -7,7 +7,13 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from ddp_runner.kernel.replica.loss import BadWeightError, LossForm, Weighted, checked_loss, read_loss
+from ddp_runner.kernel.replica.loss import (
+    BadWeightError,
+    LossForm,
+    Weighted,
+    checked_loss,
+    read_loss,
+)
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.kernel.rules.recovery import NEVER_RETRIED
 

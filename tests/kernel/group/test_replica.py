@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_runner.core.settings import DdpSettings
 from ddp_runner.kernel.group import group as group_module
 from ddp_runner.kernel.group import waits as waits_module
 from ddp_runner.kernel.group.abort import AbortSwitch
 from ddp_runner.kernel.replica.loss_module import Signal
 from ddp_runner.kernel.replica.replica import BUCKET_TENSORS, Replica, bucket_cap_mb
-from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.settings import DdpSettings
+from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 from tests.processes import hosted_store, poll, poll_settled, ranks, results, run_ranks
 from tests.scenarios.leftovers import has_lost_a_peer, is_idle, unread_bytes
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.rules.divergence import Comparison, compare_replicas, disagreement, first_difference
+from ddp_runner.kernel.rules.divergence import (
+    Comparison,
+    compare_replicas,
+    disagreement,
+    first_difference,
+)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.kernel.rules.hang_detection import (
     LONG_PHASE_STEPS,
     Comparisons,
@@ -20,7 +21,6 @@ from ddp_runner.kernel.rules.hang_detection import (
     phase_deadline_s,
 )
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.core.settings import RecoverySettings
 
 SETTINGS = RecoverySettings(
     hang_min_s=2.0,

@@ -8,7 +8,6 @@ import math
 
 import pytest
 
-from ddp_runner.kernel.wire.fork_specs import ForkKind
 from ddp_runner.kernel.rules.helper_roles import (
     DOUBLED_S,
     FORKED,
@@ -17,6 +16,7 @@ from ddp_runner.kernel.rules.helper_roles import (
     Role,
     Tries,
 )
+from ddp_runner.kernel.wire.fork_specs import ForkKind
 
 FIVE = Role(name="five", module="", pauses_s=(1.0, 2.0, 3.0, 4.0), lived_s=60.0, tries=5)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.kernel.rules.classify import Attribution
 from ddp_runner.kernel.rules.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.kernel.rules.exits import RunStatus
@@ -21,7 +22,6 @@ from ddp_runner.kernel.rules.recovery import (
     plan_recovery,
     regrow_delay_s,
 )
-from ddp_runner.core.settings import RecoverySettings
 
 SETTINGS = RecoverySettings(max_restarts=4, restart_window_s=100.0, no_progress_generations=3)
 

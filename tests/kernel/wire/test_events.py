@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.wire import events
 
 FAULT = Fault(kind=FaultKind.NON_FINITE, rank=1, step=3, cause="loss is nan", detail="trace")
 
