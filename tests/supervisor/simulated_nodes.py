@@ -21,6 +21,7 @@ from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.phases import Phase
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.loop import Loop
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes import follower_loop
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import (
@@ -373,7 +374,7 @@ class NodesSimulation(Simulation):
             silent_s=plan.settings.recovery.node_silent_s,
         )
         self.node = Node(
-            plan,
+            node_plan(plan),
             selector,
             system=System(self, self.home),
             clock=self.clock,

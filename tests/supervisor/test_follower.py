@@ -15,6 +15,7 @@ from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import Metrics, encode
 from ddp_runner.core.node_messages import STACKS_BYTES_MAX, FenceRank, FromRank
 from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.follower import Follower
 from ddp_runner.supervisor.processes.node import Node
 from tests.supervisor import simulated
@@ -35,7 +36,7 @@ class Machine:
         self.said = []
         self.clock = self.simulation.clock
         self.node = Node(
-            plan,
+            node_plan(plan),
             simulated.InstantSelector(),
             system=simulated.System(self.simulation, self.simulation.home),
             clock=self.clock,
