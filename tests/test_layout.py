@@ -19,7 +19,7 @@ WORDS_MAX = 12
 
 # Imports of our own inside functions: a command is loaded when it is asked for, torch when it is needed,
 # rich when a display is drawn. One more than this wants a reason beside it, and a larger number here.
-FUNCTION_IMPORTS_MAX = 16
+FUNCTION_IMPORTS_MAX = 14
 
 
 def _module(path):

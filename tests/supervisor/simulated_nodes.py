@@ -24,6 +24,7 @@ from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.supervisor.assembly import assembled
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes import follower_loop
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import (
@@ -373,7 +374,7 @@ class NodesSimulation(Simulation):
             silent_s=plan.settings.recovery.node_silent_s,
         )
         self.node = Node(
-            plan,
+            node_plan(plan),
             selector,
             system=System(self, self.home),
             clock=self.clock,

@@ -16,6 +16,7 @@ from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RepairedInPlace
 from ddp_runner.kernel.wire.messages import Metrics, encode
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.follower import Follower
 from tests.supervisor import simulated
 
@@ -35,7 +36,7 @@ class Machine:
         self.said = []
         self.clock = self.simulation.clock
         self.node = Node(
-            plan,
+            node_plan(plan),
             simulated.InstantSelector(),
             system=simulated.System(self.simulation, self.simulation.home),
             clock=self.clock,

@@ -35,6 +35,7 @@ from ddp_runner.kernel.wire import codec as wire
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RunEnds
 from ddp_runner.supervisor.assembly import assembled
+from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import (
@@ -64,7 +65,7 @@ class Coordinator:
         plan = replace(old, devices=(cpu,) * 4, world_size=4, nodes=OPTIONS)
         self.selector = simulated.InstantSelector()
         self.home = Node(
-            plan,
+            node_plan(plan),
             self.selector,
             system=simulated.System(self.simulation, self.simulation.home),
             clock=self.clock,
