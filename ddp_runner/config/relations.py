@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_runner import installed
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
-from ddp_runner.config.needed import feature_problems
 from ddp_runner.core.batch_sizes import SHARES, cut, global_batch, shares_of
 from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, names_a_gpu_twice
@@ -24,6 +24,8 @@ from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ddp_runner.core.settings import DataSettings, Settings
 
 _RESUME_WORDS = ("auto", "last", "best", "none")
@@ -37,7 +39,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
     """
     raise_problems(
         [
-            *feature_problems(settings),
+            *_feature_problems(settings),
             *_model_problems(settings),
             *_optimizer_problems(settings),
             *_improvement_problems(settings),
@@ -52,6 +54,25 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
         ]
     )
     return _notes(settings)
+
+
+def _feature_problems(settings: Settings) -> Iterator[BadInputError]:
+    """Yield an error for each setting that was asked for, and whose feature is not installed; defaults do without."""
+    recovery, spare = settings.recovery, settings.recovery.warm_spare
+    drills = recovery.drill_at if recovery.drill_at != type(recovery)().drill_at else None
+    display = settings.log.display
+    asked: tuple[tuple[str, str, object], ...] = (
+        ("recovery.warm_spare", "spare", spare if isinstance(spare, str) else None),
+        ("recovery.drill_at", "proof", drills and ",".join(map(str, drills))),
+        ("run.inject", "faults", ",".join(settings.run.inject)),
+        ("log.trackers", "trackers", ",".join(settings.log.trackers)),
+        ("log.display", "display", display if display == "live" else None),
+        ("checkpoint.after_save", "after_save", settings.checkpoint.after_save),
+    )
+    there = installed.names("__init__")
+    for key, feature, value in asked:
+        if value and feature not in there:
+            yield BadInputError(key, str(value), f"the feature {feature} is not installed")
 
 
 def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:

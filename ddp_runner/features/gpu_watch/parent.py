@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 
 from ddp_runner.core.gpu_reading import GpuReading
-from ddp_runner.features.gpu_watch.program import NO_DRIVER
+from ddp_runner.features.gpu_watch.driver_process import NO_DRIVER
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper
 from ddp_runner.kernel.processes.program import Given, Program, Programs, Say
@@ -17,7 +17,7 @@ from ddp_runner.kernel.system.run_files import from_json
 
 GPU_READER = Role(
     name="gpu_reader",
-    module=f"{__package__}.program",
+    module=f"{__package__}.driver_process",
     # The driver's first answer takes seconds where many GPUs wake up.
     silent_s=15.0,
     pauses_s=DOUBLED_S,
