@@ -28,7 +28,7 @@ _NAME_COLUMNS_MAX, _VALUE_COLUMNS = 36, 24
 
 @dataclass(frozen=True, slots=True)
 class OtherReport:
-    """The report on a run that is no training. ``read(path)`` of a feature's ``report.py`` makes it of a summary.json."""
+    """The report on a run that is no training. ``read(path)`` of a feature's ``run_report.py`` makes it of a summary.json."""
 
     what: str  # of what it is the run, in words
     lines: tuple[str, ...]
@@ -71,7 +71,7 @@ def other_report(path: Path) -> OtherReport | None:
 
     Raises OSError, or ValueError where it cannot be understood.
     """
-    found = (part.read(path) for part in installed.parts("report"))
+    found = (part.read(path) for part in installed.parts("run_report"))
     return next((one for one in found if one is not None), None)
 
 

@@ -66,7 +66,7 @@ from ddp_runner.features.script.rules import (
     plan_restart,
     was_asked_to_end,
 )
-from ddp_runner.features.script.summary import AttemptRecord, ScriptSummary
+from ddp_runner.features.script.script_summary import AttemptRecord, ScriptSummary
 from ddp_runner.supervisor import assembly
 from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
 from ddp_runner.supervisor.processes.children import Ended

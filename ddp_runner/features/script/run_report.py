@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.report_comparison import OtherReport
-from ddp_runner.features.script.summary import ScriptSummary, read_script_summary
+from ddp_runner.features.script.script_summary import ScriptSummary, read_script_summary
 from ddp_runner.observe.format import count, duration
 
 if TYPE_CHECKING:
