@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner import start
 from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand, is_unicode, show
-from ddp_runner.cli.report_comparison import compare, other_report
+from ddp_runner.cli.report_comparison import compare
 from ddp_runner.cli.runs import elsewhere, log_dir_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
@@ -30,7 +30,7 @@ from ddp_runner.observe.reports.text_report import (
     improvement_lines,
     time_lines,
 )
-from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
+from ddp_runner.observe.summary import FaultRecord, RunSummary, other_report, read_summary
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import from_json, read_lines, read_small, replace_file
 from ddp_runner.version import VERSION

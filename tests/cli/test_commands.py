@@ -20,7 +20,7 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import RunStatus
-from ddp_runner.features.script.script_summary import AttemptRecord, ScriptSummary
+from ddp_runner.features.script.other_summary import AttemptRecord, ScriptSummary
 from ddp_runner.observe.summary import (
     FaultRecord,
     RunSummary,
