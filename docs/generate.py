@@ -18,15 +18,15 @@ from ddp_runner.config.fields import ALIASES, SWITCHES, known_fields, sections
 from ddp_runner.config.foreign import ALWAYS, ANSWERS, FACTS, HEADINGS, WORDS
 from ddp_runner.config.meanings import meanings
 from ddp_runner.core.settings.declaration import OnResume, Option
-from ddp_runner.features.script.command import OWN
-from ddp_runner.features.script.options import (
+from ddp_runner.features.script.run_command import OWN
+from ddp_runner.features.script.run_options import (
     ACCEPTED_VALUES,
     ALSO_CALLED,
     REFUSED,
     SAYS_OF_SHARED,
     SHARED,
 )
-from ddp_runner.features.script.options import EXAMPLES as EXAMPLES_OF_RUN
+from ddp_runner.features.script.run_options import EXAMPLES as EXAMPLES_OF_RUN
 from ddp_runner.kernel.rules.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
 
 DOCS = Path(__file__).parent

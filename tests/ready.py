@@ -45,7 +45,7 @@ ENVIRONMENT = {
 _PRELOADED = (
     *(
         "ddp_runner.cli.train",
-        "ddp_runner.features.script.command",
+        "ddp_runner.features.script.run_command",
         "ddp_runner.supervisor.assembly",
     ),
     "ddp_runner.observe.display",

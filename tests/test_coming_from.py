@@ -13,8 +13,8 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.config import from_flat, resolve
 from ddp_runner.config.fields import ALIASES
 from ddp_runner.config.foreign import ALWAYS, ANSWERS, HEADINGS
-from ddp_runner.features.script.command import settings_of
-from ddp_runner.features.script.options import ALSO_CALLED, REFUSED
+from ddp_runner.features.script.run_command import settings_of
+from ddp_runner.features.script.run_options import ALSO_CALLED, REFUSED
 from ddp_runner.kernel.rules.errors import BadInputError
 from tests.scenarios.harness import ROOT
 

@@ -120,9 +120,8 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     if word in _OWN or word in commands():
         return word, rest
     if os.path.exists(word):  # noqa: PTH110 - pathlib takes 5 ms
-        raise BadInputError(
-            f"{word} is a file", "", f"run {word} (a script), or --task {word} (a task)"
-        )
+        as_script = f"run {word} (a script), or " if "run" in commands() else ""
+        raise BadInputError(f"{word} is a file", "", f"{as_script}--task {word} (a task)")
     near = difflib.get_close_matches(word, commands(), n=1)
     hint = f"did you mean {near[0]}?" if near else "the commands are " + ", ".join(commands())
     raise BadInputError(word, "", f"unknown command; {hint}")

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ddp_runner import installed
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.kernel.system.run_files import from_json, read_small, replace_file_synced
 from ddp_runner.kernel.wire import events
@@ -239,6 +240,23 @@ def read_summary(path: Path) -> RunSummary:
         return RunSummary(**known)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a run summary: {error}") from error
+
+
+def other_report(path: Path) -> OtherReport | None:
+    """Read a summary.json by the feature that has written it; None where it is a training's.
+
+    Raises OSError, or ValueError where it cannot be understood.
+    """
+    found = (part.read(path) for part in installed.parts("other_summary"))
+    return next((one for one in found if one is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherReport:
+    """The report on a run that is no training. ``read(path)`` of a feature's ``other_summary.py`` makes it of a summary.json."""
+
+    what: str  # of what it is the run, in words
+    lines: tuple[str, ...]
 
 
 def _fault_record(fault: Mapping[str, Any]) -> FaultRecord:

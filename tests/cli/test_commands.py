@@ -18,7 +18,7 @@ from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_n
 from ddp_runner.cli import doctor
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
-from ddp_runner.features.script.summary import AttemptRecord, ScriptSummary
+from ddp_runner.features.script.other_summary import AttemptRecord, ScriptSummary
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe.summary import (

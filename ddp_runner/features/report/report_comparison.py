@@ -10,7 +10,6 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from ddp_runner import installed
 from ddp_runner.cli.command import Arguments, is_unicode, show
 from ddp_runner.cli.runs import log_dir_of
 from ddp_runner.config.fields import known_fields
@@ -21,17 +20,9 @@ from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.observe.format import byte_size, count, duration, figure, percent, rate, sparkline
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.history.table_rows import time_parts
-from ddp_runner.observe.summary import RunSummary, read_summary
+from ddp_runner.observe.summary import RunSummary, other_report, read_summary
 
 _NAME_COLUMNS_MAX, _VALUE_COLUMNS = 36, 24
-
-
-@dataclass(frozen=True, slots=True)
-class OtherReport:
-    """The report on a run that is no training: its two values are what ``read(path)`` of a feature's ``report.py`` returns."""
-
-    what: str  # of what it is the run, in words
-    lines: tuple[str, ...]
 
 
 def compare(words: Sequence[str]) -> int:
@@ -64,15 +55,6 @@ def _ended(word: str) -> EndedRun:
     history = RunHistory(folder)
     history.read()
     return EndedRun.of(history, summary)
-
-
-def other_report(path: Path) -> OtherReport | None:
-    """Read a summary.json by the feature that has written it; None where it is a training's.
-
-    Raises OSError, or ValueError where it cannot be understood.
-    """
-    found = (part.read(path) for part in installed.parts("report"))
-    return next((OtherReport(*one) for one in found if one is not None), None)
 
 
 def _show_rows(rows: Sequence[ComparedRow]) -> None:

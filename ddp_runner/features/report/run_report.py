@@ -17,7 +17,7 @@ from ddp_runner.cli.runs import elsewhere, log_dir_of
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.report.html_page import html_report
 from ddp_runner.features.report.improvements import EndedRun, improvements
-from ddp_runner.features.report.report_comparison import compare, other_report
+from ddp_runner.features.report.report_comparison import compare
 from ddp_runner.features.report.text_report import (
     curve_lines,
     gpu_use,
@@ -31,7 +31,7 @@ from ddp_runner.kernel.system.run_files import from_json, read_lines, read_small
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import fault_sentence
-from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
+from ddp_runner.observe.summary import FaultRecord, RunSummary, other_report, read_summary
 from ddp_runner.start import COMMAND
 from ddp_runner.version import VERSION
 

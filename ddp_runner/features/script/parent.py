@@ -18,6 +18,7 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.features.script.attempt_files import AttemptFiles, error_file
 from ddp_runner.features.script.hangs import ScriptHangs
 from ddp_runner.features.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
+from ddp_runner.features.script.other_summary import AttemptRecord, ScriptSummary
 from ddp_runner.features.script.own_checkpoint import words_to_resume
 from ddp_runner.features.script.rules import (
     EXIT_CODE_OF_STOP,
@@ -33,7 +34,6 @@ from ddp_runner.features.script.rules import (
     plan_restart,
     was_asked_to_end,
 )
-from ddp_runner.features.script.summary import AttemptRecord, ScriptSummary
 from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_facts import Ending, RunFacts

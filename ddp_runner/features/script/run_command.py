@@ -26,8 +26,9 @@ from ddp_runner.core.launch_plan import OpaqueProgram
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.script.accelerate_config import ON_CPU, accelerate_variables
-from ddp_runner.features.script.loop import attaches, may_be_run, source_of, with_loop
-from ddp_runner.features.script.options import (
+from ddp_runner.features.script.rules import GRACE_AT_STOP_S, RANK, ResumeWith, ScriptPlan
+from ddp_runner.features.script.run_loop import attaches, may_be_run, source_of, with_loop
+from ddp_runner.features.script.run_options import (
     ACCEPTED_VALUES,
     ALSO_CALLED,
     EXAMPLES,
@@ -43,7 +44,6 @@ from ddp_runner.features.script.options import (
     SHARED,
     WHICH_STREAMS,
 )
-from ddp_runner.features.script.rules import GRACE_AT_STOP_S, RANK, ResumeWith, ScriptPlan
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import masked_words
 from ddp_runner.start import COMMAND

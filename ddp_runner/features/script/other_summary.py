@@ -1,13 +1,18 @@
-"""The summary.json of a script's run: its attempts, and how the run ended. Decides nothing."""
+"""The summary.json of a script's run, its attempts and how it ended, and the report on that. Decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.kernel.system.run_files import from_json, read_small
+from ddp_runner.observe.format import count, duration
+from ddp_runner.observe.summary import OtherReport
+
+_LABEL_COLUMNS = 12
+_FAULTS_SHOWN_MAX = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +81,36 @@ def read_script_summary(path: Path) -> ScriptSummary | None:
         return ScriptSummary(**known)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a script's summary: {error}") from error
+
+
+def read(path: Path) -> OtherReport | None:
+    """Return the report; None where the summary is of no script. Raises OSError and ValueError."""
+    summary = read_script_summary(path)
+    return None if summary is None else OtherReport("a script", tuple(_lines(summary)))
+
+
+def _lines(summary: ScriptSummary) -> Iterator[str]:
+    """Yield what is known: a script has its own checkpoints, so nothing is known of its weights."""
+    attempts = len(summary.attempts)
+    newest = f" in the newest of {attempts} attempts" if attempts > 1 else ""
+    failed = [one for one in summary.attempts if one.cause]
+    rows = (
+        ("run", summary.called),
+        ("status", f"{summary.status.words} (exit {summary.exit_code})"),
+        ("script", summary.script),
+        (
+            "trained",
+            f"{count(summary.steps)} optimizer steps on {summary.world_size} ranks{newest}",
+        ),
+        ("wall time", duration(summary.wall_s)),
+        ("faults", str(len(failed))),
+    )
+    yield from (f"{name:<{_LABEL_COLUMNS}}{value}" for name, value in rows)
+    for one in failed[:_FAULTS_SHOWN_MAX]:
+        who = "" if one.rank is None or one.cause.startswith("rank ") else f"rank {one.rank}: "
+        yield (
+            f"  attempt {one.attempt}  {who}{one.cause}, after {count(one.steps)} optimizer steps"
+            f" in {duration(one.seconds)}"
+        )
+    if len(failed) > _FAULTS_SHOWN_MAX:
+        yield f"  and {len(failed) - _FAULTS_SHOWN_MAX} more in summary.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.features.script.loop import calls_attach, may_be_run
+from ddp_runner.features.script.run_loop import calls_attach, may_be_run
 
 
 @pytest.mark.parametrize(
