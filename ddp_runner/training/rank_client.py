@@ -1,6 +1,6 @@
 """The part of the engine's client that a Task and a loop of the user's own have alike.
 
-It tells the supervisor what this rank has, completes the audits of lost ranks, and agrees on a tuning.
+It reports what this rank has, completes the audits of lost ranks, and agrees on a tuning.
 """
 
 from __future__ import annotations
