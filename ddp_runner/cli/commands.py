@@ -48,11 +48,6 @@ _OWN = {
         says="list, verify, show, export or prune checkpoints",
         place=30,
     ),
-    "doctor": Row(
-        module="ddp_runner.cli.doctor",
-        says="can this machine train, and if not, what to do",
-        place=50,
-    ),
     "configure": Row(
         module="ddp_runner.cli.configure",
         says="asks for the settings that matter most, and writes them to a file",

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import doctor
 from ddp_runner.cli.devices import find_gpus, parse_query, plan_devices
 from ddp_runner.cli.machine import core_count, cpu_quota
 from ddp_runner.cli.machine_checks import Probed
@@ -18,6 +17,7 @@ from ddp_runner.cli.planning import place_notes, plan_launch, preset_name, threa
 from ddp_runner.config import resolve
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.launch_plan import group_backend
+from ddp_runner.features.doctor import doctor
 from ddp_runner.observe.gpus import VisibleGpus, visible
 from ddp_runner.supervisor.recovery.communicator_cut import SILENT_LEAVE_TIMEOUT_S
 from ddp_runner.system.torch_versions import TorchBuild, torch_build

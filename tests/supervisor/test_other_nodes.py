@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.cli.node_checks import ask
 from ddp_runner.core import wire
 from ddp_runner.core.board import Cell
 from ddp_runner.core.events import RunEnds
@@ -31,6 +30,7 @@ from ddp_runner.core.node_messages import (
 )
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.recovery import GiveUp
+from ddp_runner.features.doctor.node_checks import ask
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor

@@ -15,8 +15,11 @@ import psutil
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import doctor, gpu_checks, machine_checks
-from ddp_runner.cli.gpu_checks import (
+from ddp_runner.cli import machine_checks
+from ddp_runner.cli.machine_checks import Probed, Verdict, probe
+from ddp_runner.core.errors import BadInputError
+from ddp_runner.features.doctor import doctor, gpu_checks
+from ddp_runner.features.doctor.gpu_checks import (
     check_collectives,
     judge_driver,
     judge_memory,
@@ -26,8 +29,6 @@ from ddp_runner.cli.gpu_checks import (
     parse_memory,
     parse_peers,
 )
-from ddp_runner.cli.machine_checks import Probed, Verdict, probe
-from ddp_runner.core.errors import BadInputError
 from ddp_runner.observe.gpus import Gpu, VisibleGpus
 from ddp_runner.system.torch_versions import TorchBuild
 from tests.processes import ROOT, poll

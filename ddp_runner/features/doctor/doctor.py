@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, LOG_DIR, Arguments, SmallCommand, show
 from ddp_runner.cli.devices import find_gpus, plan_devices
-from ddp_runner.cli.gpu_checks import check_collectives, gpu_checks
 from ddp_runner.cli.machine import core_count
 from ddp_runner.cli.machine_checks import (
     Check,
@@ -38,6 +37,7 @@ from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.core.node_options import endpoint_of
 from ddp_runner.core.settings.declaration import Option
+from ddp_runner.features.doctor.gpu_checks import check_collectives, gpu_checks
 from ddp_runner.observe.format import byte_size
 from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus
 from ddp_runner.start import COMMAND, IS_CHECKOUT
@@ -96,7 +96,7 @@ def _of_several(arguments: Arguments) -> Iterator[Check]:
     values = arguments.values
     if _ENDPOINT not in values:
         return iter(())
-    from ddp_runner.cli.node_checks import Asked, node_checks  # noqa: PLC0415 - it needs psutil
+    from ddp_runner.features.doctor.node_checks import Asked, node_checks  # noqa: PLC0415 - it needs psutil
 
     host, port = endpoint_of(values[_ENDPOINT])
     asked = Asked(
