@@ -34,12 +34,12 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ddp_runner.checkpoint.background import BackgroundSaver
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.manifest import CheckpointFacts
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.writer import CopyWriter, saved_of
 from ddp_runner.core.messages import WriteCopy, decode, encode
+from ddp_runner.system.disk import RealDisk
 from ddp_runner.training.components.tensor_hash import state_hashes, tensor_hash
 from ddp_runner.training.exactness.state_hashes import StateHashing
 

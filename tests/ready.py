@@ -27,7 +27,8 @@ from array import array
 from pathlib import Path
 
 from ddp_runner import start
-from ddp_runner.core.script import ZYGOTE_OF_SCRIPTS
+from ddp_runner.core.fork_specs import ZYGOTE_OF_PROGRAMS
+from ddp_runner.core.script import RANK
 from ddp_runner.system import parent_death
 from tests.huge_pages import use_huge_pages
 
@@ -147,7 +148,7 @@ def _serve(path: str) -> None:
     from ddp_runner.rank import zygote
 
     zygote.preload("")
-    zygote.preload_for_programs(ZYGOTE_OF_SCRIPTS, ())
+    zygote.preload_for_programs(ZYGOTE_OF_PROGRAMS, f"{RANK}:")
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.freeze()

@@ -30,10 +30,16 @@ KERNEL = (
     *("rank.store_host", "rank.fenced_disk", "supervisor.supervisor", "supervisor.loop"),
     *("supervisor.world", "supervisor.rank_handle", "supervisor.ports", "supervisor.run_end"),
     *("supervisor.node_keeper", "supervisor.head_count", "supervisor.signal_box"),
-    *("supervisor.run_facts", "supervisor.run_context", "core.settings.recovery", "start"),
+    *(
+        "supervisor.run_facts",
+        "supervisor.run_context",
+        "core.settings.recovery",
+        "start",
+        "installed",
+    ),
     *("supervisor.processes", "supervisor.recovery", "training.engine", "training.session"),
     *("training.commit", "training.guard", "training.agreeing", "training.state", "training.step"),
-    *("training.durable",),
+    *("training.durable", "training.runtime"),
 )
 
 # Rooms that are to know nothing of the other: how many imports still do.

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from ddp_runner.cli.runs import latest_logs
 from ddp_runner.config import check_relations, from_flat, resolve, to_yaml, ways_on
 from ddp_runner.config.run_names import is_name, name_of_task
 from ddp_runner.config.ways_on import own_folder, words_of_old
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.settings import Settings
-from ddp_runner.system.run_directories import RunDirectories, latest_logs, point_latest
+from ddp_runner.system.run_directories import RunDirectories, point
 
 
 def run_of(*pairs, **sources):
@@ -160,7 +161,7 @@ def test_latest_is_a_file_where_there_are_no_links(tmp_path, monkeypatch):
 
     (tmp_path / "one").mkdir()
     monkeypatch.setattr(Path, "symlink_to", has_no_links)
-    point_latest(tmp_path / "one")
+    point(tmp_path / "latest", tmp_path / "one")
     assert (tmp_path / "latest").read_text() == "one\n"
     assert latest_logs(tmp_path) == tmp_path / "one"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one"]
@@ -181,7 +182,7 @@ def test_a_folder_of_the_users_called_latest_stays(tmp_path):
     (tmp_path / "latest").mkdir()
     (tmp_path / "one").mkdir()
     with pytest.raises(OSError, match="latest"):
-        point_latest(tmp_path / "one")
+        point(tmp_path / "latest", tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one"]
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import (
     AMID_SKIPPED,
@@ -33,6 +32,7 @@ from ddp_runner.checkpoint.manifest import (
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.nodes import NewestCheckpoint
+from ddp_runner.system.disk import Disk, RealDisk
 from ddp_runner.system.run_files import (
     is_regular,
     left_over,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ddp_runner.checkpoint.disk import Disk
+    from ddp_runner.system.disk import Disk
 
 # Smaller pieces are gathered: torch writes four for each tensor, most of a few bytes.
 _PIECE_BYTES_MIN = PIECE_BYTES_MIN

@@ -20,7 +20,6 @@ import torch
 
 from ddp_runner.checkpoint.catalog import POINTERS, WORDS, Catalog, Entry
 from ddp_runner.checkpoint.codec import stored_bytes
-from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.file_hash import algorithm_for, digest_of
 from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest, manifest_name
 from ddp_runner.checkpoint.publish import publish, publish_text
@@ -32,6 +31,7 @@ from ddp_runner.checkpoint.weights import (
 )
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.system.disk import Disk, RealDisk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

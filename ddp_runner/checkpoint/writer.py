@@ -6,12 +6,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_runner.checkpoint.disk import Disk
 from ddp_runner.checkpoint.manifest import Manifest
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.store import CheckpointStore, Saved
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import CopyWritten, WriteCopy
+from ddp_runner.system.disk import Disk
 
 NOTES_MAX = 20  # of an answer, which must fit into one packet
 TEXT_MAX = 20_000  # characters of it

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from ddp_runner import start
 from ddp_runner.checkpoint.catalog import Catalog, Entry
-from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.manifest import manifest_name, stage_name
 from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of
 from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, NAME, Arguments, SmallCommand, show
@@ -25,6 +24,7 @@ from ddp_runner.core.settings.declaration import Option
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND
 from ddp_runner.supervisor.processes.environment import probe_environment
+from ddp_runner.system.disk import Disk, RealDisk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

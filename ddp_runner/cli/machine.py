@@ -1,12 +1,16 @@
-"""The cores that this machine gives to a run. Apart from its devices, since it is asked for before anything else."""
+"""The cores and open files that this machine gives to a run. Apart from its devices: cores are asked for before anything else."""
 
 from __future__ import annotations
 
 import math
 import os
+import resource
 from pathlib import Path
 
+from ddp_runner.core.errors import BadInputError
+
 _CGROUP = Path("/sys/fs/cgroup")
+_OPEN_FILES_BASE, _OPEN_FILES_PER_RANK = 64, 16  # of the process that has most: supervisor or rank
 
 
 def core_count() -> int:
@@ -30,3 +34,16 @@ def cpu_quota(root: Path = _CGROUP) -> float | None:
     if limit in ("max", "-1"):
         return None
     return int(limit) / int(period)
+
+
+def allow_open_files(world_size: int) -> None:
+    """Raise this process's limit to what a run needs. Raises BadInputError where that is forbidden."""
+    needed = _OPEN_FILES_BASE + _OPEN_FILES_PER_RANK * world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise BadInputError(
+            "ulimit -n", hard, f"allows too few open files: {world_size} ranks need {needed}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ddp_runner.cli.command import LOG_DIR, Arguments, SmallCommand
 from ddp_runner.cli.extras import page_missing
-from ddp_runner.config.run_names import LOGS
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.settings.declaration import Option
+from ddp_runner.core.settings.whole_run import LOGS
 from ddp_runner.start import COMMAND
 
 _CAN_INJECT = "--page-can-inject"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.accelerate_config import ON_CPU, accelerate_variables
 from ddp_runner.cli.command import TrainCommand, option_lines
 from ddp_runner.cli.extras import take_keys
+from ddp_runner.cli.machine import allow_open_files
 from ddp_runner.cli.parser import OPTIONS, is_config_name, parse_train
 from ddp_runner.cli.planning import asked_settings, plan_launch
 from ddp_runner.cli.run_loop import attaches, may_be_run, source_of, with_loop
@@ -37,13 +38,13 @@ from ddp_runner.cli.run_options import (
     WHICH_STREAMS,
 )
 from ddp_runner.cli.stage_choice import refuse_stages
-from ddp_runner.cli.train import allow_open_files
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.config.sources import named_file
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.launch_plan import OpaqueProgram
 from ddp_runner.core.plain_rank import plain_rank
-from ddp_runner.core.script import GRACE_AT_STOP_S, ResumeWith, ScriptPlan
+from ddp_runner.core.script import GRACE_AT_STOP_S, RANK, ResumeWith, ScriptPlan
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.start import COMMAND
@@ -98,7 +99,7 @@ def run(words: Sequence[str]) -> int:
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     if attaches(script):
         _refuse_of_scripts(sorted_words)
-        return _supervise(with_loop(plan, script), words)
+        return _supervise(with_loop(plan, script), words, None)
     if refused := sorted(set(OF_ATTACHED) & {one.partition("=")[0] for one in sorted_words.shared}):
         raise BadInputError(
             refused[0], "", "needs a loop that calls ddp_runner.attach(), which the script does not"
@@ -116,9 +117,9 @@ def run(words: Sequence[str]) -> int:
             *_thread_notes(plan.threads_per_rank),
             *_torchrun_notes(sorted_words.own),
         ),
-        script=script,
+        opaque=OpaqueProgram(name=script.name, module=RANK, preload=script.preload),
     )
-    return _supervise(plan, words)
+    return _supervise(plan, words, script)
 
 
 def settings_of(words: Sequence[str]) -> Settings:
@@ -127,13 +128,14 @@ def settings_of(words: Sequence[str]) -> Settings:
     return asked_settings(parse_train(_settings(found, _script(found))), dict(os.environ))
 
 
-def _supervise(plan: LaunchPlan, words: Sequence[str]) -> int:
+def _supervise(plan: LaunchPlan, words: Sequence[str], script: ScriptPlan | None) -> int:
+    """``script``: None where it is a loop that attaches, and its run a training."""
     plan = replace(plan, command=(*plan.command[:3], "run", *masked_words(words)))
     allow_open_files(plan.world_size)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
-    from ddp_runner.supervisor.assembly import supervise  # noqa: PLC0415
+    from ddp_runner.supervisor.script import agent  # noqa: PLC0415
 
-    return supervise(plan)
+    return agent.supervise(plan, script)
 
 
 def _refuse_of_scripts(words: _Words) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.config import refuse_for_loops
 from ddp_runner.core.injection import refuse_of_loops
-from ddp_runner.core.script import LoopPlan
+from ddp_runner.core.launch_plan import LoopPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,17 +7,31 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from ddp_runner.config.run_names import CHECKPOINTS, LOGS, is_name
+from ddp_runner.config.run_names import is_name
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.settings.whole_run import CHECKPOINTS, LATEST, LOGS
 from ddp_runner.system.followed_run import NAME, followed_run
-from ddp_runner.system.run_directories import latest_logs
 from ddp_runner.system.run_files import read_small
 
 if TYPE_CHECKING:
     from ddp_runner.cli.command import Arguments
 
 _CONFIG_BYTES_MAX = 1 << 20
+_POINTER_BYTES_MAX = 256
 _RECORDS = ("summary.json", "status.json")
+
+
+def latest_logs(root: Path = Path(LOGS)) -> Path | None:
+    """The log folder of the newest run below ``root``; None where nothing points to one."""
+    latest = root / LATEST
+    try:
+        if latest.is_symlink():
+            name = str(latest.readlink())
+        else:
+            name = read_small(latest, bytes_max=_POINTER_BYTES_MAX).decode().strip()
+    except (OSError, ValueError):
+        return None
+    return root / name if is_name(name) and (root / name).is_dir() else None
 
 
 def log_dir_of(arguments: Arguments) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from ddp_runner import installed
 from ddp_runner.cli.command import TrainCommand
 from ddp_runner.cli.extras import take_keys
-from ddp_runner.cli.machine import core_count
+from ddp_runner.cli.machine import allow_open_files, core_count
 from ddp_runner.cli.parser import INSTEAD, TrainArguments, parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import (
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
-
-OPEN_FILES_BASE, OPEN_FILES_PER_RANK = 64, 16  # of the process that has most: supervisor or rank
 
 
 def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
@@ -96,19 +93,6 @@ def _by_engine(arguments: TrainArguments, words: Sequence[str]) -> int:
             "the command itself",
         )
     return int(import_module(engines[engine]).train(words, arguments))
-
-
-def allow_open_files(world_size: int) -> None:
-    """Raise this process's limit to what a run needs. Raises BadInputError where that is forbidden."""
-    needed = OPEN_FILES_BASE + OPEN_FILES_PER_RANK * world_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise BadInputError(
-            "ulimit -n", hard, f"allows too few open files: {world_size} ranks need {needed}"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _rank_module() -> ModuleType:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.step_times import PHASE_NAMES
+from ddp_runner.core.phases import PHASE_NAMES
 
 PARTS_MAX = 32  # named numbers beside a loss
 # What the run's own lines of metrics have.

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from ddp_runner.collective.device_progress import DeviceProgress
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.loss_module import PLAIN_FORM
-from ddp_runner.collective.replica import Replica
+from ddp_runner.collective.replica import Replica, ReplicaSettings
 from ddp_runner.core.board import Slot
-from ddp_runner.core.settings import DdpSettings
 from ddp_runner.values.nested import OF_FORWARD, rebuilt
 
 
@@ -86,7 +85,7 @@ class ModelReplica(Replica):
         cells: int,
         take: Callable[[], Tensor],
         group: Group,
-        settings: DdpSettings,
+        settings: ReplicaSettings,
         slot: Slot,
         device: DeviceProgress | None = None,
     ) -> None:

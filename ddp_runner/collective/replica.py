@@ -34,7 +34,6 @@ from ddp_runner.collective.wait_clock import wait_clock
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Slot
 from ddp_runner.core.phases import Moment, Phase
-from ddp_runner.core.settings import DdpSettings
 
 BUCKET_TENSORS = 1000  # in a bucket; about so many at most
 
@@ -55,6 +54,35 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
 
 
+class ReplicaSettings(Protocol):
+    """The settings of a replica: how its gradients are summed."""
+
+    @property
+    def gradient_dtype(self) -> str:
+        """The type that gradients are sent as: ``auto``, ``fp32``, ``bf16`` or ``fp16``."""
+        ...
+
+    @property
+    def bucket_cap_mb(self) -> int:
+        """The largest size of gradients that are summed at once."""
+        ...
+
+    @property
+    def find_unused_parameters(self) -> bool | str:
+        """Whether a step may leave parameters out; ``auto`` counts as true."""
+        ...
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """Whether a gradient is a view of what is summed."""
+        ...
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether each step uses the same parameters in the same order."""
+        ...
+
+
 class Replica:
     """A model wrapped for one generation. Every rank of the group must build it."""
 
@@ -66,7 +94,7 @@ class Replica:
         loss: Loss,
         *,
         group: Group,
-        settings: DdpSettings,
+        settings: ReplicaSettings,
         slot: Slot,
         is_relaid: Callable[[], bool] = lambda: False,
         device: DeviceProgress | None = None,
@@ -94,7 +122,7 @@ class Replica:
         module: Any,
         *,
         group: Group,
-        settings: DdpSettings,
+        settings: ReplicaSettings,
         slot: Slot,
         device: DeviceProgress | None,
     ) -> None:
@@ -527,7 +555,7 @@ def _not_synced() -> Iterator[None]:
 
 
 def _accepted_arguments(
-    settings: DdpSettings, device: torch.device, *, cap_mb: float
+    settings: ReplicaSettings, device: torch.device, *, cap_mb: float
 ) -> dict[str, Any]:
     """Return only the arguments that the installed torch knows and does not deprecate."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters

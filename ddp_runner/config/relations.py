@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
-from ddp_runner.config.run_names import CHECKPOINTS, LOGS
+from ddp_runner.config.needed import feature_problems
 from ddp_runner.core.batch_sizes import SHARES, cut, global_batch, shares_of
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
@@ -21,6 +21,7 @@ from ddp_runner.core.modes import mode_problems
 from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, highest_refused
 from ddp_runner.core.profile import OPTION as PROFILE
 from ddp_runner.core.profile import parse_profile, refuse_beyond_end
+from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import DataSettings, Settings
@@ -36,6 +37,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
     """
     raise_problems(
         [
+            *feature_problems(settings),
             *_model_problems(settings),
             *_optimizer_problems(settings),
             *_improvement_problems(settings),

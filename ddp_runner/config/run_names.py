@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.settings.whole_run import FOLDERS, LATEST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ddp_runner.config.sources import Origin
-    from ddp_runner.core.settings import RunSettings
 
-LOGS = "logs"  # of all runs; each has a folder of its own below
-CHECKPOINTS = "checkpoints"
-LATEST = "latest"  # in LOGS: points to the newest run's folder
 TEST = "test"  # what every --test is called: it begins afresh, whatever is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
-FOLDERS = (("run.log_dir", LOGS), ("run.checkpoint_dir", CHECKPOINTS))
 STRENGTH: Mapping[Origin, int] = {
     "default": 0,
     "preset": 1,
@@ -51,14 +47,6 @@ def name_of_task(task: str) -> str:
 def is_name(text: str) -> bool:
     """Return True if ``text`` can be the name of a run, and so of its folders."""
     return bool(_NAME.fullmatch(text)) and text != LATEST
-
-
-def has_folders_of_its_name(run: RunSettings) -> bool:
-    """Return True if the run's folders follow from its name, so that another name would move them."""
-    if run.checkpoint_dir == run.log_dir:  # a script's, whose checkpoints are its own
-        return PurePath(run.log_dir) == PurePath(LOGS, run.name)
-    folders = {"run.log_dir": run.log_dir, "run.checkpoint_dir": run.checkpoint_dir}
-    return all(PurePath(folders[key]) == PurePath(root, run.name) for key, root in FOLDERS)
 
 
 def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:

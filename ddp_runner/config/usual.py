@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.presets import CADENCES, PRESETS, RECIPES
-from ddp_runner.config.run_names import FOLDERS, TEST, name_of_task
+from ddp_runner.config.run_names import TEST, name_of_task
+from ddp_runner.core.settings.whole_run import FOLDERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.identity import GLOBAL_BATCH, is_described, is_sealed
-from ddp_runner.config.run_names import CHECKPOINTS, LOGS, has_folders_of_its_name
 from ddp_runner.core.secrets import is_secret
+from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +48,7 @@ def ways_on_with_data(settings: Settings) -> str:
 def own_folder(settings: Settings) -> str:
     """The words that give this launch folders where no run is."""
     run = settings.run
-    if has_folders_of_its_name(run):
+    if run.has_folders_of_its_name:
         stem = _NUMBERED.sub("", run.name)
         names = (f"{stem}-{number}" for number in count(2))
         taken = (LOGS, CHECKPOINTS)

@@ -11,13 +11,19 @@ class ForkKind(enum.Enum):
 
     RANK = "rank"
     LOOP = "loop"  # a rank that is a program of the user's own, whose loop attaches
-    SCRIPT = "script"  # a rank of a script
+    PROGRAM = "program"  # a rank that is a program of the user's own, which knows nothing of us
     STORE = "store"
     SPARE = "spare"
     STANDBY = "standby"  # the next zygote
     DRILL = "drill"
     SAVER = "saver"
     IMPORTS = "imports"  # no fork: what the zygote imports beside torch, sent first of all
+
+
+# Sent to a zygote in place of a task; modules to import ahead follow, parted by commas. For programs that are opaque the
+# module that is each of their ranks, and a colon, come before those.
+ZYGOTE_OF_LOOPS = "loops:"
+ZYGOTE_OF_PROGRAMS = "programs:"
 
 
 class SpareKind(enum.Enum):
@@ -89,27 +95,14 @@ class RankSpec(Surroundings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptCall:
-    """The call of a script, with the values that torchrun passes on. ``is_program``: it is not a Python file."""
+class ProgramSpec(Surroundings):
+    """The specification of a rank that is a program of the user's own. ``module``: whose ``run()`` is the rank.
 
-    path: str
+    ``call``: what that needs to know besides, as a record.
+    """
+
     module: str
-    arguments: tuple[str, ...]
-    is_program: bool
-    plain_saves: bool
-    log_file: str
-    error_file: str
-    run_id: str
-    role: str
-    attempt: int
-    max_restarts: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptSpec(Surroundings):
-    """The specification of a script's rank."""
-
-    call: ScriptCall
+    call: dict[str, object]
     log_seal: str = field(default="", repr=False)
 
 
@@ -150,4 +143,4 @@ class NothingMore:
     """The specification of a process that needs only its descriptors: a store, a standby."""
 
 
-Spec = RankSpec | ScriptSpec | SpareSpec | DrillSpec | SaverSpec | ImportsSpec | NothingMore
+Spec = RankSpec | ProgramSpec | SpareSpec | DrillSpec | SaverSpec | ImportsSpec | NothingMore

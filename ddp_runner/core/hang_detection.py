@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ddp_runner.core.limits import RecoveryLimits
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings.recovery import RecoverySettings
 
 STEPS_TO_SETTLE = 3  # of a process, before its own pace is believed
 # Per hang verdict in a row without progress, and for ranks that are late together: the pause may be
@@ -99,7 +99,7 @@ class HangVerdict:
     by_device: bool = False
 
 
-def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> float:
+def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoveryLimits) -> float:
     """Return how long the rank may stay in its phase, in seconds."""
     if look.phase is Phase.EVALUATE:
         return settings.evaluation_timeout_s
@@ -115,7 +115,7 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
     return _deadline_of_own_work_s(look, pace, settings)
 
 
-def shortest_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
+def shortest_deadline_s(pace: Pace, settings: RecoveryLimits) -> float:
     """Return the shortest deadline of any phase and rank now: a younger phase cannot be late."""
     return min(
         _usual_deadline_s(pace, settings),
@@ -125,7 +125,7 @@ def shortest_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
     )
 
 
-def _deadline_of_own_work_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> float:
+def _deadline_of_own_work_s(look: RankLook, pace: Pace, settings: RecoveryLimits) -> float:
     is_loading = look.phase is Phase.DATA
     if look.place in pace.doubted:  # what is slow there once more was no hang
         return max(_usual_deadline_s(pace, settings), settings.first_step_timeout_s)
@@ -137,9 +137,7 @@ def _deadline_of_own_work_s(look: RankLook, pace: Pace, settings: RecoverySettin
     return _first_deadline_s(pace, settings)
 
 
-def late_ranks(
-    looks: Sequence[RankLook], pace: Pace, settings: RecoverySettings
-) -> tuple[int, ...]:
+def late_ranks(looks: Sequence[RankLook], pace: Pace, settings: RecoveryLimits) -> tuple[int, ...]:
     """Return the ranks that exceed their deadline and those that nearly do: no pause hits two at the same moment."""
     shares = {
         look.rank: look.age_s / phase_deadline_s(look, pace, settings)
@@ -151,7 +149,7 @@ def late_ranks(
     return tuple(rank for rank, share in shares.items() if share > NEARLY_LATE)
 
 
-def longest_phase_s(settings: RecoverySettings) -> float:
+def longest_phase_s(settings: RecoveryLimits) -> float:
     """The longest that a rank may let the others wait, whatever the run's pace."""
     return max(
         settings.first_step_timeout_s,
@@ -161,7 +159,7 @@ def longest_phase_s(settings: RecoverySettings) -> float:
 
 
 def find_hung(
-    looks: Sequence[RankLook], pace: Pace, settings: RecoverySettings
+    looks: Sequence[RankLook], pace: Pace, settings: RecoveryLimits
 ) -> HangVerdict | None:
     """The verdict on a generation whose ranks are all training, or None.
 
@@ -327,13 +325,13 @@ class Comparisons:
         self.longest_s = None
 
 
-def _has_stood(look: RankLook, settings: RecoverySettings) -> bool:
+def _has_stood(look: RankLook, settings: RecoveryLimits) -> bool:
     """Return whether a rank has been stopped for too long; a phase's first moments do not count."""
     since_s = look.stopped_s + STOPS_UNSEEN_S
     return look.stopped and min(look.age_s, since_s) > settings.stopped_max_s
 
 
-def _first_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
+def _first_deadline_s(pace: Pace, settings: RecoveryLimits) -> float:
     if pace.first_s is None:
         return settings.first_step_timeout_s
     first_s = max(FIRST_LEAST * settings.hang_min_s, FIRST_FACTOR * pace.first_s)
@@ -342,7 +340,7 @@ def _first_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
     return min(settings.first_step_timeout_s, learnt_s)
 
 
-def _usual_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
+def _usual_deadline_s(pace: Pace, settings: RecoveryLimits) -> float:
     usual_s = max(
         settings.hang_min_s,
         settings.hang_factor * pace.slowest_step_s,

@@ -1,7 +1,7 @@
 """The kinds of helper process, as values: whose code, how long what may take, what follows its end. Starts none.
 
-A helper is added here, with the module that it runs. What it alone has to do is a policy beside the keeper that
-all of them share.
+Those of the kernel stand here; a feature has its own in its folder. What a helper alone has to do is a policy
+beside the keeper that all of them share.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ddp_runner.core.fork_specs import (
     ForkKind,
     ImportsSpec,
     NothingMore,
+    ProgramSpec,
     RankSpec,
     SaverSpec,
-    ScriptSpec,
     SpareSpec,
     Spec,
 )
@@ -26,14 +26,13 @@ from ddp_runner.core.fork_specs import (
 class Role:
     """A kind of helper process; ``inf``: without a limit.
 
-    ``module``: its ``main()`` is the process. ``fork``: the zygote forks it as this kind, with a ``spec``; None: it is
-    a program with an interpreter of its own.
+    ``module``: its ``main()`` is the process. ``fork``: the zygote forks it as this kind; None: it is a program with
+    an interpreter of its own.
     """
 
     name: str
     module: str
     fork: ForkKind | None = None
-    spec: type[Spec] = NothingMore
     is_dispensable: bool = True  # the run goes on without it where no process can be forked
     runs_user_code: bool = False  # what it has started ends with it
     ready_s: float = math.inf  # until it says that it is, once its process is known
@@ -59,63 +58,33 @@ STANDBY = Role(
     pauses_s=(1.0,),
     refused_s=60.0,
 )
-SPARE = Role(
-    name="spare",
-    module="ddp_runner.rank.spare",
-    fork=ForkKind.SPARE,
-    spec=SpareSpec,
-    runs_user_code=True,
-    ready_s=20.0,  # it takes a tenth of a second
-    pauses_s=(1.0, 2.0, 3.0, 4.0),
-    lived_s=60.0,
-    tries=5,
-)
-DRILL = Role(
-    name="drill",
-    module="ddp_runner.rank.drill",
-    fork=ForkKind.DRILL,
-    spec=DrillSpec,
-    runs_user_code=True,
-)
+
+
 SAVER = Role(
     name="saver",
     module="ddp_runner.rank.saver",
     fork=ForkKind.SAVER,
-    spec=SaverSpec,
     # One that has lived is replaced at once: somebody may wait for its file.
     pauses_s=(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0),
     lived_s=5.0,
     refused_s=1.0,
 )
-_DOUBLED_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-TRACKER = Role(
-    name="tracker",  # of each, its own
-    module="ddp_runner.observe.trackers.tracker_process",
-    pauses_s=_DOUBLED_S,
-    lived_s=60.0,
-    tries=10,
-    end_s=5.0,  # to write what is left
-)
+DOUBLED_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # pauses of a program beside the run
 PAGE = Role(name="page", module="ddp_runner.cli.live_page.beside", tries=1)
-GPU_READER = Role(
-    name="gpu_reader",
-    module="ddp_runner.observe.gpu_watch_process",
-    # The driver's first answer takes seconds where many GPUs wake up.
-    silent_s=15.0,
-    pauses_s=_DOUBLED_S,
-    tries=5,
-)
-AFTER_SAVE = Role(name="after_save", module="")  # a command of the user's
 
-FORKED = (STORE, STANDBY, SPARE, DRILL, SAVER)
-ROLE_OF = {role.fork: role for role in FORKED}
+
+FORKED = (STORE, STANDBY, SAVER)
 # What a fork of each kind needs to know.
 SPEC_OF: dict[ForkKind, type[Spec]] = {
     ForkKind.RANK: RankSpec,
     ForkKind.LOOP: RankSpec,
-    ForkKind.SCRIPT: ScriptSpec,
+    ForkKind.PROGRAM: ProgramSpec,
     ForkKind.IMPORTS: ImportsSpec,
-    **{role.fork: role.spec for role in FORKED if role.fork is not None},
+    ForkKind.STORE: NothingMore,
+    ForkKind.STANDBY: NothingMore,
+    ForkKind.SPARE: SpareSpec,
+    ForkKind.DRILL: DrillSpec,
+    ForkKind.SAVER: SaverSpec,
 }
 
 

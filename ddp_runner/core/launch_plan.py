@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ddp_runner.core.node_options import NodeOptions
-    from ddp_runner.core.script import LoopPlan, ScriptPlan
     from ddp_runner.core.settings import Settings
     from ddp_runner.core.stopping import TimeLimit
 
@@ -47,12 +46,45 @@ def group_backend(settings: Settings, *, is_on_gpu: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPlan:
+    """A program of the user's whose loop calls ``ddp_runner.attach()``.
+
+    ``path`` of a file is absolute; exactly one of ``path`` and ``module`` is not empty. ``source`` is what the file held
+    at launch: a replaced rank runs that. Of a module it is empty. ``preload``: what the zygote imports ahead.
+    """
+
+    path: str
+    module: str
+    arguments: tuple[str, ...]
+    source: bytes = b""
+    preload: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name that people see: that of the file or of the module."""
+        return self.module or self.path.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpaqueProgram:
+    """A program of the user's whose state, data and checkpoints are its own, as of a script.
+
+    Nothing is saved for it, and no epochs are known; an agent of its own decides in such a run. ``name`` is the one
+    that people see. ``module``: of the package, whose ``run()`` is each of its ranks. ``preload``: what the zygote imports ahead.
+    """
+
+    name: str
+    module: str
+    preload: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """A checked run, ready to start. ``devices[r]`` is the place of rank ``r``.
 
     ``origins`` says by dotted key where each setting came from. ``resume_key`` is what a resumed
     checkpoint must agree with. ``notes`` are lines to show people once, before training. ``time_limit``: when the launch
-    is to stop. ``mode``: how several devices are used and why, in words. ``script`` and
+    is to stop. ``mode``: how several devices are used and why, in words. ``opaque`` and
     ``loop``: the program that is run in place of a task, of which one at most is not None. ``nodes``: the
     machines, each with ``ranks_per_node`` of the ranks in order; None: this one alone. ``stages``: the settings
     of each stage, of which ``settings`` are those of the one that is trained; ``written``: what they have in
@@ -69,7 +101,7 @@ class LaunchPlan:
     command: tuple[str, ...]
     notes: tuple[str, ...]
     time_limit: TimeLimit | None = None
-    script: ScriptPlan | None = None
+    opaque: OpaqueProgram | None = None
     loop: LoopPlan | None = None
     nodes: NodeOptions | None = None
     mode: str = ""
@@ -110,7 +142,7 @@ class LaunchPlan:
     @property
     def title(self) -> str:
         """The name that people see: that of the task or of the program."""
-        program = self.script or self.loop
+        program = self.opaque or self.loop
         return self.settings.run.task if program is None else program.name
 
     def has_own_device(self, rank: int) -> bool:

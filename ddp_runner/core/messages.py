@@ -238,7 +238,7 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPart:
-    """Rank -> supervisor: its part of what a drill of ``step`` needs (``core/drill.py``) is in its folder.
+    """Rank -> supervisor: its part of what a drill of ``step`` needs is in its folder.
 
     ``problem``: why it is not, and there will be no such drill.
     """
@@ -292,11 +292,14 @@ class RestartProgress:
 class Fork:
     """Supervisor -> zygote: fork a process of this kind. Supervisor -> spare: become that rank.
 
-    ``rank``, ``local_rank``: -1 where it is none. Descriptors come along.
+    ``module``: its ``main()`` is the process; empty: that of a rank. ``is_dispensable``: the run goes on where it
+    cannot be forked. ``rank``, ``local_rank``: -1 where it is none. Descriptors come along.
     """
 
     token: int
     kind: ForkKind
+    module: str = ""
+    is_dispensable: bool = False
     rank: int = -1
     local_rank: int = -1
     spec: Spec = field(default_factory=NothingMore)

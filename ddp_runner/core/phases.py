@@ -32,6 +32,17 @@ class Phase(IntEnum):
         return self.name.lower()
 
 
+# The metrics of the phases that are timed, in milliseconds a step, in the order of a step.
+NAME_OF_PHASE = {
+    Phase.DATA: "data_ms",
+    Phase.FORWARD: "forward_ms",
+    Phase.BACKWARD: "backward_ms",
+    Phase.REDUCE: "communication_ms",
+    Phase.OPTIMIZER: "optimizer_ms",
+}
+PHASE_NAMES = tuple(NAME_OF_PHASE.values())
+
+
 class Stage(IntEnum):
     """The part that a rank builds while its phase is ``startup``. Numbers are a wire format, as :class:`Phase`'s."""
 

@@ -9,9 +9,9 @@ from ddp_runner.core.classify import Attribution
 from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.limits import RecoveryLimits
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.repeats import count_tries, row_without_progress, same_error
-from ddp_runner.core.settings.recovery import RecoverySettings
 
 # The cause does not go away by trying again.
 NEVER_RETRIED = frozenset(
@@ -103,7 +103,7 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     *,
     world: WorldFacts,
     history: Sequence[Incident],
-    settings: RecoverySettings,
+    settings: RecoveryLimits,
 ) -> Plan:
     """Return the plan for ``incident``; ``history`` holds the earlier ones, oldest first."""
     fault = incident.culprit
@@ -175,7 +175,7 @@ def _why_hopeless(incident: Incident, history: Sequence[Incident]) -> str:
     return ""
 
 
-def budget_spent(count: int, what: str, settings: RecoverySettings) -> str:
+def budget_spent(count: int, what: str, settings: RecoveryLimits) -> str:
     """Return ``11 repairs within an hour (--max-restarts 10)``: why there is no further one."""
     window_s = settings.restart_window_s
     within = "an hour" if window_s == 3600 else f"{window_s:g} s"
@@ -287,7 +287,7 @@ def ranks_to_drop(
     *,
     world: WorldFacts,
     history: Sequence[Incident],
-    settings: RecoverySettings,
+    settings: RecoveryLimits,
 ) -> tuple[int, ...]:
     """The lost ranks that are not worth another try, if enough others are left without them.
 
@@ -317,7 +317,7 @@ def _loader(ranks: Sequence[int], world: WorldFacts) -> int | None:
     return None if world.filled or not ranks else ranks[0]
 
 
-def backoff_s(failures_in_a_row: int, settings: RecoverySettings) -> float:
+def backoff_s(failures_in_a_row: int, settings: RecoveryLimits) -> float:
     """Return the wait before the next try: ``backoff_first_s`` at first, then doubling from half a second.
 
     Only a repetition of the same cause makes it longer: faults from outside do not get rarer by waiting.
@@ -329,7 +329,7 @@ def backoff_s(failures_in_a_row: int, settings: RecoverySettings) -> float:
     )
 
 
-def regrow_delay_s(failed_returns: int, settings: RecoverySettings) -> float:
+def regrow_delay_s(failed_returns: int, settings: RecoveryLimits) -> float:
     """Wait before a given-up rank is tried again: longer after each return that did not last.
 
     Never longer than ``restart_window_s``, after which its faults are forgotten anyway.

@@ -13,12 +13,9 @@ from ddp_runner.core.recovery import budget_spent
 from ddp_runner.core.repeats import same_error
 from ddp_runner.core.settings import RecoverySettings
 
-ZYGOTE_OF_SCRIPTS = (
-    "scripts:"  # sent to a zygote in place of a task; modules to import ahead follow
-)
+RANK = "ddp_runner.rank.script"
 NEWEST = "{}"
 WRONG_ARGUMENTS = 2  # argparse's exit code, and that of most programs
-ZYGOTE_OF_LOOPS = "loops:"  # the same for programs whose loop attaches
 GRACE_AFTER_FAULT_S = 1.0  # from SIGTERM to SIGKILL, for the ranks that are left
 GRACE_AT_STOP_S = 30.0
 EXIT_CODE_OF_STOP = {StopReason.INTERRUPTED: 130, StopReason.PREEMPTED: 143}
@@ -72,23 +69,20 @@ class ScriptPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopPlan:
-    """A program of the user's whose loop calls ``ddp_runner.attach()``.
-
-    ``path``, ``module`` and ``preload`` are as of :class:`ScriptPlan`; ``source`` is what the file held at
-    launch: a replaced rank runs that. Of a module it is empty.
-    """
+class ScriptCall:
+    """What a rank of a script is given, with the values that torchrun passes on. ``is_program``: it is not a Python file."""
 
     path: str
     module: str
     arguments: tuple[str, ...]
-    source: bytes = b""
-    preload: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The name that people see: that of the file or of the module."""
-        return self.module or self.path.rpartition("/")[2]
+    is_program: bool
+    plain_saves: bool
+    log_file: str
+    error_file: str
+    run_id: str
+    role: str
+    attempt: int
+    max_restarts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

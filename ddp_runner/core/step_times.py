@@ -6,22 +6,13 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import PHASE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ddp_runner.core.settings import Settings
 
-# The metrics of each, in milliseconds a step, in the order of a step.
-NAME_OF_PHASE = {
-    Phase.DATA: "data_ms",
-    Phase.FORWARD: "forward_ms",
-    Phase.BACKWARD: "backward_ms",
-    Phase.REDUCE: "communication_ms",
-    Phase.OPTIMIZER: "optimizer_ms",
-}
-PHASE_NAMES = tuple(NAME_OF_PHASE.values())
 STEP = "step_ms"
 _DATA_SHARE, _COMMUNICATION_SHARE, _OPTIMIZER_SHARE = 0.15, 0.25, 0.3
 _UNEQUAL = 1.25  # slowest rank's own time to that of the fastest

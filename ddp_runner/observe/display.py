@@ -1,4 +1,4 @@
-"""The display protocol and its plain forms; the live one, which needs rich, is imported late.
+"""The display protocol and its plain forms; a live one is a feature's.
 
 No display ever raises for its terminal or waits for it: when the reader goes, output ends and the
 run goes on.
@@ -10,6 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
+from ddp_runner import installed
 from ddp_runner.observe.progress_report import progress_line, summary_block
 from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, marked
 
@@ -51,9 +52,10 @@ def make_display(mode: Mode, *, stream: TextIO) -> Display:
     if mode == "none":
         return NoDisplay()
     if mode == "live" or (mode == "auto" and _suits_live(stream)):
-        from ddp_runner.observe.live import LiveDisplay  # noqa: PLC0415 - rich is big
-
-        return LiveDisplay(stream)
+        for part in installed.parts("parent"):
+            if hasattr(part, "live_display"):
+                display: Display = part.live_display(stream)
+                return display
     return PlainDisplay(stream)
 
 

@@ -6,7 +6,6 @@ one warning goes out per outage, and the end of the outage says how much is miss
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -18,9 +17,6 @@ from ddp_runner.system.run_files import is_named, open_to_append_anywhere, readi
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import TextIO
-
-    from typing_extensions import Buffer
 
 Warn = Callable[[str], None]
 _TAIL_BYTES = 64 * 1024
@@ -135,31 +131,3 @@ def read_tail(path: Path, size_bytes: int = _TAIL_BYTES) -> bytes:
             return file.read(size_bytes)
     except OSError:
         return b""  # an absent or unreadable file has no tail to go on from
-
-
-class _LossyOutput(io.RawIOBase):
-    """A descriptor that takes what the disk has room for and drops the rest."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def write(self, data: Buffer, /) -> int:
-        try:
-            return os.write(self._descriptor, data)
-        except OSError:
-            return memoryview(data).nbytes
-
-
-def lossy_text(descriptor: int) -> TextIO:
-    """A line-buffered text stream for what a process prints: a full disk never ends a run there."""
-    writer = io.BufferedWriter(_LossyOutput(descriptor))
-    return io.TextIOWrapper(
-        writer, encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )

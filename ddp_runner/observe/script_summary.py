@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from ddp_runner.core.exits import RunStatus
@@ -55,6 +55,12 @@ class ScriptSummary:
     def to_record(self) -> dict[str, object]:
         """The content of summary.json."""
         return {**asdict(self), "status": self.status.value}
+
+    def with_use(
+        self, *, gpus: Mapping[str, object], rank_use: Mapping[str, object]
+    ) -> ScriptSummary:
+        """Return the same with what GPUs and ranks have used."""
+        return replace(self, gpus=gpus, rank_use=rank_use)
 
 
 def read_script_summary(path: Path) -> ScriptSummary | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ddp_runner.core import events
 from ddp_runner.core.exits import RunStatus
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.board import SlotReading
     from ddp_runner.core.messages import Finished
-    from ddp_runner.observe.script_summary import ScriptSummary
 
 _PEAKS = ("peak_rss_bytes", "peak_device_bytes", "peak_device_permille")
 
@@ -128,9 +127,19 @@ class ExactProof:
         )
 
 
+class Summary(Protocol):
+    """The content of summary.json, whoever has decided in the run."""
+
+    def to_record(self) -> dict[str, object]:
+        """Return what the file holds."""
+
+    def with_use(self, *, gpus: Mapping[str, object], rank_use: Mapping[str, object]) -> Summary:
+        """Return the same with what GPUs and ranks have used."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The content of summary.json. None stands for "never known"."""
+    """The content of a training's summary.json. None stands for "never known"."""
 
     run_id: str
     status: RunStatus
@@ -193,6 +202,10 @@ class RunSummary:
         """The content of summary.json."""
         return {**asdict(self), "status": self.status.value, "goodput": round(self.goodput, 6)}
 
+    def with_use(self, *, gpus: Mapping[str, object], rank_use: Mapping[str, object]) -> RunSummary:
+        """Return the same with what GPUs and ranks have used."""
+        return replace(self, gpus=gpus, rank_use=rank_use)
+
 
 def goodput(*, productive_s: float, wall_s: float, startup_s: float) -> float:
     """``productive_s / (wall_s - startup_s)``, kept within 0 and 1; 0 where no time was left."""
@@ -200,7 +213,7 @@ def goodput(*, productive_s: float, wall_s: float, startup_s: float) -> float:
     return min(1.0, max(0.0, productive_s / available_s)) if available_s > 0 else 0.0
 
 
-def write_summary(path: Path, summary: RunSummary | ScriptSummary) -> None:
+def write_summary(path: Path, summary: Summary) -> None:
     """Replace ``path``; on disk when it returns. Raises OSError, and the old file then stays."""
     replace_file_synced(path, encode_record(summary.to_record()))
 

@@ -21,9 +21,10 @@ from ddp_runner.core.plain_rank import PlainRank, plain_rank
 from ddp_runner.core.settings import Settings
 from ddp_runner.rank import external_launcher
 from ddp_runner.system import heartbeat
+from ddp_runner.training.local_runtime import local_runtime
 from ddp_runner.training.own_loop.attached_run import AttachedRun
 from ddp_runner.training.own_loop.misuse import misuse
-from ddp_runner.training.runtime import Runtime, local_runtime
+from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.train_report import TrainReport
 
 _ALONE = PlainRank(rank=0, world_size=1, local_rank=0, local_world_size=1)

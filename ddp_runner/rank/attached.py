@@ -8,8 +8,8 @@ from pathlib import Path
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.fork_specs import RankSpec
 from ddp_runner.core.messages import Fork
-from ddp_runner.rank import attach, process
-from ddp_runner.rank.script import run_as_main
+from ddp_runner.rank import attach, process, trained
+from ddp_runner.rank.main_program import run_as_main
 
 
 def run(request: Fork, descriptors: list[int]) -> int:
@@ -17,7 +17,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
 
     What the program raises leaves it as of a script's rank. ``descriptors``: channel, board, output.
     """
-    settings, runtime = process.begin(request, descriptors)
+    settings, runtime = trained.begin(request, descriptors)
     attach.be_supervised(settings, runtime)
     assert isinstance(request.spec, RankSpec)
     program = request.spec.program

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ddp_runner import config
 from ddp_runner.checkpoint.catalog import FINAL
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
 from ddp_runner.checkpoint.hub import fetched
 from ddp_runner.checkpoint.publish import DurableWriter, publish
@@ -26,6 +25,7 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.hub import is_of_hub
 from ddp_runner.core.settings import Settings
 from ddp_runner.system import parent_death
+from ddp_runner.system.disk import RealDisk
 from ddp_runner.training.components.start_weights import filled
 from ddp_runner.training.task_import import load_task
 from ddp_runner.values.generators import seed_all

@@ -50,13 +50,8 @@ from ddp_runner.rank.restarts import SPENT, replay
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.system import parent_death
 from ddp_runner.system.run_directories import RunDirectories
-from ddp_runner.training.runtime import (
-    STORE_TIMEOUT_S,
-    Generation,
-    LocalRuntime,
-    RankInfo,
-    without_secrets_in,
-)
+from ddp_runner.training.local_runtime import STORE_TIMEOUT_S, LocalRuntime
+from ddp_runner.training.runtime import Generation, RankInfo, without_secrets_in
 from ddp_runner.training.train_report import TrainReport, finished_message
 from ddp_runner.training.trainer import DDPTrainer
 

@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.core.board import Cell, Slot
+from ddp_runner.system.disk import RealDisk
 
 
 def never() -> bool:

@@ -1,4 +1,4 @@
-"""A supervised rank from its fork to its exit: surroundings first, then the trainer."""
+"""A supervised rank: its interpreter, its link to the supervisor, its fences and its end. What it trains is given to it."""
 
 from __future__ import annotations
 
@@ -8,65 +8,58 @@ import os
 import signal
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ddp_runner import config
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.events import Faulted
 from ddp_runner.core.faults import ReportedFaultError
 from ddp_runner.core.fork_specs import RankSpec, Surroundings
-from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.core.messages import Fork
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import Settings
-from ddp_runner.observe.files import lossy_text
-from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.exit_functions import run_exit_functions
-from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
+from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime, lossy_text
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.interfaces import interface_of, interface_to
-from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.failure import fault_of
-from ddp_runner.training.loaders import collective_timeout_s
-from ddp_runner.training.runtime import RankInfo
-from ddp_runner.training.trainer import DDPTrainer
+from ddp_runner.training.runtime import Log, RankInfo
 
-config.build_models()  # once, in the zygote that imports this: a replaced rank has no time for it
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 
 
-def main(request: Fork, descriptors: list[int], built: BuiltAhead | None = None) -> int:
-    """Run one rank; returns its exit status. ``descriptors``: control channel, board, output.
-
-    ``built``: what this process has built before it was a rank.
-    """
-    settings, runtime = begin(request, descriptors)
-    status = _train(settings, runtime, built)
-    run_exit_functions()
-    return status
-
-
-def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRuntime]:
-    """Become the rank that ``request`` says; with what it resumes. ``descriptors``: as of :func:`main`."""
-    control, board, output_descriptor = descriptors
+def become(request: Fork, output: int, *, log: Path) -> StartupOutput:
+    """Make this process the rank that ``request`` says, for all who see it; what it prints goes to ``log``."""
     spec = request.spec
     assert isinstance(spec, RankSpec)
     parent_death.set_process_name(f"ddp:rank{request.rank}")
     parent_death.mark_own_children()
-    settings = config.from_record(spec.settings)
-    output = StartupOutput(
-        output_descriptor, Path(settings.run.log_dir) / f"rank_{request.rank}.log"
-    )
+    startup = StartupOutput(output, log)
     prepare_interpreter(spec, rank=request.rank, local_rank=request.local_rank)
-    logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=spec.log_seal)
-    install_root_handler(logger)
+    return startup
+
+
+def linked(
+    request: Fork,
+    descriptors: list[int],
+    *,
+    logger: Log,
+    output: StartupOutput,
+    folder: Path,
+    timeout_s: float,
+    surround: Callable[[SupervisedRuntime], None],
+) -> SupervisedRuntime:
+    """Return the rank's link to the supervisor and its store. ``descriptors``: control channel, board.
+
+    ``folder``: of checkpoints, that has one owner; ``timeout_s``: of the store; ``surround``: as of the runtime.
+    """
+    control, board = descriptors
+    spec = request.spec
+    assert isinstance(spec, RankSpec)
     rank_info = RankInfo(
         rank=request.rank,
         local_rank=request.local_rank,
@@ -86,59 +79,25 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
     )
     slot = _map_slot(board, rank_info)
     slot.stamp(Phase.STARTUP, time.monotonic_ns())  # a spare that was made a rank has begun
-    link = StoreLink(
-        spec.store_host,
-        spec.store_port,
-        timeout_s=collective_timeout_s(settings, is_watched=True),
-    )
+    link = StoreLink(spec.store_host, spec.store_port, timeout_s=timeout_s)
     link.connect_ahead()
-    term = spec.term
-    runtime = SupervisedRuntime(
+    return SupervisedRuntime(
         Channel.from_descriptor(control),
         rank_info=rank_info,
         slot=slot,
         logger=logger,
         output=output,
         link=link,
-        injections=_injections(settings, spec),
-        owner=FolderOwner(Path(settings.run.checkpoint_dir), term) if term else None,
-        trouble=shared_trouble(spec.saver_trouble) if request.rank == 0 else None,
-        folder=Path(settings.run.checkpoint_dir),
+        owner=FolderOwner(folder, spec.term) if spec.term else None,
+        surround=surround,
     )
-    return config_with_resume(settings, spec.resume), runtime
 
 
-def shared_trouble(path: str) -> memoryview | None:
-    """Map the disk faults that this rank shares with its writer process; None if nothing is shared."""
-    if not path:
-        return None
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # the supervisor has just ended, and so does this process
-        return None
-    memory = mmap.mmap(descriptor, 0)
-    os.close(descriptor)
-    return memoryview(memory)
-
-
-def _injections(settings: Any, spec: RankSpec) -> dict[int, Injection] | None:
-    """Return the rank's injections from ``--inject`` that are still to come; None if nothing is injected."""
-    if not settings.run.inject:
-        return None
-    return {
-        number: replace(injection, times=times)
-        for number, times in spec.injections_left.items()
-        if isinstance(
-            injection := parse_injection(settings.run.inject[number], world_size=spec.world_size),
-            Injection,
-        )
-        and injection.kind is not InjectKind.BAD_SAMPLE  # the data holds it: training/loaders.py
-    }
-
-
-def config_with_resume(settings: Any, resume: str) -> Any:
-    """The settings with what this process is to resume from."""
-    return replace(settings, run=replace(settings.run, resume=resume))
+def run_to_end(runtime: SupervisedRuntime, train: Callable[[], object]) -> int:
+    """Have the rank ``train``, and return its exit status: whatever escapes becomes a Fault."""
+    status = _train(runtime, train)
+    run_exit_functions()
+    return status
 
 
 def prepare_interpreter(spec: Surroundings, *, rank: int, local_rank: int) -> None:
@@ -190,16 +149,9 @@ def report_end(runtime: SupervisedRuntime, error: BaseException) -> None:
     runtime.report(Faulted(generation=reading.generation, fault=fault))
 
 
-def _train(settings: Any, runtime: SupervisedRuntime, built: BuiltAhead | None) -> int:
-    """The rank boundary: whatever escapes the trainer becomes a Fault and an exit status."""
+def _train(runtime: SupervisedRuntime, train: Callable[[], object]) -> int:
     try:
-        DDPTrainer(
-            rank=runtime.rank_info.rank,
-            world_size=runtime.rank_info.world_size,
-            config=settings,
-            runtime=runtime,
-            built=built,
-        ).train()
+        train()
     except ReportedFaultError:
         return 1
     except BaseException as error:  # noqa: BLE001 - the rank boundary

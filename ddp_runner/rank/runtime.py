@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import signal
@@ -10,16 +11,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from ddp_runner.checkpoint.disk import Disk
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership, collectives_begun
 from ddp_runner.collective.loss import Loss
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import VICTIM_KINDS
-from ddp_runner.core.events import Cut, Faulted, Injected, StopSignalAtRank
+from ddp_runner.core.events import Cut, Faulted, StopSignalAtRank
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import (
     PARKED_BY_RANK,
@@ -28,7 +30,6 @@ from ddp_runner.core.faults import (
     Fault,
     FaultKind,
 )
-from ddp_runner.core.injection import Injection, InjectKind
 from ddp_runner.core.messages import (
     Abort,
     AbortHeard,
@@ -36,7 +37,6 @@ from ddp_runner.core.messages import (
     CollectivesBegun,
     CopyWritten,
     Form,
-    Inject,
     LoaderWorkers,
     Message,
     Ready,
@@ -47,15 +47,16 @@ from ddp_runner.core.messages import (
     WriteCopy,
     brief,
 )
-from ddp_runner.observe.logger import DDPLogger
-from ddp_runner.rank.faulty_disk import FaultyDisk
 from ddp_runner.rank.fenced_disk import FencedDisk, may_not_publish
-from ddp_runner.rank.injection import InjectingSlot
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.disk import Disk
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.run_files import open_to_append, open_to_append_anywhere
-from ddp_runner.training.runtime import Generation, RankInfo, without_secrets_in
+from ddp_runner.training.runtime import Generation, Log, RankInfo, without_secrets_in
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class StartupOutput:
@@ -107,7 +108,40 @@ class StartupOutput:
         os.close(log)
 
 
+class _LossyOutput(io.RawIOBase):
+    """A descriptor that takes what the disk has room for and drops the rest."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def lossy_text(descriptor: int) -> TextIO:
+    """A line-buffered text stream for what a process prints: a full disk never ends a run there."""
+    writer = io.BufferedWriter(_LossyOutput(descriptor))
+    return io.TextIOWrapper(
+        writer, encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
 ASK_AGAIN_S = 1.0  # for what came of an order
+
+
+def _as_it_is(runtime: SupervisedRuntime) -> None:
+    """Change nothing."""
+    del runtime
 
 
 class SupervisedRuntime:
@@ -125,28 +159,26 @@ class SupervisedRuntime:
         *,
         rank_info: RankInfo,
         slot: Slot,
-        logger: DDPLogger,
+        logger: Log,
         output: StartupOutput,
         link: StoreLink,
-        injections: dict[int, Injection] | None = None,
         owner: FolderOwner | None = None,
-        trouble: memoryview | None = None,
-        folder: Path | None = None,
+        surround: Callable[[SupervisedRuntime], None] = _as_it_is,
     ) -> None:
         """``owner``: of the checkpoint folder, where several coordinators might take it.
 
-        ``trouble`` and ``folder``: of :class:`FaultyDisk`.
+        ``surround``: called before the first message is heard; it may replace ``slot``, ``disk`` and ``change_loss``,
+        and answer further messages.
         """
         self.rank_info = rank_info
         self.run_id = ""
-        self._loader_pids: tuple[int, ...] = ()
+        self.loader_pids: tuple[int, ...] = ()
+        self.answer: dict[type, Callable[[Any], None]] = {}  # further messages, by their type
+        self.change_loss: Callable[[Loss], Loss] = lambda loss: loss
         self._owner = owner
-        self._fence = slot  # itself: what is injected does not change what may be published
-        self.disk: Disk = FencedDisk(self._may_not_publish)
+        self._fence = slot  # the given one: what replaces it does not change what may be published
+        self.disk: Disk = FencedDisk(self.may_not_publish)
         self.slot = slot
-        if injections is not None:
-            self.disk = disk = FaultyDisk(self._may_not_publish, trouble=trouble, folder=folder)
-            self.slot = self._injecting(slot, injections, disk)
         self.logger = logger
         self._channel = channel
         self._link = link
@@ -160,6 +192,7 @@ class SupervisedRuntime:
         self._owed: WriteCopy | None = None
         self._written: CopyWritten | None = None  # the newest answer
         self._has_written = threading.Condition()
+        surround(self)
         threading.Thread(target=self._listen, name="control", daemon=True).start()
         take_signals((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
 
@@ -179,7 +212,7 @@ class SupervisedRuntime:
         message = without_secrets_in(message, self.logger.hidden)
         self.logger.debug(f"to the supervisor: {brief(message)}")
         if isinstance(message, LoaderWorkers):
-            self._loader_pids = message.pids
+            self.loader_pids = message.pids
         if isinstance(message, Faulted):
             # This process may be ended as soon as its fault is known.
             for stream in (sys.stdout, sys.stderr):
@@ -230,32 +263,13 @@ class SupervisedRuntime:
         return stays and not self.slot.get(Cell.DIRTY)
 
     def training_loss(self, loss: Loss) -> Loss:
-        """``loss``, with what ``--inject`` does to it."""
-        return self.slot.ruinous(loss) if isinstance(self.slot, InjectingSlot) else loss
+        """Return the loss that training computes: ``loss``, unless ``surround`` has changed that."""
+        return self.change_loss(loss)
 
-    def _may_not_publish(self) -> bool:
+    def may_not_publish(self) -> bool:
         """Return whether this rank is dead, cut off, or its folder is another coordinator's. Any thread may ask."""
         is_anothers = self._owner is not None and self._owner.is_other()
         return may_not_publish(self._fence, time.monotonic_ns()) or is_anothers
-
-    def _injecting(
-        self, slot: Slot, injections: dict[int, Injection], disk: FaultyDisk
-    ) -> InjectingSlot:
-        return InjectingSlot(
-            slot,
-            injections,
-            announce=lambda number, kind: self.report(
-                Injected(
-                    rank=self.rank_info.rank,
-                    number=number,
-                    kind=kind.value,
-                    step=slot.get(Cell.STEP),
-                    phase=slot.read().phase.label,
-                )
-            ),
-            loader_pids=lambda: self._loader_pids,
-            disk=disk,
-        )
 
     def _on_signal(self, number: signal.Signals) -> None:
         """SIGTERM or SIGUSR1 to this rank alone asks the whole run to stop."""
@@ -313,9 +327,8 @@ class SupervisedRuntime:
                 with self._has_written:
                     self._written = message
                     self._has_written.notify_all()
-            case Inject(kind=kind, number=number):
-                if isinstance(self.slot, InjectingSlot):
-                    self.slot.inject_soon(InjectKind(kind), number=number)
+            case _ if type(message) in self.answer:
+                self.answer[type(message)](message)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import torch
 
-from ddp_runner.checkpoint.disk import Disk, RealDisk
+from ddp_runner import installed
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.writer import CopyWriter
 from ddp_runner.core.fork_specs import SaverSpec
 from ddp_runner.core.messages import Fork, SaverReady, WriteCopy
-from ddp_runner.rank.faulty_disk import FaultyDisk
-from ddp_runner.rank.process import shared_trouble
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.disk import Disk, RealDisk
 from ddp_runner.training.components.tensor_hash import tensor_hash
 
 
@@ -51,7 +49,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
 
 
 def _disk(spec: SaverSpec) -> Disk:
-    trouble = shared_trouble(spec.saver_trouble)
-    if trouble is None:
-        return RealDisk()
-    return FaultyDisk(trouble=trouble, folder=Path(spec.folder))
+    """Return the disk, or what a feature gives in place of it: ``disk_of_saver()`` of a ``child.py``."""
+    makers = [part for part in installed.parts("child") if hasattr(part, "disk_of_saver")]
+    disks: list[Disk | None] = [part.disk_of_saver(spec) for part in makers if spec.saver_trouble]
+    return next((disk for disk in disks if disk is not None), RealDisk())

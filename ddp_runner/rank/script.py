@@ -1,31 +1,22 @@
-"""A rank that is a program of the user's own: speaks to the supervisor on its behalf, and runs it as python would.
-
-The fork runs the file as the real ``__main__``, and then ends as the interpreter ends: threads are
-joined, ``atexit`` is called, the exit code is the program's.
-"""
+"""Is a rank whose program is a script: speaks to the supervisor on its behalf, and has it run as python would."""
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import faulthandler
 import functools
-import io
 import mmap
 import os
 import queue
 import re
-import runpy
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
-from importlib.machinery import FrozenImporter, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.events import Faulted, RankFormed
 from ddp_runner.core.faults import CAUSE_CHARACTERS_MAX
-from ddp_runner.core.fork_specs import ScriptSpec
+from ddp_runner.core.fork_specs import ProgramSpec
 from ddp_runner.core.messages import (
     CollectivesBegun,
     CountCollectives,
@@ -50,11 +41,13 @@ from ddp_runner.core.messages import (
     Stacks,
 )
 from ddp_runner.core.phases import Phase
-from ddp_runner.observe.files import ends_torn, lossy_text
+from ddp_runner.core.script import ScriptCall
+from ddp_runner.core.wire import built
+from ddp_runner.observe.files import ends_torn
 from ddp_runner.observe.logger import HELD_BACK, format_record
-from ddp_runner.rank.runtime import StartupOutput, write_stacks
+from ddp_runner.rank.main_program import run_as_main
+from ddp_runner.rank.runtime import StartupOutput, lossy_text, write_stacks
 from ddp_runner.rank.signals import RUN_SIGNALS
-from ddp_runner.start import IMPORTED_BY_PYTHON
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.heartbeat import count_heartbeats
@@ -62,8 +55,6 @@ from ddp_runner.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.training.failure import fault_of
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
-# Those that no file can take the place of.
-_KEPT = {"__main__", "ddp_runner", *sys.builtin_module_names, *IMPORTED_BY_PYTHON}
 _THREADS = "OMP_NUM_THREADS"
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # which programs of others expect to end of
 
@@ -76,13 +67,13 @@ def run(request: Fork, descriptors: list[int]) -> int:
     """
     control, board, output, *stdin = descriptors
     spec = request.spec
-    assert isinstance(spec, ScriptSpec)
-    call = spec.call
+    assert isinstance(spec, ProgramSpec)
+    call: ScriptCall = built(ScriptCall, spec.call)
     parent_death.set_process_name(f"ddp:rank{request.rank}")
     parent_death.mark_own_children()
     log = Path(call.log_file)
     startup = StartupOutput(output, log)
-    os.environ.update(torchrun_environment(request, spec))
+    os.environ.update(torchrun_environment(request, spec, call))
     _be_an_ordinary_process(*stdin)
     link = _Link(
         Channel.from_descriptor(control),
@@ -108,12 +99,12 @@ def run(request: Fork, descriptors: list[int]) -> int:
     return code
 
 
-def torchrun_environment(request: Fork, spec: ScriptSpec) -> dict[str, str]:
+def torchrun_environment(request: Fork, spec: ProgramSpec, call: ScriptCall) -> dict[str, str]:
     """Return the variables that torchrun 2.13 sets for each rank.
 
     Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
-    rank, world_size, call = str(request.rank), str(spec.world_size), spec.call
+    rank, world_size = str(request.rank), str(spec.world_size)
     return {
         "RANK": rank,
         "LOCAL_RANK": str(request.local_rank),
@@ -393,74 +384,6 @@ def _save_whole(save: Callable[[Path], None], path: Path) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def run_as_main(
-    path: str,
-    module: str,
-    arguments: list[str],
-    *,
-    source: bytes | None = None,
-    on_error: Callable[[BaseException], None],
-) -> int:
-    """Run a file, or a module, as ``python FILE`` and ``python -m MODULE`` do.
-
-    ``source``: what the file is taken to hold; None: what it holds.
-    """
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__builtins__=builtins, __spec__=None)
-    sys.modules["__main__"] = main
-    try:
-        if module:
-            _search_first(os.getcwd())  # noqa: PTH109 - as python does
-            sys.argv[:] = ["-m", *arguments]
-            runpy._run_module_as_main(module)  # type: ignore[attr-defined] # noqa: SLF001 - what ``python -m`` calls
-        else:
-            _search_first(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
-            sys.argv[:] = [path, *arguments]
-            main.__dict__.update(
-                __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
-            )
-            if source is None:
-                with io.open_code(path) as file:
-                    source = file.read()
-            code = compile(source, path, "exec")
-            exec(code, main.__dict__)  # noqa: S102 - the user's program
-    except SystemExit:
-        raise
-    except BaseException as error:  # noqa: BLE001 - the top of a program: shown as python shows it
-        error.__traceback__ = _of_the_program(error.__traceback__)
-        on_error(error)
-        sys.excepthook(type(error), error, error.__traceback__)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        return 1
-    return 0
-
-
-def _search_first(folder: str) -> None:
-    """Have the program find what is in ``folder`` before anything else, though it is a fork of a process that has imported.
-
-    A module that ``folder`` has as well is forgotten, so the program imports its own; who has imported it keeps it.
-    """
-    sys.path.insert(0, folder)
-    for name in {name.partition(".")[0] for name in sys.modules} - _KEPT:
-        found = PathFinder.find_spec(name, [folder])
-        if found is None or found.loader is None or FrozenImporter.find_spec(name):
-            continue
-        known = getattr(sys.modules.get(name), "__file__", None)
-        if known is None or os.path.realpath(known) != os.path.realpath(str(found.origin)):
-            for one in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
-                del sys.modules[one]
-
-
-def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames that have started the program."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
-        trace = trace.tb_next
-    return trace
 
 
 # The process groups of a script: how many collectives it has begun in them, and that none is

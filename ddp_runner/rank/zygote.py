@@ -21,12 +21,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_runner import start
+from ddp_runner import installed, start
 from ddp_runner.core.events import ZygoteReady
-from ddp_runner.core.fork_specs import ForkKind, ImportsSpec
-from ddp_runner.core.helper_roles import FORKED, ROLE_OF, STORE
+from ddp_runner.core.fork_specs import (
+    ZYGOTE_OF_LOOPS,
+    ZYGOTE_OF_PROGRAMS,
+    ForkKind,
+    ImportsSpec,
+    ProgramSpec,
+)
+from ddp_runner.core.helper_roles import FORKED, STORE
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked
-from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -34,12 +39,9 @@ from ddp_runner.system.control_channel import Channel, ChannelClosedError
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
-# Whose main() is a rank, and whose run() one that is a program of the user's own.
-_RANK = "ddp_runner.rank.process"
-_PROGRAMS = {
-    ForkKind.SCRIPT: "ddp_runner.rank.script",
-    ForkKind.LOOP: "ddp_runner.rank.attached",
-}
+# Whose main() is a rank, and whose run() one that is a program whose loop attaches.
+_RANK = "ddp_runner.rank.trained"
+_LOOP = "ddp_runner.rank.attached"
 
 # What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
 # a process imports it; gloo's backend is looked up on first use.
@@ -57,17 +59,16 @@ _PRELOADED = (
 
 # What the rank of a program needs before the program itself.
 _PRELOADED_FOR = {
-    ZYGOTE_OF_SCRIPTS: (
+    ZYGOTE_OF_PROGRAMS: (
         "torch",
         "torch._dynamo",
         "torch.distributed",
         "torch.nn.parallel.distributed",
         "torch.optim",
         "torch.utils.data",
-        _PROGRAMS[ForkKind.SCRIPT],
         STORE.module,
     ),
-    ZYGOTE_OF_LOOPS: (*_PRELOADED, _PROGRAMS[ForkKind.LOOP]),
+    ZYGOTE_OF_LOOPS: (*_PRELOADED, _LOOP),
 }
 
 
@@ -90,24 +91,31 @@ class ProgramBegins(BaseException):
         self.run = run
 
 
-def preload_for_programs(kind: str, modules: Sequence[str]) -> float:
-    """Import what programs of the user's need, and ``modules``; returns the seconds it took.
+def preload_for_programs(kind: str, wanted: str) -> float:
+    """Import what programs of the user's need, and the modules ``wanted``; returns the seconds it took.
 
-    ``kind``: ZYGOTE_OF_SCRIPTS, or ZYGOTE_OF_LOOPS for those whose loop attaches.
-    Raises ImportError, and UnfitForForksError for the first of ``modules`` after which forks would not start clean.
+    ``kind``: ZYGOTE_OF_PROGRAMS, or ZYGOTE_OF_LOOPS for those whose loop attaches.
+    Raises ImportError, and UnfitForForksError for the first of these after which forks would not start clean.
     """
     began_s = time.monotonic()
     gc.disable()
     for name in _PRELOADED_FOR[kind]:
         importlib.import_module(name)
+    if kind == ZYGOTE_OF_LOOPS:
+        installed.parts("child")
+    if kind == ZYGOTE_OF_PROGRAMS:
+        rank, _, wanted = wanted.partition(":")
+        importlib.import_module(rank)
+        kind += f"{rank}:"
+    modules = wanted.split(",") if wanted else []
     was_fit = not what_forks_inherit()
     for name in modules:
         importlib.import_module(name)
         left = what_forks_inherit()
         if left and was_fit:
-            wanted = ",".join(one for one in modules if one != name)
+            others = ",".join(one for one in modules if one != name)
             says = f"--preload: {name} is left to each rank: after importing it {left}"
-            raise UnfitForForksError(kind + wanted, says)
+            raise UnfitForForksError(kind + others, says)
     gc.freeze()
     gc.enable()
     return time.monotonic() - began_s
@@ -123,6 +131,7 @@ def preload(task: str) -> float:
     gc.disable()  # looking for garbage while importing takes a quarter of the time, for 7 MB
     for name in _PRELOADED:
         importlib.import_module(name)
+    installed.parts("child")
     from ddp_runner.training.fork_safety import make_forks_safe  # noqa: PLC0415 - imports torch
 
     make_forks_safe()
@@ -215,8 +224,7 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
         try:
             pid = fork_to_supervisor(supervisor_pid, run)
         except OSError:
-            role = ROLE_OF.get(message.kind)
-            if role is None or not role.is_dispensable:
+            if not message.is_dispensable:
                 raise
             pid = NO_PROCESS
         for descriptor in descriptors:
@@ -228,12 +236,13 @@ def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
     """Run the work that a fork is for, and return its exit code."""
     if request.kind is ForkKind.STANDBY:
         return stand_by(*inherited, supervisor_pid=supervisor_pid)
-    role, program = ROLE_OF.get(request.kind), _PROGRAMS.get(request.kind)
-    if program is not None:
+    program = _LOOP if request.kind is ForkKind.LOOP else ""
+    if isinstance(request.spec, ProgramSpec):
+        program = request.spec.module
+    if program:
         run = importlib.import_module(program).run
         raise ProgramBegins(lambda: int(run(request, inherited)))
-    module = importlib.import_module(_RANK if role is None else role.module)
-    return int(module.main(request, inherited))
+    return int(importlib.import_module(request.module or _RANK).main(request, inherited))
 
 
 def stand_by(channel_descriptor: int, output: int, *, supervisor_pid: int) -> int:
@@ -299,8 +308,7 @@ def main(arguments: list[str]) -> int:
         if kind is None:
             import_s = ahead_s + preload(wanted)
         else:
-            modules = wanted.removeprefix(kind)
-            import_s = preload_for_programs(kind, modules.split(",") if modules else ())
+            import_s = preload_for_programs(kind, wanted.removeprefix(kind))
     except UnfitForForksError as unfit:
         words = [*arguments[:2], unfit.wanted, *left_out, str(unfit)]
         _start_again(descriptor, words, environment)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
-from ddp_runner.observe.script_summary import ScriptSummary
-from ddp_runner.observe.summary import RunSummary
-from ddp_runner.supervisor.features.drills import DrillKeeper
-from ddp_runner.supervisor.features.fault_injector import FaultInjector
+from ddp_runner.observe.summary import RunSummary, Summary
+from ddp_runner.supervisor import around
 from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
-from ddp_runner.supervisor.features.spare_keeper import SpareKeeper
 from ddp_runner.supervisor.features.stage_change import StageChange
 from ddp_runner.supervisor.loop import Agent, Loop
 from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
@@ -30,7 +28,7 @@ from ddp_runner.supervisor.nodes.coordinator import (
 )
 from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
-from ddp_runner.supervisor.ports import HelperPolicy, Host
+from ddp_runner.supervisor.ports import HelperPolicy, Host, Observer
 from ddp_runner.supervisor.processes.children import end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
@@ -47,7 +45,6 @@ from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_context import RunContext
 from ddp_runner.supervisor.run_end import RunEnd
 from ddp_runner.supervisor.run_facts import Ending
-from ddp_runner.supervisor.script.agent import ScriptAgent
 from ddp_runner.supervisor.signal_box import SignalBox
 from ddp_runner.supervisor.supervisor import Parts, Supervisor
 from ddp_runner.supervisor.world import World
@@ -56,6 +53,28 @@ from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import FolderOwner, new_term
 from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.run_directories import RunDirectories
+
+
+class OwnAgent(Shown, Agent, Protocol):
+    """An agent of a feature's, which decides in a run in place of a :class:`Supervisor`, and has all that is shown of it."""
+
+    def summary(self, ending: Ending) -> Summary:
+        """Return what summary.json holds."""
+
+
+class MakesAgent(Protocol):
+    """Makes the agent of a run."""
+
+    def __call__(
+        self,
+        plan: LaunchPlan,
+        node: Node,
+        *,
+        outputs: Outputs,
+        directories: RunDirectories,
+        clock: Clock,
+    ) -> OwnAgent:
+        """Make it; no process has been started."""
 
 
 def _for_nothing(world: World) -> str:
@@ -72,11 +91,10 @@ class Assembly:
     parts: Parts
     recorder: Recorder
     start: Start
-    drills: DrillKeeper
+
     savers: SaverKeeper
-    spares: SpareKeeper
-    injector: FaultInjector
     stages: StageChange
+    features: tuple[Observer, ...]
 
     @property
     def plan(self) -> LaunchPlan:
@@ -86,11 +104,13 @@ class Assembly:
     @property
     def spare(self) -> dict[str, object]:
         """What the process holds that waits to become a rank; empty if there is none."""
-        return self.spares.shown
+        shown = (one.shown().get("spare") for one in self.features)
+        return dict(next(filter(None, shown), {}))
 
     def tidy_up(self) -> None:
         """Remove what the run has left on disk, and take up what it has saved; every process has ended."""
-        self.drills.clear()
+        for one in self.features:
+            one.tidies_up()
         for path in remove_temporary_files(Path(self.plan.settings.run.checkpoint_dir)):
             self.recorder.say(f"removed {path}, which a save that was cut off had left")
         self.recorder.saved_unreported()
@@ -120,14 +140,24 @@ def assembled(
     )
     run = _context(plan, world, recorder, published, clock)
     cutting = Cutting(world=world, recorder=recorder)
-    injector = FaultInjector(plan, world, recorder, machine=run.machine)
-    repair = Repair(run, cutting=cutting, injections_left=injector.left_for)
-    drills = DrillKeeper(plan, node=node, recorder=recorder)
-    savers = SaverKeeper(plan, node=node, recorder=recorder, clock=clock)
-    spares = SpareKeeper(plan, node=node, world=world, recorder=recorder, repair=repair)
-    stages = StageChange(
-        plan, node, repair=repair, recorder=recorder, others=(drills,), clock=clock
+    features: list[Observer] = []
+    repair = Repair(
+        run,
+        cutting=cutting,
+        injections_left=lambda rank: _merged(one.injections_left(rank) for one in features),
     )
+    savers = SaverKeeper(plan, node=node, recorder=recorder, clock=clock)
+    features += around.observers(
+        around.OfRun(
+            plan=plan,
+            node=node,
+            world=world,
+            recorder=recorder,
+            repair=repair,
+            machine=run.machine,
+        )
+    )
+    stages = StageChange(plan, node, repair=repair, recorder=recorder, others=features, clock=clock)
     start = Start(
         node=node,
         world=world,
@@ -140,13 +170,13 @@ def assembled(
         start=start,
         cutting=cutting,
         repair=repair,
-        keeper=_keeper(run, node, repair, policies=(spares, drills, savers)),
+        keeper=_keeper(run, node, repair, policies=(*around.policies(features), savers)),
         run_end=RunEnd(run, start=start, cutting=cutting, owed=savers.owed),
         opening=RunBegin(
             recorder, directories, plan=lambda: stages.plan, shown_bytes=start.shown_bytes
         ),
         stages=stages,
-        observers=(drills, savers, injector, spares, stages),
+        observers=(*features, savers, stages),
         goes_on_behind=plan.loop is not None,
     )
     return Assembly(
@@ -154,12 +184,14 @@ def assembled(
         parts=parts,
         recorder=recorder,
         start=start,
-        drills=drills,
         savers=savers,
-        spares=spares,
-        injector=injector,
         stages=stages,
+        features=tuple(features),
     )
+
+
+def _merged(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    return {number: times for part in parts for number, times in part.items()}
 
 
 def _keeper(
@@ -192,11 +224,16 @@ def _context(
 
 
 def supervise(
-    plan: LaunchPlan, place: Place | None = None, *, ahead: ZygoteAhead | None = None
+    plan: LaunchPlan,
+    place: Place | None = None,
+    *,
+    ahead: ZygoteAhead | None = None,
+    agent: MakesAgent | None = None,
 ) -> int:
     """Run ``plan`` to its end and return the exit code.
 
     ``place``: this machine's in a run on several, of which it is the coordinator. ``ahead``: a zygote that imports torch already, if one was started.
+    ``agent``: makes who decides in place of a :class:`Supervisor`.
     Must be called from the main thread. Raises BadInputError before any process was started; after that, every ending is an exit code.
     """
     directories = RunDirectories(plan.settings.run)
@@ -208,7 +245,7 @@ def supervise(
         at = _Here(plan, signals=signals, selector=selector, directories=directories)
         if place is not None:
             return at.coordinate(place)
-        return at.supervise(ahead)
+        return at.supervise(ahead, agent)
 
 
 class _Here:
@@ -227,22 +264,15 @@ class _Here:
         self._selector = selector
         self._directories = directories
 
-    def supervise(self, ahead: ZygoteAhead | None) -> int:
+    def supervise(self, ahead: ZygoteAhead | None, agent: MakesAgent | None) -> int:
         """Run on this machine alone."""
         plan, directories = self._plan, self._directories
         node = Node(plan, self._selector, system=Linux(ahead), clock=SYSTEM_CLOCK)
         outputs = Outputs(plan.as_written, ranks=plan.world_size, seal=node.log_seal)
-        if plan.script is not None:
-            agent = ScriptAgent(
-                plan,
-                plan.script,
-                node,
-                outputs=outputs,
-                directories=directories,
-                clock=SYSTEM_CLOCK,
-            )
+        if agent is not None:
+            own = agent(plan, node, outputs=outputs, directories=directories, clock=SYSTEM_CLOCK)
             with self._cleared(node):
-                return self._driven(agent, agent, summary=agent.summary).exit_code
+                return self._driven(own, own, summary=own.summary).exit_code
         run = assembled(plan, node, outputs=outputs, directories=directories, clock=SYSTEM_CLOCK)
         supervisor = Supervisor(run.run, run.parts)
         with self._cleared(node):
@@ -321,7 +351,7 @@ class _Here:
         shown: Shown,
         agent: Agent,
         *,
-        summary: Callable[[Ending], RunSummary | ScriptSummary | None],
+        summary: Callable[[Ending], Summary | None],
         links: OtherNodes | None = None,
     ) -> Ending:
         """Drive ``agent`` to its ending, and conclude what is shown of it."""

@@ -26,7 +26,7 @@ _QUIT = "SIGQUIT"  # a shell has its background jobs ignore it; a run ends of it
 class Agent(Protocol):
     """What decides in a run. The loop hands it each event, and asks it at each turn to do what is due.
 
-    A :class:`Supervisor` repairs a training in place; a :class:`ScriptAgent` starts a script again.
+    A :class:`Supervisor` repairs a training in place; of an opaque program, an agent of a feature's does what can be done.
     """
 
     node: Node

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ddp_runner.core import events
 from ddp_runner.core.exits import StopReason
@@ -194,6 +194,15 @@ class Observer:
     def look_after_repair(self, turn: Turn) -> None:
         """Get a turn while the run does not end, once everything is repaired that can be."""
 
+    def injections_left(self, rank: int) -> Mapping[int, int]:
+        """Return number -> times of the faults that a process of ``rank`` is still to cause in itself."""
+        del rank
+        return {}
+
+    def shown(self) -> Mapping[str, Mapping[str, object]]:
+        """Return what people are shown of it, each part under a name."""
+        return {}
+
     def begins(self) -> None:
         """Take note that the folders of the run are its own from here on."""
 
@@ -217,7 +226,11 @@ class Observer:
         del step
         return ()
 
+    def tidies_up(self) -> None:
+        """Remove what it has left on disk; every process has ended."""
 
+
+@runtime_checkable
 class HelperPolicy(Protocol):
     """What a role has of its own: why there is a process of it, and what comes of its end."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
-from ddp_runner.core.settings.recovery import RecoverySettings
+from ddp_runner.core.limits import RecoveryLimits
 from ddp_runner.supervisor.ports import Checkpoints, RunRecord
 from ddp_runner.supervisor.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
@@ -16,7 +16,7 @@ from ddp_runner.system.clock import Clock
 class RunContext:
     """``resume``: the checkpoint that the user has asked for. ``loading_s``: the deadline of one batch of data."""
 
-    settings: RecoverySettings
+    settings: RecoveryLimits
     resume: str
     log_dir: str
     loading_s: float

@@ -12,32 +12,52 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from ddp_runner.config.run_names import LATEST, LOGS, has_folders_of_its_name, is_name
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.core.settings import RunSettings
 from ddp_runner.system.run_files import (
     RefusedFileError,
     is_named,
     open_lock,
     open_new,
     open_to_change,
-    read_small,
     temporary_path,
 )
 
 LOCK_NAME = ".lock"
 LOG_LOCK_NAME = ".logs.lock"  # of its own: one directory may be for both
 _LOOK_AGAIN_S = 0.1
-_POINTER_BYTES_MAX = 256
 
 
-def point_latest(logs: Path) -> None:
-    """Make ``latest`` next to the folder ``logs`` lead to it, atomically. Raises OSError.
+class Folders(Protocol):
+    """The names of a run's folders."""
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of the logs."""
+        ...
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """The folder of the checkpoints."""
+        ...
+
+    @property
+    def has_folders_of_its_name(self) -> bool:
+        """True if another name would move them."""
+        ...
+
+    @property
+    def latest(self) -> str:
+        """The path that leads to the newest run's logs; empty for a run whose logs are elsewhere."""
+        ...
+
+
+def point(latest: Path, logs: Path) -> None:
+    """Make ``latest``, which is next to the folder ``logs``, lead to it, atomically. Raises OSError.
 
     A link, or on a file system that has none a file with the folder's name.
     """
-    latest = logs.with_name(LATEST)
     temporary = temporary_path(latest)
     try:
         try:
@@ -49,19 +69,6 @@ def point_latest(logs: Path) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def latest_logs(root: Path = Path(LOGS)) -> Path | None:
-    """The log folder of the newest run below ``root``; None where nothing points to one."""
-    latest = root / LATEST
-    try:
-        if latest.is_symlink():
-            name = str(latest.readlink())
-        else:
-            name = read_small(latest, bytes_max=_POINTER_BYTES_MAX).decode().strip()
-    except (OSError, ValueError):
-        return None
-    return root / name if is_name(name) and (root / name).is_dir() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +198,9 @@ class DirectoryLock:
 class RunDirectories:
     """The log and checkpoint directories of one run; one live run has each of them."""
 
-    def __init__(self, run: RunSettings) -> None:
+    def __init__(self, run: Folders) -> None:
         self._run = run
-        self._is_named = has_folders_of_its_name(run)
-        way_on = "take another --name" if self._is_named else "take another directory"
+        way_on = "take another --name" if run.has_folders_of_its_name else "take another directory"
         self._checkpoints = DirectoryLock(Path(run.checkpoint_dir), way_on=way_on)
         self._logs = DirectoryLock(
             Path(run.log_dir), option="--log-dir", name=LOG_LOCK_NAME, way_on=way_on
@@ -243,9 +249,9 @@ class RunDirectories:
         return changes
 
     def _point(self) -> None:
-        if Path(self._run.log_dir).parent == Path(LOGS):
+        if latest := self._run.latest:
             with contextlib.suppress(OSError):  # a convenience: no run ends for want of it
-                point_latest(Path(self._run.log_dir))
+                point(Path(latest), Path(self._run.log_dir))
 
     def release(self) -> None:
         """Let go of both."""

@@ -173,8 +173,7 @@ def agree_on_tuning(
     if shares and shares != "auto":
         # By the ranks of the launch: of those that are left each keeps its own.
         places = group.exchange("place", str(parts.runtime.rank_info.rank))
-        parts.drills.shares = tuple(shares[int(place)] for place in places)
-        parts.loader.use_shares(parts.drills.shares)
+        parts.loader.use_shares(tuple(shares[int(place)] for place in places))
     parts.loader.assign(
         rank=group.rank,
         world_size=group.world_size,

@@ -15,7 +15,7 @@ from ddp_runner.core.monitor import Monitor
 from ddp_runner.core.run_stages import StageOfFile, StagePlace
 from ddp_runner.core.secrets import holds_secret
 from ddp_runner.core.settings import JsonValue, Settings
-from ddp_runner.observe.trackers.follow import position_path, read_position
+from ddp_runner.observe.tracker_position import position_path, read_position
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Describes, Task
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_runner.checkpoint.codec import stored_bytes
-from ddp_runner.checkpoint.disk import Disk
 from ddp_runner.checkpoint.store import CheckpointStore, Saved
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.settings import Settings
+from ddp_runner.system.disk import Disk
 from ddp_runner.training.components.optimizer import bytes_to_come
 from ddp_runner.training.components.start_weights import without
 from ddp_runner.training.disk_faults import DiskFaults

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ddp_runner import installed
 from ddp_runner.collective.group import Group
 from ddp_runner.core.batch_sizes import micro_batch
 from ddp_runner.core.board import Cell
@@ -24,7 +25,6 @@ from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
 from ddp_runner.core.messages import LoaderWorkers
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
-from ddp_runner.data.injected_samples import with_bad_samples
 from ddp_runner.data.loader import Loader, LoadObserver, LoadOptions
 from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
 from ddp_runner.data.map_source import MapSource
@@ -138,14 +138,18 @@ def _source(
             )
     left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
     runtime.slot.set(Cell.SAMPLE, 0)
-    return MapSource(
-        SampleReader(
-            with_bad_samples(
-                datasets.train,
+    dataset = datasets.train
+    for part in installed.parts("child") if bad else ():
+        if hasattr(part, "bad_samples"):
+            dataset = part.bad_samples(
+                dataset,
                 bad,
                 order=lambda: workload.order.in_version(state.order_version),
                 world_size=rank_info.world_size,
-            ),
+            )
+    return MapSource(
+        SampleReader(
+            dataset,
             seed=settings.run.seed,
             collate=datasets.collate or collate_batch,
             worker_init=datasets.worker_init,

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ddp_runner.core.board import Slot
-from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_times import NAME_OF_PHASE
+from ddp_runner.core.phases import NAME_OF_PHASE, Phase
 
 
 class TimedSlot(Slot):

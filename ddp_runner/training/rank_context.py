@@ -12,7 +12,6 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import Loader
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.compiling import Compiler
-from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.profiling import StepProfile
 from ddp_runner.training.progress import Progress
@@ -53,7 +52,7 @@ class TaskParts(RankParts):
 
     workload: TaskWorkload
     loader: Loader
-    drills: Drills
+
     on_wait: Callable[[], None]
     same_data: SameData
     compiler: Compiler

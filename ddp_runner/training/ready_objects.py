@@ -30,7 +30,8 @@ from ddp_runner.core.errors import BadInputError
 from ddp_runner.data.epoch_loader import SafeDataLoader
 from ddp_runner.training.components.lr_schedule import OwnRates
 from ddp_runner.training.components.optimizer_state import load_optimizer_state
-from ddp_runner.training.runtime import LocalRuntime, Runtime
+from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import Trained, TrainState
 from ddp_runner.training.stream_order import is_stream
 from ddp_runner.training.task import Batch, Datasets, Loss, checked_model

@@ -27,10 +27,10 @@ from ddp_runner.training.agreeing import (
     change_tuning,
     recalled,
 )
+from ddp_runner.training.beside_steps import beside_steps
 from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.components.tuning import Tuning, beyond_repair, free_memory
-from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.final_weights import (
     BestWeights,
@@ -147,9 +147,6 @@ class TaskSetup:
             progress=kept.progress,
             saving=kept.saving,
             device=kept.device,
-            drills=Drills(
-                settings, workload, state, saving=kept.saving, memory=kept.memory, runtime=runtime
-            ),
             on_wait=self._on_wait,
             same_data=self._same_data,
             compiler=Compiler(settings.run, state.model, slot=runtime.slot),
@@ -162,6 +159,7 @@ class TaskClient:
 
     def __init__(self, parts: TaskParts) -> None:
         self._parts = parts
+        self._beside = beside_steps(parts)
         self._runtime = parts.runtime
         self._rank_info = parts.runtime.rank_info
         self._steps: TaskSteps | None = None  # of the newest generation
@@ -192,7 +190,7 @@ class TaskClient:
 
     def enter(self, group: Group, guard: NumericsGuard) -> TaskSteps:
         """Wrap the model for the steps of a generation."""
-        self._steps = TaskSteps(self._parts, group=group, guard=guard)
+        self._steps = TaskSteps(self._parts, group=group, guard=guard, beside=self._beside)
         return self._steps
 
     def repaired(self, fault: Fault) -> Fault:
@@ -227,7 +225,8 @@ class TaskClient:
                 report = replace(report, sample=helpers.sample(parts.state.model))
         agree_on_weights(group, parts.state, self._runtime, report.weights_sha256)
         if reason is StopReason.COMPLETED:
-            parts.drills.conclude(group)
+            for one in self._beside:
+                one.conclude(group)
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
         self._runtime.report(finished_message(report, self._rank_info.rank))
         if not self._runtime.is_watched:

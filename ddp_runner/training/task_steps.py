@@ -5,8 +5,10 @@ Never decides when a step comes, nor what else is due: ``session.py`` does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +27,7 @@ from ddp_runner.core.step_schedule import DueActions, due_by_settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.audit import open_audit
 from ddp_runner.training.batch_copy import copy_ahead
+from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tuning import AdaptRules, adapt
 from ddp_runner.training.equal_shares import refuse_unequal
@@ -44,7 +47,14 @@ WRAPS_MAX = 3  # of one step
 class TaskSteps:
     """Makes the steps of a Task in one generation. Every rank calls its methods at the same places."""
 
-    def __init__(self, parts: TaskParts, *, group: Group, guard: NumericsGuard) -> None:
+    def __init__(
+        self,
+        parts: TaskParts,
+        *,
+        group: Group,
+        guard: NumericsGuard,
+        beside: Sequence[BesideSteps],
+    ) -> None:
         settings, workload, state = parts.settings, parts.workload, parts.state
         self._parts = parts
         self._settings = settings
@@ -55,7 +65,7 @@ class TaskSteps:
         self._memory = parts.memory
         self._runtime = parts.runtime
         self._progress = parts.progress
-        self._drills = parts.drills
+        self._beside = tuple(beside)
         self._group = group
         self._guard = guard
         self._adapt_rules = AdaptRules.of(settings, devices=len(workload.devices))
@@ -108,10 +118,10 @@ class TaskSteps:
 
         Raises WrapAgainError where the step is to be begun again, after :meth:`wrap_again`.
         """
-        with (
-            self._drills.beside(self._stepper, self._group),
-            self._first.watched(self._stepper),
-        ):
+        with contextlib.ExitStack() as around:
+            for one in self._beside:
+                around.enter_context(one.beside(self._stepper, self._group))
+            around.enter_context(self._first.watched(self._stepper))
             result = self._stepper.run(
                 micro_batches,
                 votes=votes,

@@ -20,17 +20,19 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.modes import Mode
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.core.secrets import hidden_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.engine import Engine
 from ddp_runner.training.given import with_task_named
 from ddp_runner.training.loaders import waiting
+from ddp_runner.training.local_runtime import LocalRuntime, local_runtime
 from ddp_runner.training.phase_times import timed
 from ddp_runner.training.prepare import begin_start, prepare
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.ready_objects import Objects, ReadyObjects
-from ddp_runner.training.runtime import LocalRuntime, RankInfo, Runtime, local_runtime
+from ddp_runner.training.runtime import RankInfo, Runtime
 from ddp_runner.training.task_client import TaskClient, TaskSetup
 from ddp_runner.training.train_report import TrainReport
 from ddp_runner.training.use_figures import costs_of, tokens_of
@@ -89,7 +91,7 @@ class DDPTrainer:
         _refuse_unsupervised_stages(config)
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
         configuration.refuse_untrue(
-            given, configuration.facts_of_rank(self._runtime.rank_info.as_plain, os.environ)
+            given, configuration.facts_of_rank(_as_plain(self._runtime.rank_info), os.environ)
         )
         if ready is not None:
             ready.train_in(self._runtime, folder=self.settings.run.checkpoint_dir)
@@ -292,3 +294,12 @@ def _refuse_measured_shares(settings: Settings, *, world_size: int) -> None:
     if settings.data.shares == "auto" and world_size > 1:
         expected = "needs a supervisor, which measures the ranks: give a number for each rank"
         raise BadInputError("data.shares", "auto", expected)
+
+
+def _as_plain(info: RankInfo) -> PlainRank:
+    return PlainRank(
+        rank=info.rank,
+        world_size=info.world_size,
+        local_rank=info.local_rank,
+        local_world_size=info.local_world_size,
+    )

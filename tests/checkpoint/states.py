@@ -13,7 +13,7 @@ from ddp_runner.checkpoint.store import CheckpointStore, Saved
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddp_runner.checkpoint.disk import Disk
+    from ddp_runner.system.disk import Disk
 
 
 def state_of(step: int, *, mark: str = "") -> dict[str, object]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ddp_runner.checkpoint.disk import Disk, RealDisk
+from ddp_runner.system.disk import Disk, RealDisk
 
 from .crashing_disk import CrashingDisk, SimulatedCrash, Survival
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.catalog import Catalog
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.system.disk import RealDisk
 from tests.disks import small_disk
 
 from .states import save, steps_in

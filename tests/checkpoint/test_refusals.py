@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.system.disk import RealDisk
 
 from .states import save
 from .test_processes import small_disk

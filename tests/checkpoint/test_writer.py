@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.snapshot import HostMemory
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.writer import CopyWriter, NobodyWritesError, saved_of
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.messages import PACKET_BYTES_MAX, CopyWritten, WriteCopy, decode, encode
+from ddp_runner.system.disk import RealDisk
 from ddp_runner.training.components.tensor_hash import tensor_hash
 
 from .states import facts_of

@@ -10,15 +10,15 @@ import pytest
 
 from ddp_runner.core.fork_specs import ForkKind
 from ddp_runner.core.helper_roles import (
+    DOUBLED_S,
     FORKED,
-    GPU_READER,
-    ROLE_OF,
-    SPARE,
     SPEC_OF,
     STANDBY,
-    TRACKER,
+    Role,
     Tries,
 )
+
+FIVE = Role(name="five", module="", pauses_s=(1.0, 2.0, 3.0, 4.0), lived_s=60.0, tries=5)
 
 
 @pytest.mark.parametrize("role", FORKED, ids=lambda role: role.name)
@@ -32,25 +32,26 @@ def test_the_module_of_a_role_has_the_process(role):
 def test_each_kind_of_fork_has_a_spec_and_at_most_one_role():
     """A kind without one cannot be decoded."""
     assert set(SPEC_OF) == set(ForkKind)
-    assert len(ROLE_OF) == len({role.name for role in FORKED}) == len(FORKED)
+    kinds, names = {role.fork for role in FORKED}, {role.name for role in FORKED}
+    assert len(kinds) == len(names) == len(FORKED)
 
 
-def test_spares_that_keep_dying_come_later_and_then_not_at_all():
+def test_helpers_that_keep_dying_come_later_and_then_not_at_all():
     """Bounded, whatever ends them; the first one is due at once."""
     tries, now_s = Tries(), 100.0
-    for lost in range(1, int(SPARE.tries)):
-        assert tries.allow(SPARE, now_s)
-        tries.ended(SPARE, now_s, lived_s=SPARE.lived_s - 1)
-        assert not tries.allow(SPARE, now_s + lost - 0.1)
+    for lost in range(1, int(FIVE.tries)):
+        assert tries.allow(FIVE, now_s)
+        tries.ended(FIVE, now_s, lived_s=FIVE.lived_s - 1)
+        assert not tries.allow(FIVE, now_s + lost - 0.1)
         now_s += lost
-    assert tries.allow(SPARE, now_s)
-    tries.ended(SPARE, now_s, lived_s=0.0)
-    assert not tries.allow(SPARE, math.inf)
+    assert tries.allow(FIVE, now_s)
+    tries.ended(FIVE, now_s, lived_s=0.0)
+    assert not tries.allow(FIVE, math.inf)
 
 
-@pytest.mark.parametrize("role", [TRACKER, GPU_READER], ids=lambda role: role.name)
-def test_the_wait_before_a_start_doubles_up_to_a_limit(role):
+def test_the_wait_before_a_start_doubles_up_to_a_limit():
     """The first is short."""
+    role = Role(name="doubled", module="", pauses_s=DOUBLED_S, lived_s=60.0, tries=10)
     tries, waits = Tries(), []
     for _ in range(int(role.tries)):
         assert tries.allow(role, tries.not_before_s)
@@ -63,17 +64,17 @@ def test_the_wait_before_a_start_doubles_up_to_a_limit(role):
 
 def test_one_that_has_lived_for_long_was_none_of_a_row():
     """A machine that takes one process an hour is not to end what is useful."""
-    tries = Tries(failures=int(SPARE.tries) - 1)
-    tries.ended(SPARE, 100.0, lived_s=SPARE.lived_s)
+    tries = Tries(failures=int(FIVE.tries) - 1)
+    tries.ended(FIVE, 100.0, lived_s=FIVE.lived_s)
     assert (tries.failures, tries.not_before_s) == (1, 101.0)
 
 
 def test_one_that_was_of_use_ends_a_row():
     """Another one may follow at once."""
     tries = Tries()
-    tries.ended(SPARE, 100.0, lived_s=0.0)
+    tries.ended(FIVE, 100.0, lived_s=0.0)
     tries.was_of_use()
-    assert tries.allow(SPARE, 100.0)
+    assert tries.allow(FIVE, 100.0)
 
 
 def test_where_there_was_no_room_for_one_nothing_has_failed():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.config import from_flat
-from ddp_runner.core.step_times import PHASE_NAMES, STEP, judge, parts_of, slowness
+from ddp_runner.core.phases import PHASE_NAMES
+from ddp_runner.core.step_times import STEP, judge, parts_of, slowness
 
 TIMES = {"data": 1.0, "forward": 30.0, "backward": 60.0, "communication": 5.0, "optimizer": 4.0}
 

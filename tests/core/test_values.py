@@ -30,15 +30,12 @@ AROUND = {
     "saver_trouble": "d",
 }  # fmt: skip
 PROGRAM = specs.Program(path="a.py", module="", arguments=("--x", "1"), source="/proc/1/fd/9")
-CALL = specs.ScriptCall(
-    path="a.py", module="", arguments=("--x", "1"), is_program=False, plain_saves=True,
-    log_file="l", error_file="e", run_id="r", role="default", attempt=2, max_restarts=3,
-)  # fmt: skip
+CALL = {"path": "a.py", "arguments": ["--x", "1"], "is_program": False, "attempt": 2}
 RANK = specs.RankSpec(**AROUND, loads=True, resume="auto", injections_left={0: 2}, log_seal="s")
 SPECS = {
     ForkKind.RANK: RANK,
     ForkKind.LOOP: replace(RANK, program=PROGRAM),
-    ForkKind.SCRIPT: specs.ScriptSpec(**AROUND, call=CALL),
+    ForkKind.PROGRAM: specs.ProgramSpec(**AROUND, module="a.module", call=CALL),
     ForkKind.STORE: specs.NothingMore(),
     ForkKind.SPARE: specs.SpareSpec(**AROUND, kind=SpareKind.MODEL),
     ForkKind.STANDBY: specs.NothingMore(),

@@ -191,7 +191,7 @@ def _cuinit():
 
 def _be_spare(facts):
     """Do what the product does in one; the GPUs that it has opened then."""
-    from ddp_runner.rank import spare
+    from ddp_runner.features.spare import child as spare
 
     with Timed() as spent:
         driver = spare.start_libraries()
@@ -203,7 +203,7 @@ def torch_init(facts, usage):
     """Whether a spare could have torch start CUDA too, and hold nothing: what that costs, opens and takes."""
     import torch
 
-    from ddp_runner.rank import spare
+    from ddp_runner.features.spare import child as spare
 
     before_mb = usage.mb()
     driver = spare.start_libraries()

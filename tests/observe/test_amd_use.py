@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from ddp_runner.core.gpu_reading import GpuReading
+from ddp_runner.features.gpu_watch.parent import GpuReader
 from ddp_runner.observe.gpu_watch import GpuWatch
 from ddp_runner.observe.gpus import parse_amd_use, parse_rocm_use
-from ddp_runner.supervisor.reporting.side_programs import GpuReader
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.cli.test_amd_gpus import LISTED, LOW_POWER, STATIC
 from tests.processes import poll

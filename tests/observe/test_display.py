@@ -14,8 +14,8 @@ import threading
 
 import pytest
 
+from ddp_runner.features.display.live import LiveDisplay
 from ddp_runner.observe.display import NoDisplay, PlainDisplay, make_display
-from ddp_runner.observe.live import LiveDisplay
 from ddp_runner.observe.terminal import HELD_LINES_MAX, ConsoleWriter
 from tests.observe.views import rank_view, run_summary, run_view
 
@@ -23,8 +23,8 @@ from tests.observe.views import rank_view, run_summary, run_view
 @pytest.fixture(autouse=True)
 def patient_ends(monkeypatch):
     """A display's last words have the time that a busy machine takes to wake the one who writes them."""
-    for module in ("display", "live"):
-        monkeypatch.setattr(f"ddp_runner.observe.{module}._FINISH_TIMEOUT_S", 60.0)
+    for module in ("observe.display", "features.display.live"):
+        monkeypatch.setattr(f"ddp_runner.{module}._FINISH_TIMEOUT_S", 60.0)
 
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

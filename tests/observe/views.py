@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.segment import Segment
 
 from ddp_runner.core.exits import RunStatus
-from ddp_runner.observe.frame import frame
+from ddp_runner.features.display.frame import frame
 from ddp_runner.observe.summary import ExactProof, FaultRecord, RunSummary, TimeShares
 from ddp_runner.observe.view import RankView, RunView
 

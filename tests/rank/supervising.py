@@ -10,10 +10,11 @@ import time
 from ddp_runner import config
 from ddp_runner.core.events import SpareReady, ZygoteReady
 from ddp_runner.core.fork_specs import SpareSpec
-from ddp_runner.core.helper_roles import SPARE, STORE
+from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import Forked, StoreReady, decode
+from ddp_runner.features.spare.rules import SPARE
 from ddp_runner.supervisor.processes.helper_process import RankEnded
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux

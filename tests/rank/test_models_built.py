@@ -14,7 +14,7 @@ _ARE_BUILT = (
 
 
 @pytest.mark.parametrize(
-    ("first", "built"), [("", False), ("import ddp_runner.rank.process\n", True)]
+    ("first", "built"), [("", False), ("import ddp_runner.rank.trained\n", True)]
 )
 def test_who_imports_a_rank_has_the_models_built(first, built):
     """The control: pydantic leaves them to their first use."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,7 @@ from ddp_runner.core.messages import (
     Stop,
     WriteCopy,
 )
+from ddp_runner.features.faults.child import surround_rank
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -439,7 +441,13 @@ def _publish_when_forbidden(me, folder, how):
     mine.close()  # which ends this process
 
 
-@pytest.mark.parametrize("how", [{}, {"injections": {}}], ids=["plain", "with --inject"])
+def _with_faults(runtime):
+    run = SimpleNamespace(inject=("kill:step=9",), checkpoint_dir="checkpoints")
+    spec = SimpleNamespace(injections_left={}, saver_trouble="", world_size=1)
+    surround_rank(runtime, SimpleNamespace(run=run), spec)
+
+
+@pytest.mark.parametrize("how", [{}, {"surround": _with_faults}], ids=["plain", "with --inject"])
 def test_nothing_is_published_after_the_lease_or_in_anothers_folder(tmp_path, how):
     """Whether or not faults are injected into this run."""
     with ranks(_publish_when_forbidden, 1, tmp_path, how) as (rank,):

@@ -12,7 +12,7 @@ import pytest
 
 from ddp_runner.core.events import RankFormed, ZygoteReady
 from ddp_runner.core.fork_specs import ForkKind, NothingMore, SpareKind, SpareSpec
-from ddp_runner.core.helper_roles import ROLE_OF, STORE
+from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import NO_PROCESS, Finished, Fork, Forked, Ready
 from ddp_runner.rank import zygote
@@ -272,11 +272,10 @@ def test_a_zygote_without_room_for_a_fork_lives_on_without_helpers(monkeypatch, 
     monkeypatch.setattr(zygote.parent_death, "set_process_name", lambda name: None)
     ours, theirs = Channel.pair()
     channel = Channel(theirs)
-    role = ROLE_OF[kind]
-    ours.send(
-        Fork(token=7, kind=kind, spec=NothingMore() if kind is not ForkKind.SPARE else SPARES)
-    )
-    if role.is_dispensable:
+    is_dispensable = kind is not ForkKind.STORE
+    spec = NothingMore() if kind is not ForkKind.SPARE else SPARES
+    ours.send(Fork(token=7, kind=kind, is_dispensable=is_dispensable, spec=spec))
+    if is_dispensable:
         with socket.socket(fileno=os.dup(ours.fileno())) as same:
             same.shutdown(socket.SHUT_WR)
         zygote.serve(channel, os.getpid())

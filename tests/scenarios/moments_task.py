@@ -8,10 +8,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.memory_slots import MemorySlots, _Header, _Slot
 from ddp_runner.checkpoint.snapshot import Snapshot
 from ddp_runner.core.board import Cell, Slot
+from ddp_runner.system.disk import RealDisk
 from tests.scenarios.moments import DISK, THERE_NAME, WANTED_NAME
 from tests.scenarios.workload import PacedTask
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.system.disk import RealDisk
 from tests.scenarios.workload import SLOW_DISK_NAME, PacedTask
 
 _write = RealDisk.write

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.rank.test_cuda_driver import DRIVER, build_library, needs_compiler
+from tests.features.spare.test_cuda_driver import DRIVER, build_library, needs_compiler
 
 from .harness import ROOT
 from .test_scripts import run_script

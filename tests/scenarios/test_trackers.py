@@ -6,7 +6,7 @@ import json
 import signal
 from importlib.util import find_spec
 
-from tests.observe.test_trackers import read_back, rows, scalars, stands
+from tests.features.trackers.test_trackers import read_back, rows, scalars, stands
 from tests.scenarios.conftest import PATIENT, STEPS, WITHOUT_WORKERS
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import HOLD_NAME

@@ -6,13 +6,15 @@ Its ranks follow ``rank/script.py``: each counts its own steps, ends by itself, 
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.events import RankFormed
-from ddp_runner.core.fork_specs import ForkKind, ScriptSpec
+from ddp_runner.core.fork_specs import ForkKind, ProgramSpec
+from ddp_runner.core.launch_plan import OpaqueProgram
 from ddp_runner.core.messages import Form, Leaving
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.script import ScriptPlan
+from ddp_runner.core.script import RANK, ScriptPlan
 from ddp_runner.supervisor.loop import Loop
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.script.agent import ScriptAgent
@@ -41,11 +43,12 @@ class ScriptSimulation(Simulation):
         super().__init__(steps=steps, run_options={"log_dir": str(folder)}, **named)
 
     def _set_up(self, plan, selector):
+        plan = replace(plan, opaque=OpaqueProgram(name=self.script.name, module=RANK))
         self.node = Node(plan, selector, system=System(self, self.home), clock=self.clock)
         self.supervisor = ScriptAgent(
             plan,
-            self.script,
             self.node,
+            script=self.script,
             outputs=self.outputs,
             directories=_Unclaimed(),
             published=Directory(self),
@@ -58,8 +61,8 @@ class ScriptSimulation(Simulation):
         super().fork(machine, request, descriptors)
 
     def _start(self, process, request):
-        assert isinstance(request.spec, ScriptSpec)
-        self.started.append((request.spec.call.attempt, request.rank))
+        assert isinstance(request.spec, ProgramSpec)
+        self.started.append((request.spec.call["attempt"], request.rank))
         self.slot(process).clear()
         self.stamp(process, Phase.STARTUP)
         takes_s = STARTUP_S * self.random.uniform(1, 3)

@@ -12,7 +12,7 @@ from ddp_runner.checkpoint.manifest import Manifest, best_of
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.errors import BadInputError
-from ddp_runner.observe.trackers.follow import Position
+from ddp_runner.features.trackers.follow import Position
 from ddp_runner.training.described import about_file, described, tracker_ids
 from ddp_runner.training.resume import load_start
 from tests.checkpoint.states import facts_of, save

@@ -18,7 +18,8 @@ from ddp_runner.core.events import Faulted
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.training import engine
 from ddp_runner.training.engine import Engine
-from ddp_runner.training.runtime import LocalRuntime, RankInfo
+from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.task_client import TaskClient
 from tests.processes import run_ranks
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from ddp_runner.checkpoint.catalog import Catalog
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.entry_names import load_bare_state
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.monitor import Best, Monitor
+from ddp_runner.system.disk import RealDisk
 from ddp_runner.training.final_weights import best_weights, publish_final, swapped_in
 from tests.checkpoint.states import facts_of, save
 

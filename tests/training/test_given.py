@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from ddp_runner.cli.launch import RunResult
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.training.given import spec_in_this_process
-from ddp_runner.training.runtime import ProgressLine
+from ddp_runner.training.local_runtime import ProgressLine
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.trainer import DDPTrainer
 from tests import ready

@@ -27,7 +27,7 @@ from ddp_runner.training import saving as training_saving
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.durable import Trust
 from ddp_runner.training.guard import NumericsGuard
-from ddp_runner.training.runtime import LocalRuntime
+from ddp_runner.training.local_runtime import LocalRuntime
 from ddp_runner.training.step import StepResult
 from ddp_runner.training.task import Datasets
 from tests.collective.joining import join

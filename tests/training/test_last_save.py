@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.system.disk import RealDisk
 from ddp_runner.training import last_save
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.last_save import BEFORE_END, LastSave, checkpoint_room

@@ -18,6 +18,7 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.start_weights import completed
+from ddp_runner.training.local_runtime import local_runtime
 from ddp_runner.training.own_loop.attached_run import AttachedRun
 from ddp_runner.training.own_loop.batches import (
     GivenBatches,
@@ -28,7 +29,6 @@ from ddp_runner.training.own_loop.batches import (
 )
 from ddp_runner.training.own_loop.declared import RepeatStep
 from ddp_runner.training.own_loop.kept import KeptObjects, KeptState
-from ddp_runner.training.runtime import local_runtime
 
 from .building import bits_of
 

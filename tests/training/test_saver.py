@@ -6,11 +6,11 @@ import os
 import threading
 from dataclasses import replace
 
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.writer import CopyWriter
 from ddp_runner.core.events import FaultTolerated
 from ddp_runner.core.messages import CopyWritten
+from ddp_runner.system.disk import RealDisk
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from tests.processes import poll, run_ranks
 

@@ -23,8 +23,9 @@ from ddp_runner.core.messages import NotSaved
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.durable import Keep, Trust
+from ddp_runner.training.local_runtime import LocalRuntime
 from ddp_runner.training.progress import Progress
-from ddp_runner.training.runtime import LocalRuntime, RankInfo
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.save_room import SaveRoom
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import Votes

@@ -27,7 +27,8 @@ from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Built, Finished, Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.training import saving as training_saving
-from ddp_runner.training.runtime import LocalRuntime, RankInfo
+from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.task import Datasets
 from tests.processes import run_ranks
 from tests.temporaries import of_a_dead_writer

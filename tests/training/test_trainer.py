@@ -24,7 +24,8 @@ from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.memory.readings import SystemReader
 from ddp_runner.training import saving as training_saving
-from ddp_runner.training.runtime import LocalRuntime, RankInfo
+from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.trainer import device_record
 from tests.processes import hosted_store, ranks, run_ranks

@@ -17,7 +17,8 @@ from ddp_runner.core.messages import Finished, Metrics
 from ddp_runner.core.settings import Settings
 from ddp_runner.memory.readings import Reading
 from ddp_runner.training import use_figures
-from ddp_runner.training.runtime import LocalRuntime, RankInfo
+from ddp_runner.training.local_runtime import LocalRuntime
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.use_figures import UseFigures, speed_report, tokens_of
 from tests.processes import run_ranks
 from tests.training.test_trainer import BATCH, STEPS, SmallTask, settings

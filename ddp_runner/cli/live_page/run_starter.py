@@ -13,8 +13,8 @@ from pathlib import Path
 from ddp_runner import start
 from ddp_runner.config import check_relations, home_files, resolve
 from ddp_runner.config.fields import known_fields
-from ddp_runner.config.run_names import LOGS
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.core.settings.whole_run import LOGS
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.history.json_lines import last_lines
 from ddp_runner.system.run_files import open_new

@@ -1,5 +1,6 @@
 """Settings of the run as a whole: what is run, how long, on which devices, and where its files go."""
 
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
@@ -37,6 +38,12 @@ def _no_scratch(written: str) -> str:
 
 
 StartWeights = Annotated[str, TEXT, AfterValidator(_no_scratch)]
+
+
+LOGS = "logs"  # of all runs; each has a folder of its own below
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"  # in LOGS: points to the newest run's folder
+FOLDERS = (("run.log_dir", LOGS), ("run.checkpoint_dir", CHECKPOINTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
@@ -334,3 +341,18 @@ class RunSettings:
         ),
     ] = ()
     """Faults to cause on purpose, each written as KIND:KEY=VALUE,... (--help lists them)."""
+
+    @property
+    def has_folders_of_its_name(self) -> bool:
+        """True if the run's folders follow from its name, so that another name would move them."""
+        if self.checkpoint_dir == self.log_dir:  # a script's, whose checkpoints are its own
+            return PurePath(self.log_dir) == PurePath(LOGS, self.name)
+        folders = {"run.log_dir": self.log_dir, "run.checkpoint_dir": self.checkpoint_dir}
+        return all(PurePath(folders[key]) == PurePath(root, self.name) for key, root in FOLDERS)
+
+    @property
+    def latest(self) -> str:
+        """The path that leads to the newest run's logs; empty for a run whose logs are elsewhere."""
+        return (
+            str(PurePath(LOGS, LATEST)) if PurePath(self.log_dir).parent == PurePath(LOGS) else ""
+        )

@@ -31,12 +31,12 @@ from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requiremen
 from ddp_runner.config import resolve
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.relations import device_problems, unwritable_reason
-from ddp_runner.config.run_names import CHECKPOINTS, LOGS
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.core.node_options import endpoint_of
 from ddp_runner.core.settings.declaration import Option
+from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 from ddp_runner.features.doctor.gpu_checks import check_collectives, gpu_checks
 from ddp_runner.observe.format import byte_size
 from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus

@@ -39,8 +39,8 @@ from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.system.user_errors import traceback_text
 from ddp_runner.training.batch_copy import tensors_of, to_device
 from ddp_runner.training.components.optimizer import bytes_to_come
-from ddp_runner.training.exactness.drill import Aside
 from ddp_runner.training.loaders import make_loader
+from ddp_runner.training.local_runtime import Aside
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.train_report import block_of, start_notes

@@ -1,6 +1,6 @@
 """The supervisor on another machine: runs its ranks' processes and obeys the coordinator.
 
-Its only decision is to park its ranks when it is cut off. It looks after zygote, spare and their
+Its only decision is to park its ranks when it is cut off. It looks after zygote, helpers and their
 replacements itself, as on any machine.
 """
 
@@ -53,7 +53,7 @@ from ddp_runner.core.node_messages import (
 from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.wire import WireError, by_name, name_of
 from ddp_runner.observe.console import LogTail, Shown
-from ddp_runner.supervisor.features.spare_keeper import SpareKeeper
+from ddp_runner.supervisor import around
 from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
 from ddp_runner.supervisor.ports import Turn
 from ddp_runner.supervisor.processes.children import Ended
@@ -151,15 +151,17 @@ class Follower:
         self._herald = herald = Herald(self._facts, report, show)
         self._reporter = Reporter()
         settings = plan.settings.recovery
-        self._spares = SpareKeeper(
-            plan, node=node, world=self._world, recorder=herald, repair=self._reporter
+        self._beside = around.observers(
+            around.OfMachine(
+                plan=plan, node=node, world=self._world, recorder=herald, repair=self._reporter
+            )
         )
         self._keeper = NodeKeeper(
             ZygoteKeeper(
                 settings, node=node, world=self._world, recorder=herald, repair=self._reporter
             ),
             StorePolicy(self._facts, node=node, stopped_max_s=settings.stopped_max_s),
-            (self._spares,),
+            around.policies(self._beside),
             node=node,
             world=self._world,
             recorder=herald,
@@ -431,7 +433,9 @@ class Follower:
         self._node.kernel_kills.look_sometimes(now_s)
         self._look_at_zygote(now_s)
         if self._node.ranks:  # else this is a spare machine, which touches no device
-            self._spares.look_after_repair(Turn(now_s=now_s, is_fault_free=self._is_fault_free))
+            for observer in self._beside:
+                turn = Turn(now_s=now_s, is_fault_free=self._is_fault_free)
+                observer.look_after_repair(turn)
         for handle in self._reporter.never_came:
             self._gone(handle.rank)
         self._reporter.never_came.clear()

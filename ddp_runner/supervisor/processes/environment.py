@@ -47,8 +47,8 @@ _DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_LAUNCH_BLOCKING": "1"}
 
 def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, str]:
     """``own`` with what this run needs. A variable that the user has set is left alone."""
-    if plan.script is not None:
-        return _for_scripts(str(plan.threads_per_rank), own)
+    if plan.opaque is not None:
+        return _as_under_torchrun(str(plan.threads_per_rank), own)
     settings = plan.settings.run
     return training_environment(
         own,
@@ -86,8 +86,8 @@ def training_environment(
     return environment
 
 
-def _for_scripts(threads: str, own: Mapping[str, str]) -> dict[str, str]:
-    """Return a script's environment: as under torchrun, with NCCL's error handling; forks must work."""
+def _as_under_torchrun(threads: str, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of an opaque program: as under torchrun, with NCCL's error handling; forks must work."""
     added = {
         "OMP_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": "1",  # as above

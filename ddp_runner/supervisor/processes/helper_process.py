@@ -52,7 +52,13 @@ class Helper:
     def request(self) -> Fork:
         """The request to the zygote."""
         assert self.role.fork is not None
-        return Fork(token=self.token, kind=self.role.fork, spec=self.spec)
+        return Fork(
+            token=self.token,
+            kind=self.role.fork,
+            module=self.role.module,
+            is_dispensable=self.role.is_dispensable,
+            spec=self.spec,
+        )
 
     def descriptors(self, *inherited: int) -> list[int]:
         """The child's ends, for the fork request; the caller closes the first."""

@@ -18,18 +18,19 @@ from typing import Any
 from ddp_runner import config
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.fork_specs import (
+    ZYGOTE_OF_LOOPS,
+    ZYGOTE_OF_PROGRAMS,
     ForkKind,
     NothingMore,
+    ProgramSpec,
     RankSpec,
-    ScriptSpec,
     SpareKind,
     SpareSpec,
     Spec,
 )
-from ddp_runner.core.helper_roles import SPARE, STANDBY, STORE, Role
+from ddp_runner.core.helper_roles import STANDBY, STORE, Role
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message, encode
-from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
 from ddp_runner.supervisor.processes.environment import of_plan, zygote_environment
@@ -233,8 +234,14 @@ class Node:
     @property
     def has_spare(self) -> bool:
         """True if a process waits that may become a rank."""
-        spare = self.helper(SPARE)
+        spare = self._spare
         return spare is not None and self._is_warm(spare) and self.fits(spare)
+
+    @property
+    def _spare(self) -> Helper | None:
+        """The process that waits to become a rank, whoever has asked for it."""
+        helpers = self._helpers.values()
+        return next((one for one in helpers if one.role.fork is ForkKind.SPARE), None)
 
     def forked_helper(self, forked: Forked) -> Helper | None:
         """Return the helper whose fork the zygote reports; None if none is waited for."""
@@ -447,12 +454,14 @@ class Node:
         if self._program is not None:
             self._program.close()
 
-    def _of_rank(self, rank: int, start: RankStart) -> tuple[ForkKind, RankSpec | ScriptSpec]:
+    def _of_rank(self, rank: int, start: RankStart) -> tuple[ForkKind, RankSpec | ProgramSpec]:
         """Return the kind of a rank's process, and its specification."""
         surroundings = self.surroundings(rank)
-        if start.script is not None:
-            spec = ScriptSpec(**surroundings, call=start.script, log_seal=self.log_seal)
-            return ForkKind.SCRIPT, spec
+        if (program := self._plan.opaque) is not None:
+            call = dict(start.call or {})
+            return ForkKind.PROGRAM, ProgramSpec(
+                **surroundings, module=program.module, call=call, log_seal=self.log_seal
+            )
         return (ForkKind.LOOP if self._program else ForkKind.RANK), RankSpec(
             **surroundings,
             loads=start.loads,
@@ -486,7 +495,7 @@ class Node:
 
     def _spare_becomes(self, process: RankProcess, request: Fork, descriptors: list[int]) -> bool:
         """Have it become a rank. False where that needs an ordinary fork: it is gone, or has built something else."""
-        spare = self.helper(SPARE)
+        spare = self._spare
         if spare is None or not self.has_spare or not isinstance(request.spec, RankSpec):
             return False
         assert spare.pid is not None
@@ -538,8 +547,8 @@ _NAME_IN_TASK = re.compile(r":\w+$")  # behind the file or module
 
 def what_to_import(plan: LaunchPlan) -> str:
     """Return the first message to the zygote: the task, or the kind of its forks and modules to import."""
-    if plan.script is not None:
-        return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
+    if plan.opaque is not None:
+        return f"{ZYGOTE_OF_PROGRAMS}{plan.opaque.module}:{','.join(plan.opaque.preload)}"
     if plan.loop is not None:
         return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
     # What a stage's task imports, all forks would have: also a later stage's, whose folder may have another

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_runner.core.fork_specs import ScriptCall
-
 
 class StartedBy(enum.Enum):
     """The origin of a rank's process."""
@@ -34,7 +32,7 @@ class RankStart:
     device_free_bytes: int = 0
     # One that is tried again may take its time: it leaves the spare to those that are missed.
     may_take_spare: bool = False
-    # Of a script: what the rank is given beside its surroundings, and the log file of this attempt.
-    script: ScriptCall | None = None
+    # Of an opaque program: what the rank is given beside its surroundings, and the log file of this attempt.
+    call: Mapping[str, object] | None = None
     log_file: Path | None = None
     reads_stdin: bool = False  # it has the standard input of this command

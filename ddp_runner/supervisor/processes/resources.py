@@ -12,8 +12,7 @@ from typing import Any
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.errors import BadInputError
 from ddp_runner.core.fork_specs import Program, SaverSpec
-from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.script import LoopPlan
+from ddp_runner.core.launch_plan import LaunchPlan, LoopPlan
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.run_files import left_over
 
@@ -135,7 +134,7 @@ class SharedByRanks:
         samples = ("training_samples", "validation_samples") if settings.data.preload else ()
         copies = ("state_copy_0", "state_copy_1") if settings.checkpoint.memory_every else ()
         self._samples, self._copies = SharedMemory(*samples), SharedMemory(*copies)
-        self.has_saver = bool(copies) and plan.script is None and plan.nodes is None
+        self.has_saver = bool(copies) and plan.opaque is None and plan.nodes is None
         self._trouble = SharedMemory(*(["disk_trouble"] if settings.run.inject else []))
         for descriptor in self._trouble.descriptors:
             os.ftruncate(descriptor, mmap.PAGESIZE)

@@ -24,8 +24,8 @@ from ddp_runner.core.hang_detection import (
     shortest_deadline_s,
 )
 from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.limits import RecoveryLimits
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
@@ -44,7 +44,7 @@ class ProgressWatch:
     """Owned by the supervisor's loop; one look a tick."""
 
     def __init__(
-        self, settings: RecoverySettings, *, loading_s: float, world: World, clock: Clock
+        self, settings: RecoveryLimits, *, loading_s: float, world: World, clock: Clock
     ) -> None:
         self._settings = settings
         self._loading_s = loading_s

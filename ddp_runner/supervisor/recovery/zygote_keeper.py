@@ -14,8 +14,8 @@ from ddp_runner.core import events
 from ddp_runner.core.classify import signal_name
 from ddp_runner.core.fork_specs import NothingMore
 from ddp_runner.core.helper_roles import STANDBY
+from ddp_runner.core.limits import RecoveryLimits
 from ddp_runner.core.messages import NO_PROCESS, Forked
-from ddp_runner.core.settings.recovery import RecoverySettings
 from ddp_runner.supervisor.ports import EventRecorder, RespawnScheduler
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.keeper import Awake, Keeper
@@ -45,7 +45,7 @@ class ZygoteKeeper:
 
     def __init__(
         self,
-        settings: RecoverySettings,
+        settings: RecoveryLimits,
         *,
         node: Node,
         world: World,

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ddp_runner.core import events
-from ddp_runner.core.drill import passed_line, skipped_line
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import fault_line
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -75,12 +74,19 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
             yield words, "WARNING"
         case events.SharesProposed():
             yield _shares_line(event), "INFO"
-        case events.Drill(differs=""):
-            yield passed_line(rank=event.rank, step=event.step, seconds=event.seconds), "INFO"
+        case events.Drill(differs="", rank=rank, step=step, seconds=seconds):
+            yield (
+                (
+                    f"drill at step {step:,}: a replacement of rank {rank} computes the same bits,"
+                    f" {seconds:.2f} s beside the run"
+                ),
+                "INFO",
+            )
         case events.Drill(finding=finding, inexact_reason=reason):
             yield f"drill: {finding}", "WARNING" if reason else "INFO"
         case events.DrillSkipped(is_said=True):
-            yield skipped_line(rank=event.rank, step=event.step, problem=event.text), "INFO"
+            words = f"drill at step {event.step:,} of rank {event.rank} skipped: {event.text}"
+            yield words, "INFO"
         case events.NotProved(inexact_reason=reason):
             yield reason, "WARNING"
         case events.ZygoteReady(warning=warning) if warning:

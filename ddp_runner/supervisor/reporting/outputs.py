@@ -19,8 +19,7 @@ from ddp_runner.observe.display import make_display
 from ddp_runner.observe.files import LineFile, Outage, Warn, encode_record
 from ddp_runner.observe.journal import Journal, MetricsFile
 from ddp_runner.observe.logger import DDPLogger
-from ddp_runner.observe.script_summary import ScriptSummary
-from ddp_runner.observe.summary import RunSummary, write_summary
+from ddp_runner.observe.summary import RunSummary, Summary, write_summary
 from ddp_runner.observe.view import RunView, status_record
 from ddp_runner.supervisor.processes.resources import remove_temporary_files
 from ddp_runner.system.run_files import is_regular, replace_file
@@ -214,7 +213,7 @@ class Outputs:
             for line in self._files.tail.drain():
                 self.show_line(line)
 
-    def finish(self, view: RunView, summary: RunSummary | ScriptSummary | None) -> None:
+    def finish(self, view: RunView, summary: Summary | None) -> None:
         """The last look, the summary on disk and on the screen, and everything closed."""
         self.show_rest()
         files = self._files

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 from ddp_runner.core.board import Cell
@@ -18,17 +16,16 @@ from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.node_messages import Watched
 from ddp_runner.core.secrets import without_secrets
 from ddp_runner.observe.format import printable
-from ddp_runner.observe.script_summary import ScriptSummary
-from ddp_runner.observe.summary import EndOfRun, RunSummary
+from ddp_runner.observe.summary import EndOfRun, RunSummary, Summary
 from ddp_runner.observe.view import NodeView, RunView
+from ddp_runner.supervisor.around import OfScreen, programs
 from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.loop import Agent
-from ddp_runner.supervisor.processes.after_save import AfterSave
 from ddp_runner.supervisor.processes.children import Ended, end_descendants
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_view import Around, run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
-from ddp_runner.supervisor.reporting.side_programs import PageKeeper, TrackerKeeper
+from ddp_runner.supervisor.reporting.side_programs import program_beside
 from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_facts import Ending
 from ddp_runner.supervisor.signal_box import STOP_SIGNALS, SignalBox
@@ -97,33 +94,29 @@ class RunScreen:
         self._outputs = recorder.outputs
         self._folders = folders
         plan, say = shown.plan, recorder.say
-        log_dir = Path(plan.settings.run.log_dir)
-        self._after_save = AfterSave(
-            plan.settings.checkpoint.after_save or "",
-            log_dir=log_dir,
-            environment=self._node.guardian.marked(os.environ),
-            say=say,
-        )
-        recorder.observers.append(self._after_save.take)
-        self._trackers = TrackerKeeper(plan.settings.log.trackers, log_dir, clock=clock, say=say)
         self._watch = RunWatch.of(
             plan, node=self._node.ranks[0] // plan.ranks_per_node, clock=clock, say=say
         )
         recorder.readings.append(self._watch.figures)
-        self._page = PageKeeper(
-            plan.settings.log, log_dir, clock=clock, say=say, announce=self._outputs.announce
+        screen = OfScreen(
+            plan=plan,
+            node=self._node,
+            clock=clock,
+            say=say,
+            announce=self._outputs.announce,
         )
-        # Whoever has a program beside the run.
-        self._beside = (self._trackers, self._page, self._watch, self._after_save)
+        self._programs = (*programs(screen), program_beside(screen))
+        recorder.observers.extend(one.take for one in self._programs)
         self._shown_at_s = self._status_at_s = self._memory_at_s = 0.0
 
     def took(self, ended: Ended) -> bool:
         """Return whether a child that was reaped was one of the programs next to the run."""
-        return any(one.took(ended) for one in self._beside)
+        return any(one.took(ended) for one in self._programs) or self._watch.took(ended)
 
     def look_first(self) -> None:
-        """Start the command that follows a save, where that is due."""
-        self._after_save.look()
+        """Give each program its turn."""
+        for one in self._programs:
+            one.look_first()
 
     def look(self, now_s: float) -> None:
         """Measure, and show what there is to see, each in its time."""
@@ -155,8 +148,8 @@ class RunScreen:
         if self._outputs.may_write:
             self._folders.look()
             if self._recorder.kept is None:
-                self._trackers.look()
-                self._page.look()
+                for one in self._programs:
+                    one.look()
 
     def _view(self) -> RunView:
         now_ns = self._clock.monotonic_ns()
@@ -168,35 +161,37 @@ class RunScreen:
             doing=self._shown.start.doing(now_ns / 1e9),
             now_ns=now_ns,
             around=Around(
-                trackers=self._trackers.links(),
+                trackers=self._links(),
                 nodes=() if self._others is None else self._others.views(),
                 watch=self._watch,
                 spare=self._shown.spare,
             ),
         )
 
+    def _links(self) -> dict[str, str]:
+        return {name: link for one in self._programs for name, link in one.links().items()}
+
     def finish(
         self,
         ending: Ending,
         *,
         signals: SignalBox,
-        summary: Callable[[Ending], RunSummary | ScriptSummary | None],
+        summary: Callable[[Ending], Summary | None],
     ) -> None:
         """End every process first: whatever is written after that is the last word."""
         self._end_ranks(ending)
         if self._outputs.may_write:
             self._look_after_folders()
             self._shown.tidy_up()
-        self._after_save.finish(
-            is_cut_short=lambda: _is_interrupted(signals),
-            grace_s=self._shown.plan.settings.checkpoint.after_save_grace_s,
-        )
+        for one in self._programs:
+            one.finish(is_cut_short=lambda: _is_interrupted(signals))
         self._shown.start.look(self._clock.monotonic())
         self._outputs.show_rest()
         self._say_ending(ending)
         record = summary(ending)
         self._recorder.record(ending.event)
-        self._trackers.end(int(ending.exit_code))
+        for one in self._programs:
+            one.end(int(ending.exit_code))
         end_descendants(timeout_s=10.0)
         self._watch.close()
         self._outputs.finish(self._view(), self._with_use(record))
@@ -212,24 +207,19 @@ class RunScreen:
             is_before_all = failed and not self._supervisor.facts.ever_formed
             self._others.announce_end(ending.event, but_parked=is_before_all)
         self._watch.end()
-        stays = set(self._trackers.pids)
-        if self._after_save.is_owed:
-            beside = (self._after_save.pid, self._node.guardian.pid)
-            stays |= {pid for pid in beside if pid is not None}
+        stays = {pid for one in self._programs for pid in one.outlasts()}
         left = end_descendants(timeout_s=10.0, but=stays)
         if left:
             self._outputs.say(f"processes {left} would not end", level="ERROR")
 
-    def _with_use(
-        self, summary: RunSummary | ScriptSummary | None
-    ) -> RunSummary | ScriptSummary | None:
+    def _with_use(self, summary: Summary | None) -> Summary | None:
         """Return the summary with what GPUs and ranks have used, and the links of trackers."""
         if summary is None or self._recorder.kept is not None:
             return summary
         gpus, rank_use = self._watch.summary(self._world.ranks)
-        summary = replace(summary, gpus=gpus, rank_use=rank_use)
+        summary = summary.with_use(gpus=gpus, rank_use=rank_use)
         if isinstance(summary, RunSummary):
-            links, epochs = self._trackers.links(), self._watch.epochs()
+            links, epochs = self._links(), self._watch.epochs()
             summary = replace(summary, trackers=links, gpu_epochs=epochs)
         return summary
 

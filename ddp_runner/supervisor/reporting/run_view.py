@@ -138,8 +138,8 @@ def _goodput(time_s: TimeShares, elapsed_s: float) -> float | None:
 
 
 def _epochs(plan: LaunchPlan, total: int, per_epoch: int) -> int | None:
-    """None where nobody knows of any, as of a script."""
-    if plan.script is not None:
+    """None where nobody knows of any, as of an opaque program."""
+    if plan.opaque is not None:
         return None
     return -(-total // per_epoch) if per_epoch else plan.settings.run.epochs
 

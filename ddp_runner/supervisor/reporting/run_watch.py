@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ddp_runner.core import events
 from ddp_runner.core.batch_sizes import global_batch, proposed_shares
@@ -13,10 +14,10 @@ from ddp_runner.core.gpu_reading import EpochTally, GpuReading, GpuTally, Tally
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.node_messages import Watched
 from ddp_runner.observe.view import GpuView
+from ddp_runner.supervisor.around import reader_of_gpus
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.program import Say
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.reporting.side_programs import GpuReader
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.proc_state import cpu_ticks
 
@@ -26,6 +27,26 @@ _WARM_STEPS, _MEASURED_STEPS = (
     20,
 )  # of each rank: those that compile and allocate, those that count
 _FRESH_INTERVALS = 3  # an older reading is none of the step that is logged
+
+
+class GpuReader(Protocol):
+    """Has the newest reading of this machine's GPUs, ``count`` so far, the newest of ``read_at_s``."""
+
+    gpus: tuple[GpuReading, ...]
+    read_at_s: float | None
+    count: int
+
+    def look(self) -> None:
+        """Take in what has been read."""
+
+    def took(self, ended: Ended) -> bool:
+        """Return True if a reaped child was its process."""
+
+    def end(self) -> None:
+        """The run has ended: wait for nothing."""
+
+    def close(self) -> None:
+        """Let go of what leads to its process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +93,7 @@ class RunWatch:
         """Return a watch; if ranks of this machine compute on GPUs, with a process that asks the driver."""
         interval_s = plan.settings.log.gpu_watch_s
         on_gpu = any(place.visible_index is not None for place in plan.devices)
-        reader = GpuReader(interval_s, clock=clock, say=say) if interval_s and on_gpu else None
+        reader = reader_of_gpus(interval_s, clock=clock, say=say) if interval_s and on_gpu else None
         return cls(plan, node=node, reader=reader, clock=clock)
 
     def look(self, handles: Sequence[RankHandle]) -> bool:

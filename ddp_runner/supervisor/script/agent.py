@@ -9,7 +9,8 @@ from __future__ import annotations
 import signal
 import uuid
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
@@ -26,7 +27,6 @@ from ddp_runner.core.exits import (
     exit_code_of,
 )
 from ddp_runner.core.faults import Fault, FaultKind, Origin, rank_list
-from ddp_runner.core.fork_specs import ScriptCall
 from ddp_runner.core.helper_roles import STORE
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import (
@@ -53,6 +53,7 @@ from ddp_runner.core.script import (
     STOPPED_MAX_S,
     Attempt,
     EndRun,
+    ScriptCall,
     ScriptPlan,
     StartAgain,
     does_not_resume,
@@ -62,6 +63,7 @@ from ddp_runner.core.script import (
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
+from ddp_runner.supervisor import assembly
 from ddp_runner.supervisor.node_keeper import NodeKeeper, StorePolicy
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import exit_of
@@ -85,6 +87,13 @@ from ddp_runner.system.clock import Clock
 from ddp_runner.system.run_directories import RunDirectories
 
 
+def supervise(plan: LaunchPlan, script: ScriptPlan | None) -> int:
+    """Run a program to its end and return the exit code. ``script``: None where its loop attaches, and it is repaired in place."""
+    return assembly.supervise(
+        plan, agent=None if script is None else partial(ScriptAgent, script=script)
+    )
+
+
 class ScriptAgent:
     """Runs a script from its first attempt to its ending, as the :class:`~..loop.Agent` of the loop.
 
@@ -95,9 +104,9 @@ class ScriptAgent:
     def __init__(
         self,
         plan: LaunchPlan,
-        script: ScriptPlan,
         node: Node,
         *,
+        script: ScriptPlan,
         outputs: Outputs,
         directories: RunDirectories,
         clock: Clock,
@@ -451,7 +460,7 @@ class ScriptAgent:
         for handle in missing:
             log = self._log(handle.rank)
             call = self._call((*self._script.arguments, *resume_words), handle.rank)
-            start = RankStart(script=call, log_file=log, reads_stdin=handle.rank == 0)
+            start = RankStart(call=asdict(call), log_file=log, reads_stdin=handle.rank == 0)
             if self.world.spawn_rank(handle, start, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.core.step_times import PHASE_NAMES, STEP
+from ddp_runner.core.phases import PHASE_NAMES
+from ddp_runner.core.step_times import STEP
 from ddp_runner.features.tuning.bench import DECLARATION, STEPS, Asked, measured
 from tests.scenarios.harness import Run
 

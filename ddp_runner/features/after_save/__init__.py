@@ -1,0 +1,1 @@
+"""Runs a command of the user's for each checkpoint, beside training."""

@@ -1,0 +1,1 @@
+"""Draws a run on a terminal. Without it, lines are written."""

@@ -1,0 +1,1 @@
+"""Causes faults on request (``--inject``), to see them repaired."""

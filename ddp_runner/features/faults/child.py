@@ -1,0 +1,249 @@
+"""Carries out injected faults inside a rank, at the very phase of the step that they name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_runner.collective.loss import Loss, times
+from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.events import Injected
+from ddp_runner.core.fork_specs import RankSpec, SaverSpec
+from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind, parse_injection
+from ddp_runner.core.messages import Inject
+from ddp_runner.core.phases import Moment, Phase
+from ddp_runner.core.settings import Settings
+from ddp_runner.features.faults.faulty_disk import FaultyDisk, shared_trouble
+from ddp_runner.features.faults.injected_samples import with_bad_samples
+from ddp_runner.rank.runtime import SupervisedRuntime
+
+FOREVER_S = 1e6
+SPIKE_FACTOR = 1e4
+UNHEARD_OF_BYTES = 1 << 62  # more than any address space: the system refuses it at once
+
+
+def surround_rank(runtime: SupervisedRuntime, settings: Settings, spec: RankSpec) -> None:
+    """Have a rank of a run with ``--inject`` carry out what is still to come; nothing in any other run."""
+    if not settings.run.inject:
+        return
+    rank, slot = runtime.rank_info.rank, runtime.slot
+    disk = FaultyDisk(
+        runtime.may_not_publish,
+        trouble=shared_trouble(spec.saver_trouble) if rank == 0 else None,
+        folder=Path(settings.run.checkpoint_dir),
+    )
+
+    def announce(number: int, kind: InjectKind) -> None:
+        step, phase = slot.get(Cell.STEP), slot.read().phase.label
+        runtime.report(Injected(rank=rank, number=number, kind=kind.value, step=step, phase=phase))
+
+    injecting = InjectingSlot(
+        slot,
+        _still_to_come(settings, spec),
+        announce=announce,
+        loader_pids=lambda: runtime.loader_pids,
+        disk=disk,
+    )
+
+    def inject(message: Inject) -> None:
+        injecting.inject_soon(InjectKind(message.kind), number=message.number)
+
+    runtime.disk, runtime.slot, runtime.change_loss = disk, injecting, injecting.ruinous
+    runtime.answer[Inject] = inject
+
+
+def disk_of_saver(spec: SaverSpec) -> FaultyDisk | None:
+    """Return the disk of the process that writes for a rank with injected faults; None where nothing is shared."""
+    trouble = shared_trouble(spec.saver_trouble)
+    return None if trouble is None else FaultyDisk(trouble=trouble, folder=Path(spec.folder))
+
+
+def bad_samples(dataset: Any, places: Sequence[tuple[int, int]], **found: Any) -> Any:
+    """Return ``dataset`` with a bad sample at each place, as of :func:`with_bad_samples`."""
+    return with_bad_samples(dataset, places, **found)
+
+
+def _still_to_come(settings: Settings, spec: RankSpec) -> dict[int, Injection]:
+    """Return the injections of ``--inject`` that this rank has left, but for those that the data holds."""
+    return {
+        number: replace(injection, times=left)
+        for number, left in spec.injections_left.items()
+        if isinstance(
+            injection := parse_injection(settings.run.inject[number], world_size=spec.world_size),
+            Injection,
+        )
+        and injection.kind is not InjectKind.BAD_SAMPLE  # training/loaders.py
+    }
+
+
+class InjectedError(RuntimeError):
+    """The exception that the injection ``raise`` raises."""
+
+
+class InjectingSlot(Slot):
+    """A board slot that looks, at each stamp, whether a fault is due. Used only with ``--inject``."""
+
+    __slots__ = ("_announce", "_disk", "_left", "_loader_pids", "_pending", "_ruined")
+
+    def __init__(
+        self,
+        slot: Slot,
+        injections: dict[int, Injection],
+        *,
+        announce: Callable[[int, InjectKind], None],
+        loader_pids: Callable[[], tuple[int, ...]],
+        disk: FaultyDisk,
+    ) -> None:
+        super().__init__(slot._ints, slot._floats, 0)  # noqa: SLF001 - another view of the same cells
+        self._base = slot._base  # noqa: SLF001
+        self._left = injections
+        self._announce = announce
+        self._loader_pids = loader_pids
+        self._disk = disk
+        self._pending: list[tuple[InjectKind, int]] = []
+        self._ruined: set[InjectKind] = set()  # what happens to the step in progress
+
+    def inject_soon(self, kind: InjectKind, *, number: int) -> None:
+        """Have ``kind`` happen at the next stamp, as injection ``number``. For the control thread."""
+        self._pending.append((kind, number))
+
+    def stamp(self, phase: Phase, now_ns: int) -> None:
+        """Stamp, then perform the injections that are due."""
+        super().stamp(phase, now_ns)
+        self._look(phase.label)
+
+    def reach(self, moment: Moment) -> None:
+        """Perform the injections that are due at ``moment``."""
+        self._look(moment.value)
+
+    def set(self, cell: Cell, value: int) -> None:
+        """Store; the board turns dirty at :attr:`Moment.COMMIT`."""
+        super().set(cell, value)
+        # A new generation stores it too, before the step is done again.
+        if cell is Cell.COMMITTED_STEP and value > self.get(Cell.STEP):
+            self._ruined.clear()
+        if cell is Cell.DIRTY and value:
+            self.reach(Moment.COMMIT)
+
+    def ruinous(self, loss: Loss) -> Loss:
+        """Return ``loss`` with the injected damage; a repeated step is damaged again."""
+
+        def ruined_loss(model: nn.Module, batch: Any) -> Any:
+            if InjectKind.DIVERGE in self._ruined:
+                self._ruined.discard(InjectKind.DIVERGE)
+                flip_a_bit(model)
+            value = (
+                _without_last_module(loss, model, batch)
+                if InjectKind.UNUSED in self._ruined
+                else loss(model, batch)
+            )
+            if InjectKind.NAN in self._ruined:
+                value = times(value, float("nan"))
+            return times(value, SPIKE_FACTOR) if InjectKind.SPIKE in self._ruined else value
+
+        return ruined_loss
+
+    def _look(self, place: str) -> None:
+        step = self.get(Cell.STEP)
+        for number, injection in list(self._left.items()):
+            # A step has several micro-batches and may be redone: it is ruined once for all of them.
+            if injection.kind in self._ruined:
+                continue
+            due = injection.phase == place and injection.is_at(step)
+            if due and self._can_inject(injection.kind, place):
+                self._count_down(number, injection)
+                self._announce(number, injection.kind)
+                self._inject(injection.kind, injection.seconds)
+        waits = place in (Phase.STARTUP.label, Phase.FORMING.label)
+        for pending in () if waits else tuple(self._pending):
+            kind, number = pending
+            if self._can_inject(kind, place):
+                self._pending.remove(pending)
+                # Numbered: two injections at one step are two errors, not one that repeats itself.
+                self._inject(kind, 1.0, said=f"an injected exception, number {number}")
+
+    def _can_inject(self, kind: InjectKind, place: str) -> bool:
+        if kind is InjectKind.CORRUPT_CHECKPOINT and not self._disk.has_checkpoint:
+            return False
+        if kind in (InjectKind.LOADER_KILL, InjectKind.LOADER_STOP) and not self._loader_pids():
+            return False  # the rank loads by itself: it is said at the end that it was never caused
+        if kind in KINDS_IN_LOSS:
+            return place == Phase.FORWARD.label
+        return True
+
+    def _count_down(self, number: int, injection: Injection) -> None:
+        if injection.times > 1:
+            self._left[number] = replace(injection, times=injection.times - 1)
+        else:
+            del self._left[number]
+
+    def _inject(  # noqa: C901, PLR0912 - a row a kind
+        self, kind: InjectKind, seconds: float, said: str = "an injected exception"
+    ) -> None:
+        match kind:
+            case InjectKind.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case InjectKind.STOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case InjectKind.EXIT:
+                os._exit(0)
+            case InjectKind.RAISE:
+                raise InjectedError(said)
+            case InjectKind.HANG:
+                time.sleep(FOREVER_S)
+            case InjectKind.SPIN:
+                while True:
+                    pass
+            case InjectKind.GIL:
+                ctypes.PyDLL(None).pause()  # a PyDLL call keeps the GIL
+            case InjectKind.SLOW:
+                time.sleep(seconds)
+            case InjectKind.LOADER_KILL | InjectKind.LOADER_STOP:
+                number = signal.SIGKILL if kind is InjectKind.LOADER_KILL else signal.SIGSTOP
+                for pid in self._loader_pids()[:1]:
+                    os.kill(pid, number)
+            case InjectKind.OOM:
+                torch.empty(UNHEARD_OF_BYTES, dtype=torch.uint8)
+            case InjectKind.DISK_FULL:
+                self._disk.fill(seconds=seconds)
+            case InjectKind.DISK_ERROR:
+                self._disk.fail_next_sync()
+            case InjectKind.SLOW_DISK:
+                self._disk.slow_down(seconds=seconds)
+            case InjectKind.CORRUPT_CHECKPOINT:
+                self._disk.damage_newest()
+            case InjectKind.UNUSED | InjectKind.NAN | InjectKind.SPIKE | InjectKind.DIVERGE:
+                self._ruined.add(kind)
+            case InjectKind.BAD_SAMPLE:
+                raise AssertionError("a bad sample is in the data, not in the rank")
+
+
+def flip_a_bit(model: nn.Module) -> None:
+    """Flip one bit in the fraction of the model's first weight, as bad memory would."""
+    weight = next(model.parameters()).data
+    itemsize = weight.element_size()
+    # Little-endian: this bit belongs to the fraction of every floating-point type of 2 to 8 bytes.
+    weight[(0,) * weight.dim()].unsqueeze(0).view(torch.uint8)[max(0, itemsize - 2)] ^= 1 << 3
+
+
+def _without_last_module(loss: Loss, model: nn.Module, batch: Any) -> Any:
+    """The loss, its graph leaving out the parameters of the last module that has some."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    module = named[-1][0].rpartition(".")[0]
+    left_out = [p for name, p in named if name.rpartition(".")[0] == module]
+    for parameter in left_out:
+        parameter.requires_grad = False
+    try:
+        return loss(model, batch)
+    finally:
+        for parameter in left_out:
+            parameter.requires_grad = True

@@ -1,0 +1,106 @@
+"""The process of a fire drill: like a replacement of one rank, but beside the run, and of no part of it.
+
+It has what is left of the processors and disks, is the first that the kernel ends for lack of memory,
+writes to a log of its own, and reports to the supervisor what came of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import sys
+import traceback
+from pathlib import Path
+
+from ddp_runner import config
+from ddp_runner.core.events import Drill, DrillSkipped
+from ddp_runner.core.fork_specs import DrillSpec
+from ddp_runner.core.messages import Fork
+from ddp_runner.core.secrets import hidden_texts, without_secrets
+from ddp_runner.features.proof.comparison import compare
+from ddp_runner.features.proof.notes import Drills
+from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.rank.process import prepare_interpreter
+from ddp_runner.system import parent_death
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.run_files import open_to_append
+from ddp_runner.training.rank_context import TaskParts
+from ddp_runner.training.runtime import RankInfo
+
+LOG_NAME = "drill.log"
+PROBLEM_CHARACTERS_MAX = 300
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # system calls without a function in the C library
+_IOPRIO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
+
+
+def beside_steps(parts: TaskParts) -> Drills:
+    """Return a rank's part in the drills of its run."""
+    return Drills(parts)
+
+
+def main(request: Fork, descriptors: list[int]) -> int:
+    """Run one drill; returns its exit status. ``descriptors``: control channel, output."""
+    control, output = descriptors
+    spec = request.spec
+    assert isinstance(spec, DrillSpec)
+    parent_death.set_process_name("ddp:drill")
+    stand_back()
+    parent_death.mark_own_children()
+    channel = Channel.from_descriptor(control)
+    settings = config.from_record(spec.settings)
+    _write_to_log(Path(settings.run.log_dir) / LOG_NAME, otherwise=output)
+    rank_info = RankInfo(
+        rank=spec.rank,
+        local_rank=spec.rank,
+        world_size=spec.world_size,
+        local_world_size=spec.local_world_size,
+        device=spec.device,
+        other_devices=spec.other_devices,
+        loads=True,
+        preload=spec.preload,
+    )
+    prepare_interpreter(spec, rank=rank_info.rank, local_rank=rank_info.local_rank)
+    logger = DDPLogger(rank=rank_info.rank, debug=settings.run.debug)
+    logger.hidden = hidden = hidden_texts(settings.task, os.environ)
+    install_root_handler(logger)
+    differs = problem = ""
+    try:
+        differs = compare(settings, rank_info, folder=Path(spec.folder), logger=logger)
+    except BaseException as error:  # noqa: BLE001 - the top of a process: no drill is worth a run
+        traceback.print_exc()
+        text = without_secrets(str(error), hidden)
+        problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
+    message = (
+        DrillSkipped(rank=rank_info.rank, step=spec.step, text=problem)
+        if problem
+        else Drill(rank=rank_info.rank, step=spec.step, differs=differs)
+    )
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # user code may have closed it
+            stream.flush()
+    with contextlib.suppress(ChannelClosedError):  # nobody wants to know any more
+        channel.send(message)
+    return 0
+
+
+def stand_back() -> None:
+    """Take only what nobody else wants, as far as the system knows how. Inherited by all that it starts."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    call = _IOPRIO_SET.get(platform.machine())
+    if call is not None and sys.platform.startswith("linux"):
+        ctypes.CDLL(None).syscall(call, _IOPRIO_PROCESS, 0, _IOPRIO_IDLE)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def _write_to_log(path: Path, *, otherwise: int) -> None:
+    log = otherwise
+    with contextlib.suppress(OSError):
+        log = open_to_append(path)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    for descriptor in {log, otherwise}:
+        os.close(descriptor)

@@ -1,0 +1,204 @@
+"""A rank's part in a fire drill: writes the state beside training, and notes what its share came to.
+
+Who computes the share once more, and compares, is ``comparison.py``; when, ``rules.py`` decides. The
+state is copied and written as for a save, into a folder of its own that no checkpoint is read from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ddp_runner.checkpoint.background import BackgroundSaver
+from ddp_runner.checkpoint.snapshot import size_in_memory
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.collective.group import Group
+from ddp_runner.core.board import Cell
+from ddp_runner.core.faults import FaultError
+from ddp_runner.core.injection import changes_loss
+from ddp_runner.core.messages import DrillPart
+from ddp_runner.core.phases import Phase
+from ddp_runner.features.proof.rules import (
+    SHARE,
+    SHARE_FILE,
+    STATE,
+    STATE_FOLDER,
+    drilled_rank,
+    folder_name,
+    number_of_drill,
+)
+from ddp_runner.system.disk import Disk
+from ddp_runner.system.run_files import replace_file
+from ddp_runner.training.beside_steps import BesideSteps
+from ddp_runner.training.rank_context import TaskParts
+from ddp_runner.training.step import Stepper
+
+REASON = "drill"
+LAST_WAIT_S = 10.0  # for a state that is being written while the run ends
+STATES_NEEDED = 3  # in memory: the copy, what is read from the file, and what it becomes
+MARGIN_BYTES = 256 << 20  # for everything else in a process
+DEVICE_MARGIN_BYTES = 1 << 30  # a context on a GPU, with torch's kernels
+
+
+class _Unsynced:
+    """A disk on which nothing needs to survive a loss of power."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def sync_file(self, handle: int) -> None:
+        """Do nothing: a drill's files need not survive a crash of the machine."""
+
+    def sync_directory(self, directory: Path) -> None:
+        """Do nothing: a drill's files need not survive a crash of the machine."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._disk, name)
+
+
+class Drills(BesideSteps):
+    """A rank's part in the drills of its run."""
+
+    def __init__(self, parts: TaskParts) -> None:
+        settings, workload, runtime = parts.settings, parts.workload, parts.runtime
+        is_wanted = runtime.is_watched and not changes_loss(
+            settings.run.inject, world_size=runtime.rank_info.world_size
+        )
+        is_wanted &= not workload.norms.names  # a share of which needs the other ranks
+        self._drill_at = settings.recovery.drill_at if is_wanted else None
+
+        self._folder = Path(settings.run.checkpoint_dir)
+        self._total_steps = workload.length.total_steps
+        self._device = workload.device
+        self._state = parts.state
+        self._saving = parts.saving
+        self._memory = parts.memory
+        self._loader = parts.loader
+        self._runtime = runtime
+        self._saver: BackgroundSaver | None = None  # of the state that is being written
+        self._step = 0  # of that
+        self._formed = (0, 0)  # generation, and the step that it began with
+        self._state.readers.append(self._release_state)
+
+    @contextlib.contextmanager
+    def beside(self, stepper: Stepper, group: Group) -> Iterator[None]:
+        """Do this rank's part of a due drill while a step runs, if one is due with it.
+
+        INVARIANT untouched: a drill changes no bit of the run: what it is given is copied and noted, and
+        nothing of it comes back. Broken if: the state, a batch or a generator is touched here.
+        Guarded by: test_drills_change_no_bit_of_a_run.
+        """
+        if self._saver is not None:
+            self._collect(self._saver)
+        step, membership = self._state.committed_step, group.membership
+        if self._formed[0] != membership.generation:
+            self._formed = (membership.generation, step)
+        number = number_of_drill(
+            step,
+            begun_step=self._state.begun_step,
+            total_steps=self._total_steps,
+            drill_at=self._drill_at,
+            owed_from=self._formed[1] if membership.owes_drill else None,
+        )
+        if number is None:
+            yield
+            return
+        if group.rank == 0:
+            self._begin_writing(step)
+        if group.rank != drilled_rank(number, group.membership.local_world_size):
+            yield
+            return
+        with stepper.noted() as notes:
+            yield
+        if self._state.committed_step == step + 1:  # else its state was given up
+            record = {
+                "rank": group.rank,
+                "world_size": group.world_size,
+                "shares": list(self._loader.shares),
+                "share": notes.share().to_record(),
+                "quarantine": self._state.quarantine.to_record(),
+            }
+            self._report_part(step, SHARE, self._write_share(step, record))
+
+    def conclude(self, group: Group) -> None:
+        """The last step is made: what is being written still counts where a generation was broken before."""
+        if self._saver is None or group.membership.generation == 1:
+            return
+        self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
+        self._collect(self._saver, timeout_s=LAST_WAIT_S)
+
+    def _begin_writing(self, step: int) -> None:
+        if self._saver is not None:
+            return  # the one of an earlier drill is still being written: this one is left out
+        state = self._saving.captured()
+        problem = self._lacks_memory(size_in_memory(state))
+        if not problem:
+            folder = self._folder / folder_name(step) / STATE_FOLDER
+            disk = cast("Disk", _Unsynced(self._runtime.disk))
+            store = CheckpointStore(folder, keep_last=1, disk=disk)
+            facts = self._saving.facts(state, REASON)
+            write = partial(store.save, facts=facts)
+            saver = BackgroundSaver()
+            try:
+                saver.begin(state, steady=self._state.steady_tensors(), write=write).prove()
+            except (RuntimeError, MemoryError) as error:
+                problem = f"its state cannot be copied ({error})"
+            else:
+                self._saver, self._step = saver, step
+        if problem:
+            self._report_part(step, STATE, problem)
+
+    def _lacks_memory(self, state_bytes: int) -> str:
+        """Why there is no room for a second process with this state; empty where there is."""
+        needed_bytes = STATES_NEEDED * state_bytes + MARGIN_BYTES
+        room_bytes, where = self._memory.room_bytes(), "memory"
+        if room_bytes >= needed_bytes and self._device.type == "cuda":
+            needed_bytes = (STATES_NEEDED - 1) * state_bytes + DEVICE_MARGIN_BYTES
+            room_bytes, where = torch.cuda.mem_get_info(self._device)[0], "the GPU's memory"
+        if room_bytes >= needed_bytes:
+            return ""
+        return f"{where} is short ({needed_bytes / 1e9:.1f} GB wanted, {room_bytes / 1e9:.1f} free)"
+
+    def _write_share(self, step: int, record: dict[str, Any]) -> str:
+        """Why it could not be written; empty where it is."""
+        path = self._folder / folder_name(step) / SHARE_FILE
+        try:
+            self._runtime.disk.make_directory(path.parent)
+            replace_file(path, json.dumps(record).encode())
+        except OSError as error:
+            return f"{path} could not be written ({error.strerror or error})"
+        return ""
+
+    def _collect(self, saver: BackgroundSaver, timeout_s: float = 0.0) -> None:
+        """Report the state once it is written, or cannot be."""
+        ended = saver.take_ended(timeout_s)
+        if ended is None:
+            return
+        self._saver, problem = None, ""
+        try:
+            ended.result()
+        except FaultError as error:
+            problem = error.fault.cause
+        except Exception as error:  # noqa: BLE001 - top of the thread that wrote: no drill is worth a run
+            problem = f"its state could not be written ({type(error).__name__}: {error})"
+        self._report_part(self._step, STATE, problem)
+
+    def _report_part(self, step: int, part: str, problem: str) -> None:
+        rank = self._runtime.rank_info.rank
+        self._runtime.report(DrillPart(rank=rank, step=step, part=part, problem=problem))
+
+    def _release_state(self) -> None:
+        """Called before anything changes what a copy may still be reading."""
+        if self._saver is None or not self._saver.reads_state:
+            return
+        began_ns, slot = time.monotonic_ns(), self._runtime.slot
+        slot.stamp(Phase.CHECKPOINT, began_ns)
+        self._saver.release_state()
+        slot.add(Cell.CHECKPOINT_NS, time.monotonic_ns() - began_ns)

@@ -1,0 +1,304 @@
+"""Runs fire drills beside the run, and reports what came of them. When, ``rules.py`` decides."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ddp_runner.core import events
+from ddp_runner.core.fork_specs import DrillSpec
+from ddp_runner.core.messages import DrillPart, Forked
+from ddp_runner.features.proof.rules import (
+    DRILL,
+    DRILLED,
+    END_WAIT_S,
+    FOLDER,
+    SHARE,
+    STATE,
+    DrillFacts,
+    failed_reason,
+    folder_name,
+    may_begin,
+    must_end,
+    unproved_reason,
+    wait_line,
+)
+from ddp_runner.supervisor.around import OfRun
+from ddp_runner.supervisor.ports import Observer, Turn
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.keeper import Keeper, Stuck
+from ddp_runner.supervisor.rank_handle import RankHandle
+
+
+def beside_run(around: OfRun) -> DrillKeeper:
+    """Return who looks after the drills of a training."""
+    return DrillKeeper(around)
+
+
+class DrillKeeper(Observer):
+    """An observer: ``part`` and ``drilled`` as messages come, ``look`` at each turn."""
+
+    role = DRILL
+
+    def __init__(self, around: OfRun) -> None:
+        plan, node = around.plan, around.node
+        self._plan = plan
+        self._folder = Path(plan.settings.run.checkpoint_dir)
+        self._node = node
+        recovery = plan.settings.recovery
+        self._limit_s = recovery.startup_timeout_s
+        self._keeper = Keeper(
+            replace(DRILL, ready_s=self._limit_s), node, stopped_max_s=recovery.stopped_max_s
+        )
+        self._recorder = around.recorder
+        self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
+        self._waiting: tuple[int, int] | None = (
+            None  # step and rank of the drill that has all it needs
+        )
+        self._running: tuple[int, int] | None = None
+        self._kept: tuple[int, int] | None = (
+            None  # that a repair has cut short: its files are there
+        )
+        self._problem: tuple[int, str] | None = (
+            None  # of the newest that came to nothing, if none has since
+        )
+        self._is_given_up = False  # while its fork was still owed, perhaps
+        self._said_short = False
+        self._has_passed = False  # one, in this launch
+        self._waits_since_s: float | None = None  # once all ranks have finished
+        self._refused: int | None = None  # the newest step of which a part could not be written
+        self.is_owed = False  # a repair has cut one short, and none has come to its end since
+
+    def hears(self) -> Mapping[type[object], Callable[..., None]]:
+        """Hear of the parts that ranks write."""
+        return {DrillPart: self.part}
+
+    def said(self) -> Mapping[type[object], Callable[..., None]]:
+        """Hear what came of a drill."""
+        return {events.Drill: self.drilled, events.DrillSkipped: self.drilled}
+
+    def begins(self) -> None:
+        """Remove what a supervisor that was killed has left."""
+        self.tidies_up()
+
+    def owes(self) -> bool:
+        """Whether a repair has cut a drill short, and none has come to its end since."""
+        return self.is_owed
+
+    def zygote_ended(self, now_s: float) -> None:
+        """Nothing follows here: that it was never forked shows at the next look."""
+
+    @property
+    def lacks_proof(self) -> bool:
+        """Whether a rank was replaced, and no drill has shown that a replacement computes the same."""
+        return self._recorder.facts.has_replaced and not self._has_passed
+
+    def part(self, message: DrillPart, handle: RankHandle | None = None) -> None:
+        """Take in that a rank has written its part, or could not."""
+        del handle  # the message says of which rank it is
+        if message.step == self._refused:  # the other part of one that cannot be
+            self._remove(message.step)
+            return
+        parts = self._parts.setdefault(message.step, {})
+        if message.problem:
+            self._refused = message.step
+            self._parts.pop(message.step)
+            self._remove(message.step)
+            self._skipped(message.rank, message.step, message.problem)
+            return
+        parts[message.part] = message.rank
+        if parts.keys() >= {STATE, SHARE}:
+            self._parts.pop(message.step)
+            if self._waiting is not None:  # the newer one shows more
+                self._remove(self._waiting[0])
+            self._waiting = message.step, parts[SHARE]
+
+    @property
+    def pending(self) -> int | None:
+        """The step of the drill that is running, or has all that it needs; None where there is none."""
+        drill = self._running or self._waiting or self._kept
+        return None if drill is None else drill[0]
+
+    def look(self, turn: Turn) -> None:
+        """Begin the drill that waits, or end the one that runs, as the facts have it.
+
+        At the end no step follows that could make up for one that was cut short, so that one begins again.
+        """
+        now_s = turn.now_s
+        # Ranks that finish have one more chance to prove what is not proved yet.
+        fault_free = turn.is_fault_free or (turn.ends_undisturbed and self.lacks_proof)
+        if fault_free and turn.at_end and self._running is None and self._waiting is None:
+            self._waiting, self._kept = self._kept, None
+        is_running, stuck = self._keeper.process is not None, self._keeper.look(now_s)
+        if not is_running:  # where its zygote never had it
+            self._cut_short("its process could not be forked")
+        facts = DrillFacts(
+            fault_free=fault_free,
+            can_fork=self._node.can_fork,
+            waits=self._waiting is not None,
+            is_running=is_running,
+            is_wanted=not self._is_given_up,
+            is_stopped=stuck is Stuck.STOPPED,
+            is_late=stuck is Stuck.LATE,
+            limit_s=self._limit_s,
+        )
+        if why := must_end(facts):
+            self._keeper.kill()
+            self._is_given_up = True
+            if fault_free and self._running is not None:
+                self._report_skipped(why)
+            self.is_owed = self.is_owed or self._running is not None
+            self._cut_short(why, keeps=True)
+        if not fault_free:
+            self.drop()
+        elif may_begin(facts) and self._waiting is not None:
+            self._running, self._waiting = self._waiting, None
+            self._is_given_up = False
+            step, rank = self._running
+            around, folder = self._node.surroundings(rank), str(self._folder / folder_name(step))
+            self._keeper.start(now_s, DrillSpec(**around, rank=rank, step=step, folder=folder))
+
+    def drilled(self, message: events.Drill | events.DrillSkipped, now_s: float) -> None:
+        """The process has come to an end, which it may have done before it was to be ended."""
+        if self._running != (message.step, message.rank):
+            return
+        rank, step, seconds = message.rank, message.step, now_s - self._keeper.began_s
+        if isinstance(message, events.DrillSkipped):
+            self._report_skipped(message.text)
+            return
+        self._running = self._problem = None
+        self.is_owed = False
+        self._remove(step)
+        self._keep(None)
+        finding, is_first = "", False
+        if message.differs:
+            on_cpu = self._plan.devices[rank].device == "cpu"
+            finding = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
+            known = self._recorder.facts.inexact_reasons
+            is_first = not any("would not compute the same" in each for each in known)
+        reason = finding if is_first else ""
+        drill = replace(message, seconds=round(seconds, 3), finding=finding, inexact_reason=reason)
+        self._recorder.record(drill)
+        if not message.differs:
+            self._has_passed = True
+            self._recorder.record(events.Proved(rank=rank, step=step, what=DRILLED))
+
+    def was_forked(self, forked: Forked, now_s: float) -> None:
+        """It computes from here on; that it could not be forked shows at the next look."""
+
+    def ended(self, ended: Ended, output: str, now_s: float) -> None:
+        """Its process was reaped. One that has reported before has nothing to add."""
+        del now_s
+        if self._running is not None:
+            signal = ended.signal_number
+            how = f"exit {ended.exit_code}" if signal is None else f"signal {signal}"
+            said = f": {output.splitlines()[-1]}" if output else ""
+            self._report_skipped(f"its process ended ({how}){said}")
+
+    def drop(self) -> None:
+        """Give up those that are to come: the ranks do their steps again, or end."""
+        given_up = {step: max(parts.values(), default=0) for step, parts in self._parts.items()}
+        self._parts.clear()
+        if self._waiting is not None:
+            given_up[self._waiting[0]] = self._waiting[1]
+            self._keep(self._waiting)
+            self._waiting = None
+        for step, rank in given_up.items():
+            # INVARIANT drilled-in-the-end: what a fault-free run would have found, a repaired one looks for too.
+            # Broken if: a drill is given up, or cut short, and no generation is asked to make up for it.
+            # Guarded by: test_a_drill_that_a_repair_cuts_short_is_made_up_for.
+            self.is_owed = True
+            if self._kept is None or step != self._kept[0]:
+                self._remove(step)
+            self._came_to_nothing(rank, step, "something is being repaired, or the run ends")
+
+    def restarts(self) -> None:
+        """Give up drills of this stage: a process would build the task of the next one for them."""
+        if self._running is not None and self._keeper.process is not None:
+            self._keeper.kill()
+            self._is_given_up = True
+            self._cut_short("another stage begins")
+        self.drop()
+        self._keep(None)
+
+    def holds_the_end(self, now_s: float, *, is_stopped: bool) -> bool:
+        """Whether a drill is waited for; where not, and none has passed that was to, the run is not exact."""
+        # INVARIANT proved-or-said: a run in which a rank was replaced is not said to be exact while a drill of it is open.
+        # Broken if: it ends as exact, or without a wait, while one runs or has all that it needs.
+        # Guarded by: test_the_end_waits_for_a_drill_where_a_rank_was_replaced.
+        if not self.lacks_proof:
+            return False
+        why = ""
+        if self.pending is not None:
+            if self._waits_since_s is None:
+                self._waits_since_s = now_s
+                self._recorder.say(wait_line(self.pending))
+            if is_stopped:
+                why = "the run was asked to stop before it had ended"
+            elif now_s > self._waits_since_s + END_WAIT_S:
+                why = f"it had not ended {END_WAIT_S:g} s after training"
+            else:
+                return True
+        self.unproved(why)
+        return False
+
+    def unproved(self, why: str = "") -> None:
+        """The run is complete, and one was to pass. ``why``: it is not waited for any longer."""
+        if why and self.pending is not None:
+            self._problem = self.pending, why
+        if self._problem is not None:
+            step, text = self._problem
+            reason = unproved_reason(step=step, why=text)
+            self._recorder.record(events.NotProved(step=step, text=text, inexact_reason=reason))
+
+    def tidies_up(self) -> None:
+        """Nothing is written any more, or not yet: remove what is left."""
+        path = self._folder / FOLDER
+        if path.is_symlink() or not path.is_dir():
+            return
+        shutil.rmtree(path, ignore_errors=True)
+
+    def _report_skipped(self, why: str) -> None:
+        assert self._running is not None
+        step, rank = self._running
+        self._running = None
+        self._remove(step)
+        self._skipped(rank, step, why)
+
+    def _skipped(self, rank: int, step: int, why: str) -> None:
+        is_short = "memory is short" in why
+        is_said = not (is_short and self._said_short)
+        self._said_short |= is_short
+        self._came_to_nothing(rank, step, why, is_said=is_said)
+
+    def _cut_short(self, why: str, *, keeps: bool = False) -> None:
+        """Not worth a line. ``keeps``: the files of it, for the run's end."""
+        if self._running is None:
+            return
+        step, rank = self._running
+        if keeps:
+            self._keep(self._running)
+        else:
+            self._remove(step)
+        self._running = None
+        self._came_to_nothing(rank, step, why)
+
+    def _came_to_nothing(self, rank: int, step: int, why: str, *, is_said: bool = False) -> None:
+        self._problem = step, why
+        self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why, is_said=is_said))
+
+    def _keep(self, drill: tuple[int, int] | None) -> None:
+        """Instead of the one that was kept, if any."""
+        if self._kept is not None and (drill is None or drill[0] != self._kept[0]):
+            self._remove(self._kept[0])
+        self._kept = drill
+
+    def _remove(self, step: int) -> None:
+        folder = self._folder / folder_name(step)
+        if not folder.parent.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # of another drill, or gone
+                folder.parent.rmdir()

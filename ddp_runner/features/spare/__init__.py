@@ -1,0 +1,1 @@
+"""Keeps a warm process at hand that becomes the next lost rank."""

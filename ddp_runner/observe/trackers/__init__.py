@@ -1,1 +1,0 @@
-"""WRITES the points of a run to trackers, in processes of their own that follow its files."""

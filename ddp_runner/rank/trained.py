@@ -1,0 +1,73 @@
+"""A supervised rank whose loop is the trainer's: reads its settings, and hands the process over to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddp_runner import config, installed
+from ddp_runner.core.fork_specs import RankSpec
+from ddp_runner.core.messages import Fork
+from ddp_runner.core.settings import Settings
+from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.rank import process
+from ddp_runner.rank.runtime import SupervisedRuntime
+from ddp_runner.training.built_ahead import BuiltAhead
+from ddp_runner.training.loaders import collective_timeout_s
+from ddp_runner.training.trainer import DDPTrainer
+
+config.build_models()  # once, in the zygote that imports this: a replaced rank has no time for it
+
+
+def main(request: Fork, descriptors: list[int], built: BuiltAhead | None = None) -> int:
+    """Run one rank; returns its exit status. ``descriptors``: control channel, board, output.
+
+    ``built``: what this process has built before it was a rank.
+    """
+    settings, runtime = begin(request, descriptors)
+
+    def train() -> None:
+        DDPTrainer(
+            rank=runtime.rank_info.rank,
+            world_size=runtime.rank_info.world_size,
+            config=settings,
+            runtime=runtime,
+            built=built,
+        ).train()
+
+    return process.run_to_end(runtime, train)
+
+
+def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRuntime]:
+    """Become the rank that ``request`` says; with what it resumes. ``descriptors``: as of :func:`main`."""
+    *link, output_descriptor = descriptors
+    spec = request.spec
+    assert isinstance(spec, RankSpec)
+    settings = config.from_record(spec.settings)
+    log = Path(settings.run.log_dir) / f"rank_{request.rank}.log"
+    output = process.become(request, output_descriptor, log=log)
+    logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=spec.log_seal)
+    install_root_handler(logger)
+    runtime = process.linked(
+        request,
+        link,
+        logger=logger,
+        output=output,
+        folder=Path(settings.run.checkpoint_dir),
+        timeout_s=collective_timeout_s(settings, is_watched=True),
+        surround=lambda runtime: _surround(runtime, settings, spec),
+    )
+    return config_with_resume(settings, spec.resume), runtime
+
+
+def _surround(runtime: SupervisedRuntime, settings: Settings, spec: RankSpec) -> None:
+    """Let features change what the rank is surrounded by: ``surround_rank()`` of a ``child.py``."""
+    for part in installed.parts("child"):
+        if hasattr(part, "surround_rank"):
+            part.surround_rank(runtime, settings, spec)
+
+
+def config_with_resume(settings: Any, resume: str) -> Any:
+    """The settings with what this process is to resume from."""
+    return replace(settings, run=replace(settings.run, resume=resume))

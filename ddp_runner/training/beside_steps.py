@@ -1,0 +1,33 @@
+"""Who works beside the steps of a rank, and what it is told of them. It changes no bit of the run."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from ddp_runner import installed
+from ddp_runner.collective.group import Group
+from ddp_runner.training.rank_context import TaskParts
+from ddp_runner.training.step import Stepper
+
+
+class BesideSteps:
+    """Lives as long as the rank's process. All calls come from the training thread; what is not overridden does nothing."""
+
+    def beside(self, stepper: Stepper, group: Group) -> AbstractContextManager[None]:
+        """Return what surrounds the step that begins now."""
+        del stepper, group
+        return nullcontext()
+
+    def conclude(self, group: Group) -> None:
+        """Take note that the last step is made, and the run complete."""
+
+
+def beside_steps(parts: TaskParts) -> tuple[BesideSteps, ...]:
+    """Make whoever the features bring along: ``beside_steps(TaskParts)`` of a ``child.py``. Nobody works beside an unwatched rank."""
+    if not parts.runtime.is_watched:
+        return ()
+    return tuple(
+        part.beside_steps(parts)
+        for part in installed.parts("child")
+        if hasattr(part, "beside_steps")
+    )

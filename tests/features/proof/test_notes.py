@@ -1,0 +1,211 @@
+"""A rank's part in a fire drill: what it writes and reports, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.config import from_flat
+from ddp_runner.core.messages import DrillPart
+from ddp_runner.features.proof import notes as drill_notes
+from ddp_runner.features.proof.notes import Drills
+from ddp_runner.features.proof.rules import STATE_FOLDER, folder_name
+from ddp_runner.system.disk import RealDisk
+from ddp_runner.system.run_files import temporary_path
+from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes, batch_hash
+from tests.checkpoint.states import facts_of
+from tests.processes import poll
+from tests.training.building import CPU, build_state, make_slot
+
+GROUP = SimpleNamespace(
+    rank=0,
+    world_size=1,
+    membership=SimpleNamespace(local_world_size=1, generation=1, owes_drill=False),
+)
+
+
+class Bench:
+    """Drills of one rank, with a stepper whose steps do nothing but commit."""
+
+    def __init__(self, folder, *, room_bytes=1 << 40, is_watched=True, **settings):
+        self.reported = []
+        self.folder = folder
+        self.state = build_state()
+        self.state.begun_step = 0
+        self.releases = 0
+        self.state.readers.append(self._count)
+        runtime = SimpleNamespace(
+            is_watched=is_watched,
+            rank_info=SimpleNamespace(rank=0, world_size=1),
+            slot=make_slot(),
+            disk=RealDisk(),
+            report=self.reported.append,
+        )
+        workload = SimpleNamespace(
+            length=SimpleNamespace(total_steps=100), device=CPU, norms=SimpleNamespace(names=())
+        )
+        saving = SimpleNamespace(
+            captured=lambda: {**self.state.capture(), "versions": {}},
+            facts=lambda *_: facts_of(self.state.committed_step),
+        )
+        parts = SimpleNamespace(
+            settings=from_flat({"task": "synthetic", "checkpoint_dir": str(folder), **settings}),
+            workload=workload,
+            state=self.state,
+            loader=SimpleNamespace(shares=()),
+            saving=saving,
+            memory=SimpleNamespace(room_bytes=lambda: room_bytes),
+            runtime=runtime,
+        )
+        self.drills = Drills(parts)
+
+    def _count(self):
+        self.releases += 1
+
+    def noted(self):
+        return _Noted(self.state)
+
+    def step(self, *, commits=True):
+        with self.drills.beside(self, GROUP):
+            self.state.before_change()
+            if commits:
+                for parameter in self.state.model.parameters():
+                    parameter.data.add_(1.0)
+                self.state.committed_step += 1
+
+    def until_reported(self, count):
+        def all_there():
+            self.step()
+            return len(self.reported) >= count
+
+        poll(all_there, what=f"{count} messages, not {self.reported}")
+        return self.reported
+
+
+class _Noted:
+    def __init__(self, state):
+        self._notes = ShareNotes.of(state)
+
+    def __enter__(self):
+        return self._notes
+
+    def __exit__(self, *exception):
+        pass
+
+
+def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
+    """The state is that of before the step, whatever the step does to it; both are reported."""
+    bench = Bench(tmp_path, drill_at="2")
+    bench.step()
+    bench.step()
+    before = {name: value.clone() for name, value in bench.state.weights().items()}
+    reported = bench.until_reported(2)
+    assert reported == [DrillPart(rank=0, step=2, part=part) for part in ("share", "state")]
+    folder = tmp_path / folder_name(2)
+    loaded = CheckpointStore(folder / STATE_FOLDER, keep_last=1).load("auto")
+    assert loaded.manifest.step == 2
+    for name, value in loaded.state["model"].items():
+        assert torch.equal(value, before[name]), name
+    record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
+    assert (record["rank"], record["world_size"]) == (0, 1)
+    assert OwnShare.from_record(record["share"]).gradients == {}
+
+
+@dataclass
+class Batch:
+    inputs: torch.Tensor
+    names: list[str]
+
+
+def test_samples_are_compared_in_containers_of_every_kind():
+    """By their tensors, in order; texts are not compared."""
+    one, other = torch.ones(2), torch.zeros(2)
+    rows = [[one, other], {"a": one, "b": [other]}, UserDict(a=one, b=(other,))]
+    alike = {batch_hash(row) for row in rows}
+    assert len(alike) == 1
+    assert batch_hash([other, one]) not in alike
+    assert batch_hash(Batch(one, ["a"])) == batch_hash(Batch(one, ["b"])) == batch_hash([one])
+    assert batch_hash(Batch(other, ["a"])) != batch_hash(Batch(one, ["a"]))
+
+
+def test_who_waited_before_the_state_changes_still_does(tmp_path):
+    """Drills wait beside saves, not in the place of them."""
+    bench = Bench(tmp_path, drill_at="2")
+    for _ in range(4):
+        bench.step()
+    assert bench.releases == 4
+
+
+def test_where_memory_is_short_nothing_is_written(tmp_path):
+    """Control: with a little more there is a drill."""
+    bench = Bench(tmp_path / "short", drill_at="1", room_bytes=260 << 20)
+    reported = bench.until_reported(2)
+    assert "memory is short (0.3 GB wanted, 0.3 free)" in reported[0].problem
+    assert not list((tmp_path / "short").rglob("*.pt"))
+    bench = Bench(tmp_path / "enough", drill_at="1", room_bytes=300 << 20)
+    assert [part.problem for part in bench.until_reported(2)] == ["", ""]
+
+
+def test_a_disk_that_refuses_is_reported_and_the_next_drill_is_tried(tmp_path):
+    """A folder that cannot be made: for the share and for the state."""
+    (tmp_path / ".drill").write_text("in the way")
+    bench = Bench(tmp_path, drill_at="1,30")
+    reported = bench.until_reported(2)
+    assert all(part.problem for part in reported), reported
+    (tmp_path / ".drill").unlink()
+    while bench.state.committed_step < 30:
+        bench.step()
+    del reported[:]
+    assert [part.problem for part in bench.until_reported(2)] == ["", ""]
+
+
+def test_a_save_that_begins_beside_it_takes_no_share_for_left_over(tmp_path, monkeypatch):
+    """The first save of a store removes temporary files of its folder, those of its own process too."""
+    replace_file = drill_notes.replace_file
+
+    def held_up(path, data):
+        temporary = temporary_path(path)
+        temporary.write_bytes(data)
+        state = path.parent / STATE_FOLDER
+        poll(lambda: list(state.glob("step_*.json")), what="the state beside it")
+        assert temporary.exists()
+        temporary.unlink()
+        replace_file(path, data)
+
+    monkeypatch.setattr(drill_notes, "replace_file", held_up)
+    bench = Bench(tmp_path, drill_at="1")
+    assert [part.problem for part in bench.until_reported(2)] == ["", ""]
+
+
+def test_a_step_whose_state_was_given_up_has_no_share(tmp_path):
+    """It is done again, or another one is."""
+    bench = Bench(tmp_path, drill_at="2")
+    bench.step()
+    bench.step()
+    bench.step(commits=False)
+    assert bench.reported == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_watched", "drills"),
+    [
+        ({}, True, True),
+        ({"drill_at": "off"}, True, False),
+        ({}, False, False),
+        ({"inject": ["kill:rank=0"]}, True, True),
+        ({"inject": ["nan:rank=0"]}, True, False),
+        ({"inject": ["random:mtbf_s=5,seed=7,kinds=kill+diverge"]}, True, False),
+    ],
+)
+def test_there_are_drills_where_they_can_show_something(tmp_path, settings, is_watched, drills):
+    """Not where nobody forks them, and not where what a step computes is changed on request."""
+    bench = Bench(tmp_path, is_watched=is_watched, **settings)
+    while bench.state.committed_step < 12:
+        bench.step()
+    assert bool(list(tmp_path.rglob("share.json"))) == drills
