@@ -56,9 +56,6 @@ _OWN = {
     "docs": Row(
         module="ddp_runner.cli.docs", says="show the documentation in a browser", place=100
     ),
-    "page": Row(
-        module="ddp_runner.cli.page", says="watch runs in a browser while they train", place=110
-    ),
     "kill": Row(
         module="ddp_runner.cli.kill",
         says="end a rank of a run, to see it replaced: kill 1",

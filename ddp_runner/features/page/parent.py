@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ddp_runner import start
-from ddp_runner.core.helper_roles import PAGE, Role
+from ddp_runner.core.helper_roles import Role
 from ddp_runner.core.settings import LogSettings
 from ddp_runner.supervisor.around import OfScreen, ProgramBeside
 from ddp_runner.supervisor.processes.children import Ended
@@ -18,13 +18,11 @@ from ddp_runner.supervisor.processes.keeper import Keeper
 from ddp_runner.supervisor.processes.program import Given, Programs, Say
 from ddp_runner.system.clock import Clock
 
+PAGE = Role(name="page", module=f"{__package__}.child", tries=1)
 _HOST = "127.0.0.1"
 PORTS_TRIED = 20
 _WAITING_MAX = 128
 TOKEN_BYTES = 24
-SILENT_INTERVALS = 4  # without a reading
-_LINE_BYTES_MAX = 1 << 20
-_POLL_S = 0.02
 
 
 def program_beside(around: OfScreen) -> PageKeeper:

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from ddp_runner.cli import extras, page
-from ddp_runner.cli.live_page.access import Access
-from ddp_runner.cli.live_page.known_runs import KnownRuns
+from ddp_runner.cli import extras
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.features.page import page
+from ddp_runner.features.page.access import Access
+from ddp_runner.features.page.known_runs import KnownRuns
 
 HOST = "127.0.0.1:8080"
 TOKEN = "a-token-that-nobody-guesses"

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from ddp_runner.cli.live_page.run_starter import SETTINGS, RunStarter
 from ddp_runner.config.fields import known_fields
 from ddp_runner.core.errors import BadInputError
+from ddp_runner.features.page.run_starter import SETTINGS, RunStarter
 from ddp_runner.system.proc_state import stat_fields
 from ddp_runner.system.run_directories import LOG_LOCK_NAME
 from ddp_runner.system.run_holder import signal_below_holder
