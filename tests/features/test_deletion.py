@@ -21,12 +21,12 @@ FEATURES = sorted(
 CHECK_S, TRAIN_S = 200, 300
 # What asks for a feature by a setting.
 SETTINGS = {
-    "after_save": "checkpoint.after_save=true",
+    "after_save": "checkpoint.after_save=true {path}",
     "display": "log.display=live",
     "faults": "run.inject=kill:step=3",
     "page": "log.page=true",
     "proof": "recovery.drill_at=5",
-    "spare": "recovery.warm_spare=imported",
+    "spare": "recovery.warm_spare=process",
     "trackers": "log.trackers=csv",
 }
 # Imports each module that is left, shows the help of each command, and asks for what was deleted.
