@@ -18,9 +18,10 @@ from ddp_runner.observe.history.figures import (
     curves_figure,
     extent,
     points_max,
+    time_parts,
 )
 from ddp_runner.observe.history.run_history import RunHistory, SettingRow
-from ddp_runner.observe.history.table_rows import FaultRow, time_parts
+from ddp_runner.observe.history.table_rows import FaultRow
 
 _FAULTS_SHOWN_MAX = 200
 _ROWS_LOCAL = "%Y-%m-%d %H:%M:%S"
