@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import doctor, planning
+from ddp_runner.cli import planning
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.settings import Settings
+from ddp_runner.features.doctor import doctor
 from ddp_runner.kernel.processes.environment import kept_against_advice, training_environment
 from ddp_runner.kernel.system.torch_versions import (
     DIFFERENCES,

@@ -43,11 +43,6 @@ _OWN = {
         says="list, verify, show, export or prune checkpoints",
         place=30,
     ),
-    "doctor": Row(
-        module="ddp_runner.cli.doctor",
-        says="can this machine train, and if not, what to do",
-        place=50,
-    ),
     "configure": Row(
         module="ddp_runner.cli.configure",
         says="asks for the settings that matter most, and writes them to a file",
@@ -55,9 +50,6 @@ _OWN = {
     ),
     "docs": Row(
         module="ddp_runner.cli.docs", says="show the documentation in a browser", place=100
-    ),
-    "page": Row(
-        module="ddp_runner.cli.page", says="watch runs in a browser while they train", place=110
     ),
     "kill": Row(
         module="ddp_runner.cli.kill",

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from ddp_runner.cli.command import Arguments, SmallCommand
 from ddp_runner.cli.devices import find_gpus, plan_devices
-from ddp_runner.cli.doctor import check_gpus, check_memory
 from ddp_runner.cli.machine import core_count
+from ddp_runner.cli.machine_checks import check_gpus, check_memory
 from ddp_runner.cli.planning import preset_name
 from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields

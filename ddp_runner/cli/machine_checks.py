@@ -1,6 +1,6 @@
-"""The checks of ``doctor``: what one has found, those of GPUs and their libraries, and ranks that try a repair.
+"""What a check of this machine has found: its GPUs and memory, and ranks that try a repair. Imports no torch.
 
-Asks nvidia-smi, and has the ranks end within a limit. Imports no torch.
+Everybody who starts a run may ask here; ``doctor`` checks more.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -20,30 +19,21 @@ from typing import TYPE_CHECKING
 
 from ddp_runner import start
 from ddp_runner.kernel.processes.environment import probe_environment
+from ddp_runner.kernel.processes.memory_limits import container_limit
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
-from ddp_runner.kernel.system.torch_versions import installed_nccl, nccl_trouble, version_numbers
 from ddp_runner.observe.format import byte_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from ddp_runner.kernel.system.torch_versions import TorchBuild
-    from ddp_runner.observe.gpus import Gpu
+    from ddp_runner.observe.gpus import VisibleGpus
 
-_COMMAND = "nvidia-smi"
-_ASK_TIMEOUT_S = 30.0
-_CSV = "--format=csv,noheader,nounits"
-_APPS = ("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", _CSV)
-_MEMORY = ("--query-gpu=index,memory.free,memory.total", _CSV)
-_PEERS = ("topo", "-p2p", "r")
-_FREE_SHARE_MIN = 0.8
-_MIB = 1024**2
 LIMIT_S = 30.0  # for the ranks, once torch is imported
 _IMPORT_LIMIT_S = 60.0
 _GRACE_S = 15.0  # past its own limit: to end its ranks, and to be ended
 _IMPORTED = b"imported\n"
+_MEMORY_BYTES_MIN = 2 * 1024**3
 _MODULE = "ddp_runner.rank.probe"  # by name: it needs torch, and the command line must not
-_NAME = "collectives"
 
 
 class Verdict(Enum):
@@ -71,164 +61,31 @@ def graded(name: str, value: float, *, least: float, shown: str, cure: str) -> C
     return Check(name=name, verdict=Verdict.WARN, found=shown, cure=cure)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """A process that holds memory of a GPU; ``used_bytes`` is None where the driver hides it."""
-
-    uuid: str
-    pid: int
-    name: str
-    used_bytes: int | None
-
-
-def gpu_checks(
-    gpus: Sequence[Gpu], build: TorchBuild, *, nccl: str, takes_nccl: bool
-) -> Iterator[Check]:
-    """The checks of the chosen ``gpus``. ``nccl``: the version that was loaded, where that is known."""
-    yield judge_driver(ask(()), cuda=build.cuda)
-    if takes_nccl:
-        yield judge_nccl(nccl or installed_nccl(), cuda=build.cuda)
-    once = list(dict.fromkeys(gpus))
-    if len(once) > 1:
-        yield judge_peers(parse_peers(ask(_PEERS)), [gpu.index for gpu in once])
-    yield judge_memory(once, parse_memory(ask(_MEMORY)), parse_holders(ask(_APPS)))
+def check_gpus(seen: VisibleGpus) -> Check:
+    """The GPUs that ranks would see."""
+    if seen.gpus:
+        shown = [f"{i}: {gpu.name} {gpu.memory}".strip() for i, gpu in enumerate(seen.gpus)]
+        found = ", ".join(shown)
+        return Check(name="GPUs", verdict=Verdict.OK, found=found)
+    if seen.is_unsupported:
+        cure = "install a torch for CUDA or ROCm, or train with --cpu"
+        return Check(name="GPUs", verdict=Verdict.FAIL, found=seen.why_none, cure=cure)
+    if seen.is_surprising:
+        cure = "make the tool that shows GPUs work, or train with --cpu"
+        return Check(name="GPUs", verdict=Verdict.WARN, found=seen.why_none, cure=cure)
+    return Check(name="GPUs", verdict=Verdict.OK, found=f"none, trains on the CPU: {seen.why_none}")
 
 
-def ask(words: Sequence[str]) -> str:
-    """Return the answer of nvidia-smi; "" if it fails."""
-    try:
-        answer = subprocess.run(  # noqa: S603 - fixed commands
-            (_COMMAND, *words),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_ASK_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
-
-
-def judge_driver(banner: str, *, cuda: str) -> Check:
-    """The driver, by nvidia-smi's first lines, against the CUDA that torch was built with."""
-    driver = re.search(r"Driver Version:\s*([\d.]+)", banner)
-    newest = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)\.(\d+)", banner)
-    if driver is None:
-        return _unknown("driver", "nvidia-smi does not say it")
-    if newest is None:
-        found = f"{driver.group(1)}; torch is built with CUDA {cuda}"
-        return Check(name="driver", verdict=Verdict.OK, found=found)
-    major, minor = newest.groups()
-    found = f"{driver.group(1)} for CUDA up to {major}.{minor}; torch is built with {cuda}"
-    # Within a major version a driver runs what a newer toolkit has built.
-    if int(major) >= version_numbers(cuda)[0]:
-        return Check(name="driver", verdict=Verdict.OK, found=found)
-    cure = f"update the driver, or install a torch for CUDA {major}"
-    return Check(name="driver", verdict=Verdict.FAIL, found=found, cure=cure)
-
-
-def judge_nccl(version: str, *, cuda: str) -> Check:
-    """Judge whether repairs can rely on this NCCL's abort."""
-    if not version:
-        found = "inside torch, which shows its version when the collectives are tried"
-        return Check(name="NCCL", verdict=Verdict.OK, found=found)
-    trouble = nccl_trouble(version, cuda=cuda)
-    if trouble is None:
-        return Check(name="NCCL", verdict=Verdict.OK, found=version)
-    return Check(name="NCCL", verdict=Verdict.WARN, found=trouble.what, cure=trouble.cure)
-
-
-def parse_peers(text: str) -> Mapping[tuple[int, int], str]:
-    """The matrix of ``nvidia-smi topo -p2p r``: what stands for each ordered pair of GPUs."""
-    found: dict[tuple[int, int], str] = {}
-    columns: list[int] = []
-    for line in text.splitlines():
-        cells = re.sub(r"\x1b\[[\d;]*m", "", line).split()  # its header is underlined
-        if not cells or not re.fullmatch(r"GPU\d+", cells[0]):
-            continue
-        if not columns and all(re.fullmatch(r"GPU\d+", cell) for cell in cells):
-            columns = [int(cell[3:]) for cell in cells]
-            continue
-        row = int(cells[0][3:])
-        found |= {(row, column): cell for column, cell in zip(columns, cells[1:], strict=False)}
-    return found
-
-
-def judge_peers(matrix: Mapping[tuple[int, int], str], chosen: Sequence[int]) -> Check:
-    """Judge whether the chosen GPUs, by nvidia-smi's numbers, read each other's memory."""
-    pairs = [(one, other) for one in chosen for other in chosen if one < other]
-    known = {pair: matrix[pair] for pair in pairs if pair in matrix}
-    if len(known) < len(pairs):
-        return _unknown("peer access", "nvidia-smi does not say it")
-    without = [
-        f"{one} and {other} ({says})" for (one, other), says in known.items() if says != "OK"
-    ]
-    if not without:
-        found = f"all {len(pairs)} pairs" if len(pairs) > 1 else "yes"
-        return Check(name="peer access", verdict=Verdict.OK, found=found)
-    return Check(
-        name="peer access",
-        verdict=Verdict.WARN,
-        found=f"none between GPU {'; '.join(without)}",
-        cure="they exchange through the host's memory, which is slower; choose others with -g",
-    )
-
-
-def parse_memory(text: str) -> Mapping[int, tuple[int, int]]:
-    """nvidia-smi's number of a GPU -> its free and all its memory, in bytes."""
-    found = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 3 and all(cell.isdecimal() for cell in cells):
-            index, free, total = (int(cell) for cell in cells)
-            found[index] = (free * _MIB, total * _MIB)
-    return found
-
-
-def parse_holders(text: str) -> tuple[Holder, ...]:
-    """The lines of --query-compute-apps; a name may hold commas, memory may be ``[N/A]``."""
-    found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) >= 4 and cells[1].isdecimal():
-            used = int(cells[-1]) * _MIB if cells[-1].isdecimal() else None
-            name = ", ".join(cells[2:-1])
-            found.append(Holder(uuid=cells[0], pid=int(cells[1]), name=name, used_bytes=used))
-    return tuple(found)
-
-
-def judge_memory(
-    gpus: Iterable[Gpu], memory: Mapping[int, tuple[int, int]], holders: Sequence[Holder]
-) -> Check:
-    """Judge how much of each GPU's memory is free, and name the processes that hold the rest."""
-    known = [gpu for gpu in gpus if gpu.index in memory]
-    if not known:
-        return _unknown("GPU memory", "nvidia-smi does not say what is free")
-    reported, is_short = [], False
-    for gpu in known:
-        free, total = memory[gpu.index]
-        theirs = [_shown_holder(holder) for holder in holders if holder.uuid == gpu.uuid]
-        lacks = free < _FREE_SHARE_MIN * total
-        is_short = is_short or lacks
-        if lacks and not theirs:
-            theirs = ["processes that nvidia-smi does not show (of another container?)"]
-        held = f", held by {' and '.join(theirs)}" if theirs else ""
-        reported.append(f"{gpu.index}: {byte_size(free)} of {byte_size(total)} free{held}")
-    found = "; ".join(reported)
-    if not is_short:
-        return Check(name="GPU memory", verdict=Verdict.OK, found=found)
-    cure = "end what holds it, or choose other GPUs with -g"
-    return Check(name="GPU memory", verdict=Verdict.WARN, found=found, cure=cure)
-
-
-def _shown_holder(holder: Holder) -> str:
-    size = "" if holder.used_bytes is None else f" ({byte_size(holder.used_bytes)})"
-    return f"process {holder.pid} {holder.name}{size}"
-
-
-def _unknown(name: str, why: str) -> Check:
-    cure = "look for yourself: nvidia-smi"
-    return Check(name=name, verdict=Verdict.WARN, found=f"not known: {why}", cure=cure)
+def check_memory() -> Check:
+    """Physical memory, cut to the container's limit."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shown = byte_size(total_bytes)
+    limit = container_limit()
+    if limit is not None and limit.bytes < total_bytes:
+        total_bytes = limit.bytes
+        shown = f"{byte_size(total_bytes)}, the container's limit"
+    cure = "use fewer ranks (-n 1) and smaller batches (-b 4)"
+    return graded("memory", total_bytes, least=_MEMORY_BYTES_MIN, shown=shown, cure=cure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,26 +169,3 @@ def _why(code: int | None, output: int) -> str:
     text = os.pread(output, 4000, max(0, size - 4000)).decode(errors="replace").strip()
     said = text.splitlines()[-1] if text else "it wrote nothing"
     return f"the check ended with {code}: {said}"
-
-
-def check_collectives(
-    backend: str, devices: Sequence[str], probed: Probed, *, library: str = "NCCL"
-) -> Check:
-    """Check that ranks on ``devices`` can do together what training and a repair need.
-
-    ``library``: the library behind the backend nccl here.
-    """
-    is_nccl = "nccl" in backend
-    shown = f"{library} {probed.nccl}" if is_nccl else "gloo"
-    count = len(devices)
-    where = "" if devices[0] == "cpu" else f" on {', '.join(dict.fromkeys(devices))}"
-    who = f"{shown}, {count} rank{'s' if count > 1 else ''}{where}"
-    if not probed.failure:
-        found = f"{who}: all-reduce, abort, second forming in {probed.seconds:.1f} s"
-        return Check(name=_NAME, verdict=Verdict.OK, found=found)
-    cure = (
-        "NCCL_DEBUG=WARN shows more; try NCCL_P2P_DISABLE=1, fewer GPUs (-g 0), or --backend gloo"
-        if is_nccl
-        else "end what stops processes here or forbids connections on 127.0.0.1, and try again"
-    )
-    return Check(name=_NAME, verdict=Verdict.FAIL, found=f"{who}: {probed.failure}", cure=cure)

@@ -6,7 +6,7 @@ import textwrap
 
 from ddp_runner.cli.command import HELP_COLUMNS, entry
 from ddp_runner.cli.commands import commands
-from ddp_runner.cli.parser import GROUPS
+from ddp_runner.cli.parser import GROUPS, OPTIONS
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.meanings import meanings
 from ddp_runner.config.presets import PRESETS, RECIPES
@@ -88,9 +88,16 @@ def train_help() -> str:
     for name, row in commands().items():
         lines += entry(f"  {name}", row.says)
     lines += ["", "Examples:"]
-    lines += [f"  {f'{COMMAND} {words}':<43} {says}" for words, says in EXAMPLES]
+    lines += [
+        f"  {f'{COMMAND} {words}':<43} {says}" for words, says in EXAMPLES if _is_known(words)
+    ]
     lines += ["", "Exit codes:", *(f"  {line}" for line in _EXIT_CODES)]
     return "\n".join(lines)
+
+
+def _is_known(example: str) -> bool:
+    """Return False for an example with an option of a feature that was deleted."""
+    return all(word in OPTIONS for word in example.split() if word.startswith("--"))
 
 
 def settings_help() -> str:

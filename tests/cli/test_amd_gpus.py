@@ -9,13 +9,19 @@ import sys
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import doctor
 from ddp_runner.cli.devices import find_collectives, find_gpus
-from ddp_runner.cli.doctor import amd_checks, check_access, check_driver, check_variables
-from ddp_runner.cli.machine_checks import Probed, Verdict, check_collectives
+from ddp_runner.cli.machine_checks import Probed, Verdict
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.core.launch_plan import group_backend
+from ddp_runner.features.doctor import doctor
+from ddp_runner.features.doctor.doctor import (
+    amd_checks,
+    check_access,
+    check_driver,
+    check_variables,
+)
+from ddp_runner.features.doctor.gpu_checks import check_collectives
 from ddp_runner.kernel.system.torch_versions import TorchBuild, torch_build
 from ddp_runner.observe.gpus import (
     Gpu,

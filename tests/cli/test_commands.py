@@ -15,9 +15,9 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
-from ddp_runner.cli import doctor
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
+from ddp_runner.features.doctor import doctor
 from ddp_runner.features.script.other_summary import AttemptRecord, ScriptSummary
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import RunStatus
@@ -189,7 +189,7 @@ def test_neither_the_command_nor_the_package_imports_torch(tmp_path):
         "assert not heavy & set(sys.modules), heavy & set(sys.modules);"
         "assert 'DDPTrainer' in dir(ddp_runner);"
         "from ddp_runner.cli.parser import parse_train; from ddp_runner.cli.train import plan_launch;"
-        "import ddp_runner.cli.doctor, ddp_runner.features.report.run_report, ddp_runner.cli.checkpoints;"
+        "import ddp_runner.features.doctor.doctor, ddp_runner.features.report.run_report, ddp_runner.cli.checkpoints;"
         "plan_launch(parse_train(['--cpu']), words=['--cpu']);"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import doctor
 from ddp_runner.cli.devices import find_gpus, parse_query, plan_devices
 from ddp_runner.cli.machine import core_count, cpu_quota
 from ddp_runner.cli.machine_checks import Probed
@@ -17,6 +16,7 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import place_notes, plan_launch, preset_name, threads_per_rank
 from ddp_runner.config import resolve
 from ddp_runner.core.launch_plan import group_backend
+from ddp_runner.features.doctor import doctor
 from ddp_runner.kernel.recovery.communicator_cut import SILENT_LEAVE_TIMEOUT_S
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.torch_versions import TorchBuild, torch_build

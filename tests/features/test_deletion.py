@@ -19,6 +19,16 @@ FEATURES = sorted(
     path.parent.name for path in (ROOT / "ddp_runner" / "features").glob("*/__init__.py")
 )
 CHECK_S, TRAIN_S = 200, 300
+# What asks for a feature by a setting.
+SETTINGS = {
+    "after_save": "checkpoint.after_save=true {path}",
+    "display": "log.display=live",
+    "faults": "run.inject=kill:step=3",
+    "page": "log.page=true",
+    "proof": "recovery.drill_at=5",
+    "spare": "recovery.warm_spare=process",
+    "trackers": "log.trackers=csv",
+}
 # Imports each module that is left, shows the help of each command, and asks for what was deleted.
 CHECK = """
 import contextlib, importlib, io, json, pathlib, sys
@@ -61,7 +71,7 @@ def asked_for(features):
         yield from ([one.option.long] for one in getattr(words, "INSTEAD", ()))
         for option in getattr(words, "OPTIONS", ()):
             yield [option.long, *([option.metavar] if option.metavar else [])]
-        yield from map(list, getattr(words, "ASKED_FOR", ()))
+    yield from ([SETTINGS[feature]] for feature in features if feature in SETTINGS)
 
 
 @pytest.mark.parametrize("deleted", [*FEATURES, "all"])

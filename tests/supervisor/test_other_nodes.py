@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.cli.node_checks import ask
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.machines.node_messages import (
     FROM_COORDINATOR,
@@ -24,6 +23,7 @@ from ddp_runner.core.machines.node_messages import (
     RankGone,
 )
 from ddp_runner.core.machines.node_options import NodeOptions
+from ddp_runner.features.doctor.node_checks import ask
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
 from ddp_runner.kernel.rules.exits import RunStatus

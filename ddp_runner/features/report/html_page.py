@@ -16,6 +16,7 @@ from ddp_runner.observe.history.figures import (
     Look,
     curves_figure,
     is_anything_used,
+    time_parts,
     timeline_figure,
 )
 from ddp_runner.observe.history.run_history import RunHistory, RunStanding
@@ -27,7 +28,6 @@ from ddp_runner.observe.history.table_rows import (
     gpu_rows,
     rank_rows,
     shown_columns,
-    time_parts,
 )
 from ddp_runner.observe.summary import RunSummary
 

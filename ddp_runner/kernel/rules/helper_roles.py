@@ -70,7 +70,6 @@ SAVER = Role(
     refused_s=1.0,
 )
 DOUBLED_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # pauses of a program beside the run
-PAGE = Role(name="page", module="ddp_runner.cli.live_page.beside", tries=1)
 
 
 FORKED = (STORE, STANDBY, SAVER)

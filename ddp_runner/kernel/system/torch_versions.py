@@ -70,7 +70,7 @@ DIFFERENCES = (
         since="2.14",
         what="ProcessGroupNCCL2 exists: as backend nccl2, and as nccl where TORCH_DIST_USE_NCCL2=1",
         test="torch/distributed/distributed_c10d.py has the name",
-        place="cli/planning.py, cli/doctor.py",
+        place="cli/planning.py, features/doctor/doctor.py",
     ),
     Difference(
         since="2.15",

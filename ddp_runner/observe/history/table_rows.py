@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddp_runner.kernel.rules.faults import rank_list
 from ddp_runner.observe.format import byte_size, count, duration, percent, rate
 from ddp_runner.observe.history.json_lines import epoch_s, number, whole
-from ddp_runner.observe.summary import TIME_NAMES, TimeShares
 
 MARK_KINDS = ("fault", "repair", "save", "roll back", "injected", "stage", "start", "end")
 ROWS_MAX = 5_000
@@ -329,13 +328,3 @@ def _of_total(record: Mapping[str, Any], key: str, total: str, form: Any) -> str
 
 def _listed(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else ""
-
-
-def time_parts(time_s: TimeShares | Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The parts of the time that there were, by the names that people are shown, in the order of a run.
-
-    ``time_s``: also as a file has it, with whatever stands there.
-    """
-    given = asdict(time_s) if isinstance(time_s, TimeShares) else time_s
-    parts = [(shown, number(given.get(name)) or 0.0) for name, shown in TIME_NAMES.items()]
-    return [(shown, seconds) for shown, seconds in parts if seconds > 0]

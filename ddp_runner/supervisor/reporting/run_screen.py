@@ -28,7 +28,6 @@ from ddp_runner.supervisor.features.folders import FolderKeeper
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_view import Around, run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
-from ddp_runner.supervisor.reporting.side_programs import program_beside
 from ddp_runner.supervisor.reporting.start_progress import Start
 
 SHOW_INTERVAL_S = 0.1
@@ -105,7 +104,7 @@ class RunScreen:
             say=say,
             announce=self._outputs.announce,
         )
-        self._programs = (*programs(screen), program_beside(screen))
+        self._programs = programs(screen)
         recorder.observers.extend(one.take for one in self._programs)
         self._shown_at_s = self._status_at_s = self._memory_at_s = 0.0
 

@@ -24,7 +24,7 @@ FORGETFUL = f"{SCENARIOS / 'differing.py'}:Forgetful"
 DEADLINE_S = 500.0  # a hang; runs on a slow machine take minutes
 # A check that finds something repeats each of its kills alone: one of them is enough here.
 _ONE_KILL = (
-    "import sys; from ddp_runner.cli import check; check.KILLS = check.KILLS[1:2];"
+    "import sys; from ddp_runner.features.demo import check; check.KILLS = check.KILLS[1:2];"
     " sys.exit(check.DECLARATION.run(sys.argv[1:]))"
 )
 

@@ -20,6 +20,7 @@ from ddp_runner.observe.history.figures import (
     panels,
     smoothed,
     thinned,
+    time_parts,
     timeline_figure,
 )
 from ddp_runner.observe.history.json_lines import LINES_MAX, last_lines
@@ -29,7 +30,7 @@ from ddp_runner.observe.history.metrics_history import (
     MetricsHistory,
 )
 from ddp_runner.observe.history.run_history import ROOT, RunHistory, runs_below
-from ddp_runner.observe.history.table_rows import FaultRows, time_parts
+from ddp_runner.observe.history.table_rows import FaultRows
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
 from ddp_runner.system.run_directories import LOG_LOCK_NAME
 from ddp_runner.system.run_holder import holder_of, signal_holder

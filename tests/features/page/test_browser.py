@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from tests.cli.live_page.driven import (
+from tests.features.page.driven import (
     IMPORTS,
     OPENS_WITHIN_S,
     Page,

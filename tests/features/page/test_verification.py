@@ -6,7 +6,7 @@ import os
 import threading
 
 from ddp_runner.checkpoint.catalog import Catalog
-from ddp_runner.cli.live_page.verification import Verifications
+from ddp_runner.features.page.verification import Verifications
 from tests.checkpoint.states import save
 from tests.processes import poll
 

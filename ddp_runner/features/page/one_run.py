@@ -8,18 +8,18 @@ from urllib.parse import quote
 
 from nicegui import run, ui
 
-from ddp_runner.cli.live_page.access import ACTIONS
-from ddp_runner.cli.live_page.actions import INJECTIONS
-from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, Plot, set_state, state_badge
-from ddp_runner.cli.live_page.panels import (
+from ddp_runner.features.page.access import ACTIONS
+from ddp_runner.features.page.actions import INJECTIONS
+from ddp_runner.features.page.frame_of_page import Figures, Frame, Plot, set_state, state_badge
+from ddp_runner.features.page.panels import (
     CheckpointsPanel,
     CurvesPanel,
     FaultsPanel,
     SettingsPanel,
     TimePanel,
 )
-from ddp_runner.cli.live_page.shared_figures import SharedFigures, Wanted
-from ddp_runner.cli.live_page.verification import Verifications
+from ddp_runner.features.page.shared_figures import SharedFigures, Wanted
+from ddp_runner.features.page.verification import Verifications
 from ddp_runner.observe.history.figures import Figure, timeline_figure
 from ddp_runner.observe.history.json_lines import LINES_MAX, last_lines, whole
 from ddp_runner.observe.history.run_history import RunHistory

@@ -46,7 +46,7 @@ def _serve(root: Path, listener: socket.socket, host: str, *, can_inject: bool) 
     if is_open:
         print("without the token it can be looked at from this machine, and changes nothing")
     sys.stdout.flush()
-    import_module("ddp_runner.cli.live_page.site").serve(
+    import_module("ddp_runner.features.page.site").serve(
         root, listener, token=token, is_open=is_open, can_inject=can_inject
     )
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from nicegui import events, run, ui
 
-from ddp_runner.cli.live_page.frame_of_page import Plot
-from ddp_runner.cli.live_page.shared_figures import SharedFigures, Wanted
-from ddp_runner.cli.live_page.verification import COLUMNS, Verifications, checkpoint_rows
+from ddp_runner.features.page.frame_of_page import Plot
+from ddp_runner.features.page.shared_figures import SharedFigures, Wanted
+from ddp_runner.features.page.verification import COLUMNS, Verifications, checkpoint_rows
 from ddp_runner.observe.format import count, duration, percent, setting_value
 from ddp_runner.observe.history.figures import (
     Figure,
@@ -18,9 +18,10 @@ from ddp_runner.observe.history.figures import (
     curves_figure,
     extent,
     points_max,
+    time_parts,
 )
 from ddp_runner.observe.history.run_history import RunHistory, SettingRow
-from ddp_runner.observe.history.table_rows import FaultRow, time_parts
+from ddp_runner.observe.history.table_rows import FaultRow
 
 _FAULTS_SHOWN_MAX = 200
 _ROWS_LOCAL = "%Y-%m-%d %H:%M:%S"

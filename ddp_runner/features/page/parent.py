@@ -14,17 +14,15 @@ from ddp_runner.core.settings import LogSettings
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper
 from ddp_runner.kernel.processes.program import Given, Programs, Say
-from ddp_runner.kernel.rules.helper_roles import PAGE, Role
+from ddp_runner.kernel.rules.helper_roles import Role
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.supervisor.around import OfScreen, ProgramBeside
 
+PAGE = Role(name="page", module=f"{__package__}.child", tries=1)
 _HOST = "127.0.0.1"
 PORTS_TRIED = 20
 _WAITING_MAX = 128
 TOKEN_BYTES = 24
-SILENT_INTERVALS = 4  # without a reading
-_LINE_BYTES_MAX = 1 << 20
-_POLL_S = 0.02
 
 
 def program_beside(around: OfScreen) -> PageKeeper:

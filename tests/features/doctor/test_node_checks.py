@@ -10,7 +10,12 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli.machine_checks import Verdict
-from ddp_runner.cli.node_checks import Asked, check_endpoint, check_interface, node_checks
+from ddp_runner.features.doctor.node_checks import (
+    Asked,
+    check_endpoint,
+    check_interface,
+    node_checks,
+)
 
 TOKEN = {"DDP_RUNNER_TOKEN": "0123456789abcdef"}
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests import ready
-from tests.cli.live_page.driven import (
+from tests.features.page.driven import (
     IMPORTS,
     OPENS_WITHIN_S,
     Page,

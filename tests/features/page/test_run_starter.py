@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from ddp_runner.cli.live_page.run_starter import SETTINGS, RunStarter
 from ddp_runner.config.fields import known_fields
+from ddp_runner.features.page.run_starter import SETTINGS, RunStarter
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.proc_state import stat_fields
 from ddp_runner.system.run_directories import LOG_LOCK_NAME

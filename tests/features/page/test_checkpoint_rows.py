@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.cli.live_page.verification import COLUMNS, Verifications, checkpoint_rows
+from ddp_runner.features.page.verification import COLUMNS, Verifications, checkpoint_rows
 from tests.checkpoint.states import facts_of, state_of
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.observe.summary import write_summary
-from tests.cli.live_page.driven import browser, poll
 from tests.cli.test_commands import SUMMARY
+from tests.features.page.driven import browser, poll
 from tests.observe.history.test_run_history import KILLED, point, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -22,8 +22,8 @@ from ddp_runner.cli.machine import core_count
 from ddp_runner.cli.machine_checks import (
     Check,
     Verdict,
-    check_collectives,
-    gpu_checks,
+    check_gpus,
+    check_memory,
     graded,
     probe,
 )
@@ -35,7 +35,7 @@ from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.core.machines.node_options import endpoint_of
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
-from ddp_runner.kernel.processes.memory_limits import container_limit
+from ddp_runner.features.doctor.gpu_checks import check_collectives, gpu_checks
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
@@ -62,7 +62,6 @@ _CPU_RANKS = 2  # that are tried
 _SHARED_MEMORY_NAME = "/dev/shm"  # noqa: S108 - the mount that loader workers use
 _SHARED_MEMORY = Path(_SHARED_MEMORY_NAME)
 _SHARED_MEMORY_BYTES_MIN = 1024**2  # for locks; batches are elsewhere
-_MEMORY_BYTES_MIN = 2 * 1024**3
 _DISK_BYTES_MIN = 1024**3
 _OPEN_FILES_MIN = 1024
 
@@ -97,7 +96,7 @@ def _of_several(arguments: Arguments) -> Iterator[Check]:
     values = arguments.values
     if _ENDPOINT not in values:
         return iter(())
-    from ddp_runner.cli.node_checks import Asked, node_checks  # noqa: PLC0415 - it needs psutil
+    from ddp_runner.features.doctor.node_checks import Asked, node_checks  # noqa: PLC0415 - it needs psutil
 
     host, port = endpoint_of(values[_ENDPOINT])
     asked = Asked(
@@ -251,33 +250,6 @@ def _saying(text: str, *, is_shown: bool) -> Iterator[None]:
     finally:
         if is_shown:
             print(" " * (6 + len(text)), end="\r", flush=True)
-
-
-def check_gpus(seen: VisibleGpus) -> Check:
-    """The GPUs that ranks would see."""
-    if seen.gpus:
-        shown = [f"{i}: {gpu.name} {gpu.memory}".strip() for i, gpu in enumerate(seen.gpus)]
-        found = ", ".join(shown)
-        return Check(name="GPUs", verdict=Verdict.OK, found=found)
-    if seen.is_unsupported:
-        cure = "install a torch for CUDA or ROCm, or train with --cpu"
-        return Check(name="GPUs", verdict=Verdict.FAIL, found=seen.why_none, cure=cure)
-    if seen.is_surprising:
-        cure = "make the tool that shows GPUs work, or train with --cpu"
-        return Check(name="GPUs", verdict=Verdict.WARN, found=seen.why_none, cure=cure)
-    return Check(name="GPUs", verdict=Verdict.OK, found=f"none, trains on the CPU: {seen.why_none}")
-
-
-def check_memory() -> Check:
-    """Physical memory, cut to the container's limit."""
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    shown = byte_size(total_bytes)
-    limit = container_limit()
-    if limit is not None and limit.bytes < total_bytes:
-        total_bytes = limit.bytes
-        shown = f"{byte_size(total_bytes)}, the container's limit"
-    cure = "use fewer ranks (-n 1) and smaller batches (-b 4)"
-    return graded("memory", total_bytes, least=_MEMORY_BYTES_MIN, shown=shown, cure=cure)
 
 
 def check_shared_memory() -> Check:

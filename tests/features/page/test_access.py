@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from ddp_runner.cli import extras, page
-from ddp_runner.cli.live_page.access import Access
-from ddp_runner.cli.live_page.known_runs import KnownRuns
+from ddp_runner.cli import extras
+from ddp_runner.features.page import page
+from ddp_runner.features.page.access import Access
+from ddp_runner.features.page.known_runs import KnownRuns
 from ddp_runner.kernel.rules.errors import BadInputError
 
 HOST = "127.0.0.1:8080"

@@ -14,12 +14,11 @@ from ddp_runner.cli import extras
 from ddp_runner.cli.planning import page_notes
 from ddp_runner.config import check_relations, refuse_without_supervisor, resolve
 from ddp_runner.core.settings import LogSettings
+from ddp_runner.features.page import parent
+from ddp_runner.features.page.parent import PAGE, PORTS_TRIED, PageKeeper, free_port
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.helper_roles import PAGE
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
-from ddp_runner.supervisor.reporting import side_programs
-from ddp_runner.supervisor.reporting.side_programs import PORTS_TRIED, PageKeeper, free_port
 from tests import processes
 
 TAKEN_S = 20.0
@@ -32,7 +31,7 @@ def settings(*assignments):
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """(keeper, lines that were said, lines that were announced) over a stand-in for the page."""
-    monkeypatch.setattr(side_programs, "find_spec", lambda name: name)
+    monkeypatch.setattr(parent, "find_spec", lambda name: name)
     said, announced = [], []
 
     def make(**given):
@@ -40,7 +39,7 @@ def made(tmp_path, monkeypatch):
             LogSettings(page=True, **given),
             tmp_path,
             clock=SYSTEM_CLOCK,
-            role=replace(PAGE, module="tests.supervisor.echo_page"),
+            role=replace(PAGE, module="tests.features.page.echo_page"),
             say=lambda text, **_: said.append(text),
             announce=announced.append,
         )
@@ -94,7 +93,7 @@ def test_a_port_that_is_taken_is_passed_over():
 def test_a_page_that_cannot_be_started_is_one_line(made, monkeypatch):
     """And the run goes on."""
     make, said, announced = made
-    monkeypatch.setattr(side_programs, "free_port", lambda first: None)
+    monkeypatch.setattr(parent, "free_port", lambda first: None)
     make(page_port=9000).look()
     monkeypatch.undo()
     assert said == ["no page: ports 9000 to 9019 are taken"]
@@ -109,7 +108,7 @@ def test_without_the_extra_a_run_says_how_to_install_it(tmp_path, monkeypatch):
     assert line.startswith("no page, the run goes on without it: NiceGUI is not installed")
     assert "environment --extra page" in line
     assert page_notes(settings()) == ()
-    monkeypatch.setattr(side_programs, "find_spec", lambda name: None)
+    monkeypatch.setattr(parent, "find_spec", lambda name: None)
     PageKeeper(
         wanted.log, tmp_path, clock=SYSTEM_CLOCK, say=pytest.fail, announce=pytest.fail
     ).look()

@@ -6,7 +6,7 @@ import contextlib
 
 from nicegui import ui
 
-from ddp_runner.cli.live_page.shared_figures import Drawn
+from ddp_runner.features.page.shared_figures import Drawn
 from ddp_runner.observe.history.figures import CONFIG
 
 STATE_COLOURS = {

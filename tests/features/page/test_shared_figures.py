@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from ddp_runner.cli.live_page import shared_figures
-from ddp_runner.cli.live_page.shared_figures import SharedFigures, Wanted
+from ddp_runner.features.page import shared_figures
+from ddp_runner.features.page.shared_figures import SharedFigures, Wanted
 
 
 class Maker:

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import doctor, machine_checks
-from ddp_runner.cli.machine_checks import (
-    Probed,
-    Verdict,
+from ddp_runner.cli import machine_checks
+from ddp_runner.cli.machine_checks import Probed, Verdict, probe
+from ddp_runner.features.doctor import doctor, gpu_checks
+from ddp_runner.features.doctor.gpu_checks import (
     check_collectives,
     judge_driver,
     judge_memory,
@@ -27,7 +27,6 @@ from ddp_runner.cli.machine_checks import (
     parse_holders,
     parse_memory,
     parse_peers,
-    probe,
 )
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.torch_versions import TorchBuild
@@ -164,7 +163,7 @@ def test_gpus_and_backend_are_chosen_as_training_chooses_them(monkeypatch, capsy
     monkeypatch.setattr(
         doctor, "torch_build", lambda: TorchBuild(version="2.9.0+cu128", cuda="12.8")
     )
-    monkeypatch.setattr(machine_checks, "ask", lambda _: "")
+    monkeypatch.setattr(gpu_checks, "ask", lambda _: "")
     monkeypatch.setattr(
         doctor,
         "probe",

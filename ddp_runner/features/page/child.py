@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
     if not token:
         return 1  # who would have said it is gone
     listener = socket.socket(fileno=int(descriptor))
-    import_module("ddp_runner.cli.live_page.site").serve(
+    import_module("ddp_runner.features.page.site").serve(
         Path(folder),
         listener,
         token=token,

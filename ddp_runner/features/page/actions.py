@@ -10,10 +10,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse
 
-from ddp_runner.cli.live_page.access import ACTIONS
-from ddp_runner.cli.live_page.known_runs import KnownRuns
-from ddp_runner.cli.live_page.run_starter import RunStarter
-from ddp_runner.cli.live_page.verification import Verifications
+from ddp_runner.features.page.access import ACTIONS
+from ddp_runner.features.page.known_runs import KnownRuns
+from ddp_runner.features.page.run_starter import RunStarter
+from ddp_runner.features.page.verification import Verifications
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.history.json_lines import whole

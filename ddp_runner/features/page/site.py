@@ -10,15 +10,15 @@ import uvicorn
 from fastapi import FastAPI
 from nicegui import json, ui
 
-from ddp_runner.cli.live_page.access import Access
-from ddp_runner.cli.live_page.actions import Actions
-from ddp_runner.cli.live_page.all_runs import Overview, StartPage
-from ddp_runner.cli.live_page.frame_of_page import Frame
-from ddp_runner.cli.live_page.known_runs import KnownRuns
-from ddp_runner.cli.live_page.one_run import OneRun
-from ddp_runner.cli.live_page.run_starter import RunStarter
-from ddp_runner.cli.live_page.shared_figures import SharedFigures
-from ddp_runner.cli.live_page.verification import Verifications
+from ddp_runner.features.page.access import Access
+from ddp_runner.features.page.actions import Actions
+from ddp_runner.features.page.all_runs import Overview, StartPage
+from ddp_runner.features.page.frame_of_page import Frame
+from ddp_runner.features.page.known_runs import KnownRuns
+from ddp_runner.features.page.one_run import OneRun
+from ddp_runner.features.page.run_starter import RunStarter
+from ddp_runner.features.page.shared_figures import SharedFigures
+from ddp_runner.features.page.verification import Verifications
 from ddp_runner.observe.history.run_history import ROOT
 
 _ANSWERS_WITHIN_S = 60.0  # a huge file is read first, on a machine that may be busy

@@ -12,14 +12,14 @@ from urllib.parse import quote
 
 from nicegui import run, ui
 
-from ddp_runner.cli.live_page.access import ACTIONS
-from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, set_state, state_badge
-from ddp_runner.cli.live_page.known_runs import KnownRuns
-from ddp_runner.cli.live_page.run_starter import SETTINGS, RunStarter
 from ddp_runner.cli.usage import shown_default
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.meanings import meanings
 from ddp_runner.core.settings.declaration import SWITCH, TEXT
+from ddp_runner.features.page.access import ACTIONS
+from ddp_runner.features.page.frame_of_page import Figures, Frame, set_state, state_badge
+from ddp_runner.features.page.known_runs import KnownRuns
+from ddp_runner.features.page.run_starter import SETTINGS, RunStarter
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.observe.history.run_history import RunHistory
 

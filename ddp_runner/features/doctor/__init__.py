@@ -1,0 +1,1 @@
+"""Checks whether this machine can train, and says what to do where it cannot."""
