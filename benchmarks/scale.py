@@ -41,7 +41,7 @@ from ddp_runner.core.machines.node_messages import (
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankState
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.board import CELLS_PER_SLOT, Cell
 from ddp_runner.kernel.wire.events import Faulted, RankFormed
 from ddp_runner.kernel.wire.messages import Abort, Form, Message, Ready, decode, encode

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
-    from ddp_runner.cli.from_python import bench, find_batch_size, run
-    from ddp_runner.cli.launch import launch
-    from ddp_runner.cli.launch_async import launch_async
+    from ddp_runner.cli.from_code.from_python import bench, find_batch_size, run
+    from ddp_runner.cli.from_code.launch import launch
+    from ddp_runner.cli.from_code.launch_async import launch_async
     from ddp_runner.core.settings import Settings
     from ddp_runner.data.epoch_loader import SafeDataLoader
     from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
@@ -83,12 +83,12 @@ _HOME_OF_NAME = {
     "TextLines": "ddp_runner.data.shard_files",
     "Weighted": "ddp_runner.kernel.replica.loss",
     "attach": "ddp_runner.rank.attach",
-    "bench": "ddp_runner.cli.from_python",
-    "find_batch_size": "ddp_runner.cli.from_python",
+    "bench": "ddp_runner.cli.from_code.from_python",
+    "find_batch_size": "ddp_runner.cli.from_code.from_python",
     "heartbeat": "ddp_runner.system.heartbeat",
-    "launch": "ddp_runner.cli.launch",
-    "launch_async": "ddp_runner.cli.launch_async",
-    "run": "ddp_runner.cli.from_python",
+    "launch": "ddp_runner.cli.from_code.launch",
+    "launch_async": "ddp_runner.cli.from_code.launch_async",
+    "run": "ddp_runner.cli.from_code.from_python",
 }
 
 

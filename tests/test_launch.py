@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.cli import launch as launcher
+from ddp_runner.cli.from_code import launch as launcher
 from ddp_runner.cli import python_environment as environment
 from ddp_runner.kernel.rules.errors import BadInputError
 
@@ -499,7 +499,7 @@ def test_a_task_class_is_named_so_that_ranks_can_import_it(free_program, monkeyp
     )
     done = free_program(
         """
-        from ddp_runner.cli.launch import task_spec
+        from ddp_runner.cli.from_code.launch import task_spec
         class Mine: pass
         print(task_spec(Mine))
         """,
@@ -527,7 +527,7 @@ print("pid", os.getpid(), flush=True)
 time.sleep(100)
 """
 PROGRAM = f"""
-import ddp_runner.cli.launch as launcher
+import ddp_runner.cli.from_code.launch as launcher
 launcher._CHILD = {WAITS!r}
 print("exit", launcher.launch(nproc=1).exit_code, flush=True)
 """

@@ -14,9 +14,9 @@ from rich.prompt import Prompt
 from rich.text import Text
 
 from ddp_runner.cli.command import Arguments, SmallCommand
-from ddp_runner.cli.devices import find_gpus, plan_devices
-from ddp_runner.cli.machine import core_count
-from ddp_runner.cli.machine_checks import check_gpus, check_memory
+from ddp_runner.cli.hardware.devices import find_gpus, plan_devices
+from ddp_runner.cli.hardware.machine import core_count
+from ddp_runner.cli.hardware.machine_checks import check_gpus, check_memory
 from ddp_runner.cli.planning import preset_name
 from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields

@@ -10,7 +10,7 @@ import itertools
 import os
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.machine import core_count
+from ddp_runner.cli.hardware.machine import core_count
 from ddp_runner.core.launch_plan import TRAINED
 from ddp_runner.core.threads import AUTO_CPU_RANKS, share_of_cores
 from ddp_runner.kernel.processes.environment import training_environment

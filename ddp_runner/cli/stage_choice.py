@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.stage_weights import with_start_weights
-from ddp_runner.cli.devices import with_backend
+from ddp_runner.cli.hardware.devices import with_backend
 from ddp_runner.config import SettingsError, check_relations, stage_digest
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.profile import parse_profile, refuse_beyond_end

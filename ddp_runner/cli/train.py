@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ddp_runner import installed
 from ddp_runner.cli.command import TrainCommand
 from ddp_runner.cli.extras import take_keys
-from ddp_runner.cli.machine import allow_open_files, core_count
+from ddp_runner.cli.hardware.machine import allow_open_files, core_count
 from ddp_runner.cli.parser import INSTEAD, TrainArguments, parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import (

@@ -25,7 +25,7 @@ _OF_NO_HEADING = ("name",)  # under a heading of others it is the name of someth
 _RESOLVED_OTHERWISE = frozenset(
     f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")
 )
-# Read by launch_training.sh and cli/launch.py, or set by the run for its own processes.
+# Read by launch_training.sh and cli/from_code/launch.py, or set by the run for its own processes.
 RESERVED_VARIABLES = frozenset(
     {
         "DDP_RUNNER_PYTHON",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddp_runner.kernel.system.run_files import read_lines
-from ddp_runner.kernel.wire.codec import WireError
+from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.events import (
     CheckpointSaved,
     Faulted,

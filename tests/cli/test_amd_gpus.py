@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli.devices import find_collectives, find_gpus
-from ddp_runner.cli.machine_checks import Probed, Verdict
+from ddp_runner.cli.hardware.devices import find_collectives, find_gpus
+from ddp_runner.cli.hardware.machine_checks import Probed, Verdict
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.core.launch_plan import group_backend
@@ -228,7 +228,7 @@ def test_a_torch_for_rocm_is_a_gpu_build(tools, torch_of_rocm, monkeypatch):
     assert find_gpus(dict(os.environ), torch_build()).gpus == (FIRST, SECOND)
     tried = []
     monkeypatch.setattr(
-        "ddp_runner.cli.machine_checks.probe",
+        "ddp_runner.cli.hardware.machine_checks.probe",
         lambda **given: tried.append(given["backend"]) or Probed(failure="", nccl="2.22.3"),
     )
     plan = plan_launch(parse_train(()), words=())
@@ -253,9 +253,9 @@ def test_without_rccl_it_is_gloo_and_without_that_nothing(
 ):
     """A package of NVIDIA's NCCL that lies there too says nothing of RCCL."""
     torch_of_rocm("")
-    monkeypatch.setattr("ddp_runner.cli.devices.installed_nccl", lambda: "2.28.9")
+    monkeypatch.setattr("ddp_runner.cli.hardware.devices.installed_nccl", lambda: "2.28.9")
     monkeypatch.setattr(
-        "ddp_runner.cli.machine_checks.probe",
+        "ddp_runner.cli.hardware.machine_checks.probe",
         lambda **given: Probed(failure="" if given["backend"] in works else "it hangs"),
     )
     found = find_collectives(["cuda:0", "cuda:1"], {})

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli.devices import find_gpus, parse_query, plan_devices
-from ddp_runner.cli.machine import core_count, cpu_quota
-from ddp_runner.cli.machine_checks import Probed
+from ddp_runner.cli.hardware.devices import find_gpus, parse_query, plan_devices
+from ddp_runner.cli.hardware.machine import core_count, cpu_quota
+from ddp_runner.cli.hardware.machine_checks import Probed
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import place_notes, plan_launch, preset_name, threads_per_rank
 from ddp_runner.config import resolve
@@ -220,7 +220,7 @@ def test_the_mapping_of_ranks_to_gpus_is_reported():
 
 def _launch(monkeypatch, *words):
     monkeypatch.setattr("ddp_runner.cli.planning.find_gpus", lambda *_: VisibleGpus(gpus=GPUS))
-    monkeypatch.setattr("ddp_runner.cli.devices.installed_nccl", lambda: "2.28.9")
+    monkeypatch.setattr("ddp_runner.cli.hardware.devices.installed_nccl", lambda: "2.28.9")
     return plan_launch(parse_train(words), words=words)
 
 
@@ -290,9 +290,9 @@ def test_a_library_that_is_not_known_is_tried_first(monkeypatch, works, mode, ba
         is_fine = backend.rpartition(":")[2] in works
         return Probed(failure="" if is_fine else "it hangs", nccl="2.21.5" if is_fine else "")
 
-    monkeypatch.setattr("ddp_runner.cli.machine_checks.probe", probe)
+    monkeypatch.setattr("ddp_runner.cli.hardware.machine_checks.probe", probe)
     monkeypatch.setattr("ddp_runner.cli.planning.find_gpus", lambda *_: VisibleGpus(gpus=GPUS))
-    monkeypatch.setattr("ddp_runner.cli.devices.installed_nccl", lambda: "")
+    monkeypatch.setattr("ddp_runner.cli.hardware.devices.installed_nccl", lambda: "")
     plan = plan_launch(parse_train(()), words=())
     assert plan.mode.startswith(mode)
     assert group_backend(plan.settings, is_on_gpu=True) == backend

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.cli.devices import with_shares
+from ddp_runner.cli.hardware.devices import with_shares
 from ddp_runner.config import from_flat
 from ddp_runner.core.launch_plan import DevicePlan
 from tests.checkpoint.states import facts_of

@@ -27,8 +27,8 @@ from ddp_runner.core.machines.nodes import (
     what_about_missing,
 )
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.wire.codec import WireError
+from ddp_runner.kernel.wire import packets as wire
+from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.system.node_link import FRAME_BYTES_MAX
 
 TWO = {"--nnodes": "2", "--rdzv-endpoint": "node0"}

@@ -7,7 +7,7 @@ import shutil
 import signal
 import stat
 
-from ddp_runner.cli.machine_checks import Verdict
+from ddp_runner.cli.hardware.machine_checks import Verdict
 from ddp_runner.features.doctor.node_checks import Asked, node_checks
 from tests.nodes.test_two_nodes import SLOW
 from tests.scenarios.harness import assert_every_sample_once, poll

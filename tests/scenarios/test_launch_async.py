@@ -11,7 +11,7 @@ import tempfile
 import pytest
 
 from ddp_runner import BadInputError, launch_async
-from ddp_runner.cli import launch_async as module
+from ddp_runner.cli.from_code import launch_async as module
 from tests import ready
 from tests.scenarios.leftovers import processes_with
 

@@ -137,12 +137,12 @@ def test_launch_searches_the_programs_folder_behind_the_standard_library(planted
     program.write_text(
         "import sys\n"
         "sys.path.append(sys.path.pop(0))\n"  # else it could import nothing itself
-        "import yaml, ddp_runner.cli.launch, ddp_runner.cli.train\n"
+        "import yaml, ddp_runner.cli.from_code.launch, ddp_runner.cli.train\n"
         "import mine\n"
         "sys.path.insert(0, sys.path.pop())\n"
         "if __name__ == '__main__':\n"
         f"    words = ['--cpu', *{SHORT!r}]\n"
-        "    print(ddp_runner.cli.launch.launch(mine.Mine, nproc=1, arguments=words).exit_code)\n"
+        "    print(ddp_runner.cli.from_code.launch.launch(mine.Mine, nproc=1, arguments=words).exit_code)\n"
     )
     done = answer(planted, sys.executable, program, PYTHONPATH=str(ROOT))
     assert done.stdout.splitlines()[-1:] == ["0"], (done.stdout, done.stderr)

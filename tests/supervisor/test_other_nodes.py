@@ -31,7 +31,7 @@ from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.rules.recovery import GiveUp
 from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
-from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RunEnds
 from ddp_runner.supervisor.assembly import assembled

@@ -16,7 +16,7 @@ from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.core.settings import LogSettings, Settings
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
-from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_watch import RunWatch

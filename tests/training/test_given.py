@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from ddp_runner.cli.launch import RunResult
+from ddp_runner.cli.from_code.launch import RunResult
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.loading.given import spec_in_this_process
 from ddp_runner.training.local_runtime import ProgressLine

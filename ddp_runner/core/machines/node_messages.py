@@ -1,4 +1,4 @@
-"""Messages between the supervisors of two nodes, each a frame (``kernel/wire/codec.py``). Never touches a socket.
+"""Messages between the supervisors of two nodes, each a frame (``kernel/wire/packets.py``). Never touches a socket.
 
 A side takes those that the other one sends. Both ends are of one version, which ``Hello`` makes sure of.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.wire.codec import by_name
+from ddp_runner.kernel.wire.packets import by_name
 from ddp_runner.kernel.wire.events import RunEnds
 
 LOOK_EVERY_S = 0.5  # the longest time from one Look to the next

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ddp_runner.cli.command import JSON, Arguments, SmallCommand
-from ddp_runner.cli.launch import RunResult, launch
+from ddp_runner.cli.from_code.launch import RunResult, launch
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.scratch import in_temporary_folder
 from ddp_runner.core.settings.declaration import Option

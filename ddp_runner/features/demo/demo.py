@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_runner.cli.command import Arguments, SmallCommand
-from ddp_runner.cli.launch import RunResult, launch
+from ddp_runner.cli.from_code.launch import RunResult, launch
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.core.injection import InjectKind
 from ddp_runner.core.settings.declaration import Option

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, LOG_DIR, Arguments, SmallCommand, show
-from ddp_runner.cli.devices import find_gpus, plan_devices
-from ddp_runner.cli.machine import core_count
-from ddp_runner.cli.machine_checks import (
+from ddp_runner.cli.hardware.devices import find_gpus, plan_devices
+from ddp_runner.cli.hardware.machine import core_count
+from ddp_runner.cli.hardware.machine_checks import (
     Check,
     Verdict,
     check_gpus,

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.machine_checks import Check, Probed, Verdict
+from ddp_runner.cli.hardware.machine_checks import Check, Probed, Verdict
 from ddp_runner.kernel.system.torch_versions import installed_nccl, nccl_trouble, version_numbers
 from ddp_runner.observe.format import byte_size
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_runner.cli.machine_checks import Check, Verdict
+from ddp_runner.cli.hardware.machine_checks import Check, Verdict
 from ddp_runner.cli.nodes import TOKEN_VARIABLE, given_token, versions_here
 from ddp_runner.core.machines.node_messages import (
     FROM_COORDINATOR,
@@ -21,8 +21,8 @@ from ddp_runner.core.machines.node_messages import (
     Question,
 )
 from ddp_runner.kernel.system.interfaces import address_towards, interface_of
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.wire.codec import WireError
+from ddp_runner.kernel.wire import packets as wire
+from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
 from ddp_runner.system.token_file import shared_token

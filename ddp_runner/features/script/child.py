@@ -37,7 +37,7 @@ from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.kernel.wire.board import Board, Cell, Slot
-from ddp_runner.kernel.wire.codec import built
+from ddp_runner.kernel.wire.packets import built
 from ddp_runner.kernel.wire.events import Faulted, RankFormed
 from ddp_runner.kernel.wire.fork_specs import ProgramSpec
 from ddp_runner.kernel.wire.messages import (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand, option_lines
 from ddp_runner.cli.extras import take_keys
-from ddp_runner.cli.machine import allow_open_files
+from ddp_runner.cli.hardware.machine import allow_open_files
 from ddp_runner.cli.parser import LONG_OF_SHORT, OPTIONS, is_config_name, parse_train
 from ddp_runner.cli.planning import asked_settings, plan_launch
 from ddp_runner.cli.stage_choice import refuse_stages

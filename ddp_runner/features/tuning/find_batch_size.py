@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.from_python import LARGEST
+from ddp_runner.cli.from_code.from_python import LARGEST
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.stage_choice import alone
 from ddp_runner.core.batch_sizes import global_batch

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ddp_runner.kernel.wire.codec import WireError
+from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.messages import PACKET_BYTES_MAX, Message, decode, encode
 
 DESCRIPTORS_MAX = 8

@@ -1,4 +1,4 @@
-"""Messages between supervisor, zygote and ranks, each a packet (``kernel/wire/codec.py``). Never touches a socket.
+"""Messages between supervisor, zygote and ranks, each a packet (``kernel/wire/packets.py``). Never touches a socket.
 
 What a rank reports of itself is the event that the journal has: the reports of ``kernel/wire/events.py`` are messages, too.
 What is no event stands here: orders, answers to them, and what only the supervisor's own books need.
@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.helper_roles import SPEC_OF
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.wire.codec import WireError
+from ddp_runner.kernel.wire import packets as wire
+from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.events import REPORTS, Cut, OfFault, Report
 from ddp_runner.kernel.wire.fork_specs import ForkKind, NothingMore, Spec
 

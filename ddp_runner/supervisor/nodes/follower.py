@@ -52,7 +52,7 @@ from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.codec import WireError, by_name, name_of
+from ddp_runner.kernel.wire.packets import WireError, by_name, name_of
 from ddp_runner.kernel.wire.events import RankFormed, RepairedInPlace
 from ddp_runner.kernel.wire.messages import (
     Abort,

@@ -32,8 +32,8 @@ from ddp_runner.core.machines.node_messages import (
     Welcome,
 )
 from ddp_runner.kernel.system.clock import Clock
-from ddp_runner.kernel.wire import codec as wire
-from ddp_runner.kernel.wire.codec import WireError
+from ddp_runner.kernel.wire import packets as wire
+from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.events import OfFault, RunEnds
 from ddp_runner.kernel.wire.messages import Message, decode
 from ddp_runner.observe.view import NodeView

@@ -22,7 +22,7 @@ from ddp_runner.core.machines.nodes import NewestCheckpoint
 from ddp_runner.kernel.processes.rank_start import RankStart, StartedBy
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.system.clock import Clock
-from ddp_runner.kernel.wire import codec as wire
+from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.wire.messages import Message, encode
 from ddp_runner.system.node_link import LinkLostError, NodeLink

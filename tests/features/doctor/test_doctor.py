@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli import machine_checks
-from ddp_runner.cli.machine_checks import Probed, Verdict, probe
+from ddp_runner.cli.hardware import machine_checks
+from ddp_runner.cli.hardware.machine_checks import Probed, Verdict, probe
 from ddp_runner.features.doctor import doctor, gpu_checks
 from ddp_runner.features.doctor.gpu_checks import (
     check_collectives,
@@ -138,7 +138,7 @@ def test_what_keeps_torch_from_being_imported_is_reported(mark):
 def test_nothing_outlives_a_doctor_that_is_ended(mark, number):
     """Killed, or interrupted by Ctrl-C, while a rank hangs."""
     code = (
-        "import os; from ddp_runner.cli.machine_checks import probe;"
+        "import os; from ddp_runner.cli.hardware.machine_checks import probe;"
         "probe(backend='gloo', devices=['cpu', 'cpu'], environment=os.environ,"
         " module='tests.rank.failing_probe')"
     )

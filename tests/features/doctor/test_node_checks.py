@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli.machine_checks import Verdict
+from ddp_runner.cli.hardware.machine_checks import Verdict
 from ddp_runner.features.doctor.node_checks import (
     Asked,
     check_endpoint,

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from ddp_runner.__main__ import main
-from ddp_runner.cli.launch import launch
+from ddp_runner.cli.from_code.launch import launch
 from ddp_runner.cli.parser import split_off_finding
 from ddp_runner.features.tuning.find_batch_size import share_of
 from ddp_runner.features.tuning.find_learning_rate import Range, range_of

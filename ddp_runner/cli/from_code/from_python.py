@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.cli.commands import commands
-from ddp_runner.cli.launch import Prepared, identity, prepared, refuse_in_rank, run_child
+from ddp_runner.cli.from_code.launch import Prepared, identity, prepared, refuse_in_rank, run_child
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Literal
 
-    from ddp_runner.cli.launch import RunResult
+    from ddp_runner.cli.from_code.launch import RunResult
 
 _ERROR = "ddp_runner: error: "
 LARGEST = "the largest that fits is"  # begins the line of --find-batch-size with its result

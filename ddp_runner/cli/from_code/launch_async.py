@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ddp_runner.cli.launch import (
+from ddp_runner.cli.from_code.launch import (
     Prepared,
     RunResult,
     child_command,

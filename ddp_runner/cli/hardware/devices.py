@@ -148,7 +148,7 @@ def find_collectives(devices: Sequence[str], environment: Mapping[str, str]) -> 
     version = installed_nccl() if library == "NCCL" else ""
     if version:
         return Collectives(backend="nccl", found=f"NCCL {version}")
-    probe = import_module("ddp_runner.cli.machine_checks").probe  # few launches try
+    probe = import_module("ddp_runner.cli.hardware.machine_checks").probe  # few launches try
     tried = probe(backend=_NCCL, devices=devices, environment=environment)
     if not tried.failure:
         return Collectives(backend="nccl", found=f"{library} {tried.nccl} was tried and works")

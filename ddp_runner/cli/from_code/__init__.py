@@ -1,0 +1,1 @@
+"""What a Python program calls: launch(), its coroutine, and the commands as functions."""
