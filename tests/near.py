@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FILES_MAX = 12
 WHOLE_RUNS = ("gpu", "kubernetes", "nodes", "scenarios", "slurm", "soak", "strangers")
+ABOVE_ROOMS = {"kernel", "features"}  # their folders are rooms
 LEFT_OUT = "not whole_run and not slow and not soak and not gpu and not slurm and not ray"
 
 
@@ -63,7 +64,7 @@ def importers_of(path: Path) -> set[Path]:
 
 def near(file: Path) -> list[Path]:
     """The files of tests near ``file``, the nearest first."""
-    named, room = f"test_{file.stem}.py", file.relative_to(ROOT).parts[1]
+    named, rooms = f"test_{file.stem}.py", {*file.relative_to(ROOT).parts[1:-1]} - ABOVE_ROOMS
     direct = importers_of(file)
     # What tests have in common stands in files beside them; a shard is tested through who imports it.
     behind = {
@@ -74,7 +75,7 @@ def near(file: Path) -> list[Path]:
     }
     found = {path for path in sources() if is_test(path)}
     distance = dict.fromkeys(found & behind, 3) | dict.fromkeys(found & direct, 2)
-    distance |= {path: 1 for path in distance if room in path.relative_to(ROOT).parts[1:-1]}
+    distance |= {path: 1 for path in distance if rooms & {*path.relative_to(ROOT).parts[1:-1]}}
     distance |= {path: 0 for path in found if path.name == named}
     return sorted(distance, key=lambda path: (distance[path], path))
 

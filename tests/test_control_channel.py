@@ -9,7 +9,6 @@ import threading
 import pytest
 
 from ddp_runner.kernel.system.control_channel import DESCRIPTORS_MAX, Channel, ChannelClosedError
-from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.fork_specs import ForkKind, ImportsSpec
 from ddp_runner.kernel.wire.messages import (
     PACKET_BYTES_MAX,
@@ -19,6 +18,7 @@ from ddp_runner.kernel.wire.messages import (
     Forked,
     Metrics,
 )
+from ddp_runner.kernel.wire.packets import WireError
 from tests.processes import run_ranks
 
 

@@ -22,20 +22,20 @@ KERNEL = ("kernel", "start", "installed")
 
 # Rooms that are to know nothing of the other: how many imports still do.
 NEVER = {
-    ("supervisor", "observe"): 34,
-    ("rank", "observe"): 13,
-    ("training", "observe"): 14,
+    ("supervisor", "observe"): 28,
+    ("rank", "observe"): 8,
+    ("training", "observe"): 10,
     ("supervisor", "config"): 4,
-    ("cli", "supervisor"): 13,
+    ("cli", "supervisor"): 5,
     ("supervisor", "supervisor.nodes"): 3,
 }
 
 COUNTS = {
-    "imports by the kernel of what is outside it": 93,
-    "files with one importer and under 120 lines": 13,
+    "imports by the kernel of what is outside it": 0,
+    "files with one importer and under 120 lines": 16,
     "functions of more than 60 lines": 2,
     "functions of nine parameters or more": 3,
-    "files": 482,
+    "files": 528,
 }
 
 

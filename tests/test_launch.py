@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.cli.from_code import launch as launcher
 from ddp_runner.cli import python_environment as environment
+from ddp_runner.cli.from_code import launch as launcher
 from ddp_runner.kernel.rules.errors import BadInputError
 
 ROOT = Path(__file__).resolve().parents[1]

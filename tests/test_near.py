@@ -18,7 +18,7 @@ def found(file):
     ("file", "test"),
     [
         ("kernel/group/transfer.py", "kernel/group/test_transfer.py"),
-        ("kernel/rules/recovery.py", "core/test_recovery.py"),
+        ("kernel/rules/recovery.py", "kernel/rules/test_recovery.py"),
         ("kernel/parent/loop.py", "supervisor/test_repairs.py"),
     ],
 )
@@ -27,7 +27,7 @@ def test_what_imports_a_file_or_has_its_name_is_near(file, test):
 
 
 def test_its_own_tests_come_first():
-    assert found("kernel/rules/faults.py")[0].startswith("core/")
+    assert found("kernel/rules/faults.py")[0].startswith("kernel/rules/")
     assert found("kernel/group/transfer.py")[0] == "kernel/group/test_transfer.py"
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.hardware.devices import choose, find_gpus, placed, plan_devices, with_shares
 from ddp_runner.cli.extras import page_missing, refuse_missing
+from ddp_runner.cli.hardware.devices import choose, find_gpus, placed, plan_devices, with_shares
 from ddp_runner.cli.hardware.machine import core_count
 from ddp_runner.cli.parser import TrainArguments
 from ddp_runner.cli.stage_choice import at_its_begin, checked, in_mode, refuse_stages

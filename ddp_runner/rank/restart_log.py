@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddp_runner.kernel.system.run_files import read_lines
-from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.events import (
     CheckpointSaved,
     Faulted,
@@ -22,6 +21,7 @@ from ddp_runner.kernel.wire.events import (
     TuningChanged,
 )
 from ddp_runner.kernel.wire.messages import Finished, Message, RestartProgress, decode, encode
+from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.observe.files import LineFile
 
 KEPT = (

@@ -132,13 +132,7 @@ def assembled(
     """Put a run together. ``others``: its other machines; ``waits_for``: what it cannot begin without, in words."""
     world = World(node, others)
     published = published or Published(Path(plan.settings.run.checkpoint_dir))
-    recorder = Recorder(
-        outputs,
-        name=plan.settings.run.name,
-        published=published,
-        clock=clock,
-        host_of=world.host_of,
-    )
+    recorder = _recorder(plan, outputs, world=world, published=published, clock=clock)
     run = _context(plan, world, recorder, published, clock)
     cutting = Cutting(world=world, recorder=recorder)
     features: list[Observer] = []
@@ -148,16 +142,7 @@ def assembled(
         injections_left=lambda rank: _merged(one.injections_left(rank) for one in features),
     )
     savers = SaverKeeper(plan, node=node, recorder=recorder, clock=clock)
-    features += around.observers(
-        around.OfRun(
-            plan=plan,
-            node=node,
-            world=world,
-            recorder=recorder,
-            repair=repair,
-            machine=run.machine,
-        )
-    )
+    features += _features(plan, node, run=run, recorder=recorder, repair=repair)
     stages = StageChange(plan, node, repair=repair, recorder=recorder, others=features, clock=clock)
     start = Start(
         node=node,
@@ -188,6 +173,33 @@ def assembled(
         savers=savers,
         stages=stages,
         features=tuple(features),
+    )
+
+
+def _recorder(
+    plan: LaunchPlan, outputs: Outputs, *, world: World, published: Published, clock: Clock
+) -> Recorder:
+    return Recorder(
+        outputs,
+        name=plan.settings.run.name,
+        published=published,
+        clock=clock,
+        host_of=world.host_of,
+    )
+
+
+def _features(
+    plan: LaunchPlan, node: Node, *, run: RunContext, recorder: Recorder, repair: Repair
+) -> Sequence[Observer]:
+    return around.observers(
+        around.OfRun(
+            plan=plan,
+            node=node,
+            world=run.world,
+            recorder=recorder,
+            repair=repair,
+            machine=run.machine,
+        )
     )
 
 

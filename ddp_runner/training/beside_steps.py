@@ -1,4 +1,4 @@
-"""Who works beside the steps of a rank, and what it is told of them. It changes no bit of the run."""
+"""Work beside the steps of a rank, by features. It changes no bit of the run."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.wire.packets import by_name
 from ddp_runner.kernel.wire.events import RunEnds
+from ddp_runner.kernel.wire.packets import by_name
 
 LOOK_EVERY_S = 0.5  # the longest time from one Look to the next
 

@@ -37,7 +37,6 @@ from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.kernel.wire.board import Board, Cell, Slot
-from ddp_runner.kernel.wire.packets import built
 from ddp_runner.kernel.wire.events import Faulted, RankFormed
 from ddp_runner.kernel.wire.fork_specs import ProgramSpec
 from ddp_runner.kernel.wire.messages import (
@@ -51,6 +50,7 @@ from ddp_runner.kernel.wire.messages import (
     ReopenLog,
     Stacks,
 )
+from ddp_runner.kernel.wire.packets import built
 from ddp_runner.observe.files import ends_torn
 from ddp_runner.observe.logger import HELD_BACK, format_record
 from ddp_runner.rank.main_program import run_as_main

@@ -6,8 +6,8 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.messages import PACKET_BYTES_MAX, Message, decode, encode
+from ddp_runner.kernel.wire.packets import WireError
 
 DESCRIPTORS_MAX = 8
 

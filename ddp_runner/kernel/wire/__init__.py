@@ -1,1 +1,1 @@
-"""What supervisor and rank tell each other: reports, orders, and the board that they share."""
+"""Messages between supervisor and rank: reports, orders, and the board that both share."""

@@ -12,9 +12,9 @@ from typing import Any, cast
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.helper_roles import SPEC_OF
 from ddp_runner.kernel.wire import packets as wire
-from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.events import REPORTS, Cut, OfFault, Report
 from ddp_runner.kernel.wire.fork_specs import ForkKind, NothingMore, Spec
+from ddp_runner.kernel.wire.packets import WireError
 
 NO_PROCESS = 0  # in a Forked, of one that the run can do without
 PACKET_BYTES_MAX = 128 * 1024  # a local socket's default buffer holds one

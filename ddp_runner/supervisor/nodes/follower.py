@@ -52,7 +52,6 @@ from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.packets import WireError, by_name, name_of
 from ddp_runner.kernel.wire.events import RankFormed, RepairedInPlace
 from ddp_runner.kernel.wire.messages import (
     Abort,
@@ -65,6 +64,7 @@ from ddp_runner.kernel.wire.messages import (
     decode,
     encode,
 )
+from ddp_runner.kernel.wire.packets import WireError, by_name, name_of
 from ddp_runner.observe.console import LogTail, Shown
 from ddp_runner.supervisor import around
 from ddp_runner.system.followed_run import FollowedRun
@@ -143,23 +143,19 @@ class Follower:
         # The coordinator may not know the secrets of this machine's environment.
         self._hidden = hidden_texts(plan.settings.task, os.environ)
         self._checkpoint_dir = Path(plan.settings.run.checkpoint_dir)
-        self._world = World(node)
-        for handle in self._world.ranks:
+        self._world = world = World(node)
+        for handle in world.ranks:
             if handle.rank not in node.processes:
                 handle.member.advance(MembershipEvent.DROPPED)
         self._facts = RunFacts()
         self._herald = herald = Herald(self._facts, report, show)
-        self._reporter = Reporter()
+        self._reporter = reporter = Reporter()
         settings = plan.settings.recovery
         self._beside = around.observers(
-            around.OfMachine(
-                plan=plan, node=node, world=self._world, recorder=herald, repair=self._reporter
-            )
+            around.OfMachine(plan=plan, node=node, world=world, recorder=herald, repair=reporter)
         )
         self._keeper = NodeKeeper(
-            ZygoteKeeper(
-                settings, node=node, world=self._world, recorder=herald, repair=self._reporter
-            ),
+            ZygoteKeeper(settings, node=node, world=world, recorder=herald, repair=reporter),
             StorePolicy(self._facts, node=node, stopped_max_s=settings.stopped_max_s),
             around.policies(self._beside),
             node=node,

@@ -39,8 +39,8 @@ from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.kernel.system.folder_owner import new_term
 from ddp_runner.kernel.wire import packets as wire
-from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.events import RunEnds
+from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.observe.display import Display, make_display
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting

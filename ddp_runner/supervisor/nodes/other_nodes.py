@@ -33,9 +33,9 @@ from ddp_runner.core.machines.node_messages import (
 )
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire import packets as wire
-from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.kernel.wire.events import OfFault, RunEnds
 from ddp_runner.kernel.wire.messages import Message, decode
+from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.observe.view import NodeView
 from ddp_runner.supervisor.nodes.admission import (
     LossCount,
