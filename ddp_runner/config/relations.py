@@ -67,6 +67,7 @@ def _feature_problems(settings: Settings) -> Iterator[BadInputError]:
         ("run.inject", "faults", ",".join(settings.run.inject)),
         ("log.trackers", "trackers", ",".join(settings.log.trackers)),
         ("log.display", "display", display if display == "live" else None),
+        ("log.page", "page", "true" if settings.log.page else None),
         ("checkpoint.after_save", "after_save", settings.checkpoint.after_save),
     )
     there = installed.names("__init__")
