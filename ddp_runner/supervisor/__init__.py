@@ -1,4 +1,4 @@
-"""PARENT: spawns, watches, decides through core, acts. Knows no torch.
+"""PARENT: spawns, watches, decides by rules, acts. Knows no torch.
 
 processes    the processes of this machine: forked, killed, reaped, read
 recovery     from the first sign of a fault to ranks that train again

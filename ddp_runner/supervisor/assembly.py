@@ -36,9 +36,9 @@ from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.observe.summary import RunSummary, Summary
 from ddp_runner.supervisor import around
-from ddp_runner.supervisor.features.folders import FolderKeeper
-from ddp_runner.supervisor.features.saver_keeper import SaverKeeper
-from ddp_runner.supervisor.features.stage_change import StageChange
+from ddp_runner.supervisor.beside.folders import FolderKeeper
+from ddp_runner.supervisor.beside.saver_keeper import SaverKeeper
+from ddp_runner.supervisor.beside.stage_change import StageChange
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.coordinator import (
     CoordinatorSupervisor,

@@ -1,4 +1,4 @@
-"""Builds, loads and feeds a replacement apart from the run, and compares its results. Changes nothing of the run.
+"""Builds, loads and feeds a replacement in the drill's process, and compares its results. Changes nothing of the run.
 
 ``notes.py`` writes, in a rank, what is read here.
 """

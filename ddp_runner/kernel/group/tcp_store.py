@@ -1,4 +1,4 @@
-"""A rank's connection to the store: made ahead, kept over generations, made again when broken."""
+"""The store: served in the store host, and a rank's connection to it, made ahead, kept over generations, made again when broken."""
 
 from __future__ import annotations
 

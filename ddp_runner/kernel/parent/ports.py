@@ -145,7 +145,7 @@ class RespawnScheduler(Protocol):
 
 
 class Stages(Protocol):
-    """What follows once all ranks have finished: :class:`~.features.stage_change.StageChange`."""
+    """What follows once all ranks have finished: ``StageChange``, beside the supervisor."""
 
     @property
     def is_changing(self) -> bool:

@@ -1,1 +1,1 @@
-"""REPAIRS: from the first sign of a fault to ranks that train again. Rules are in core."""
+"""REPAIRS: from the first sign of a fault to ranks that train again. Rules are in kernel/rules."""

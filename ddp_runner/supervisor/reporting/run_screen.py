@@ -24,7 +24,7 @@ from ddp_runner.observe.format import printable
 from ddp_runner.observe.summary import EndOfRun, RunSummary, Summary
 from ddp_runner.observe.view import NodeView, RunView
 from ddp_runner.supervisor.around import OfScreen, programs
-from ddp_runner.supervisor.features.folders import FolderKeeper
+from ddp_runner.supervisor.beside.folders import FolderKeeper
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_view import Around, run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
