@@ -6,15 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import ddp_runner
 from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.endings import exit_of, store_died
+from ddp_runner.kernel.processes.endings import exit_of, place_in, store_died
 from ddp_runner.kernel.processes.rank_process import RankProcess
 from ddp_runner.kernel.rules.classify import classify_exit
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 
+PACKAGE = Path(ddp_runner.__file__).parent
 CRASH = "import faulthandler, os\nfaulthandler.enable()\ndef f(): os.abort()\nf()\n"
 SILENT = "import os\nos.abort()\n"
 
@@ -49,6 +52,17 @@ def run_as(process, tmp_path, code):
         code = subprocess.run([sys.executable, str(script)], stderr=log, check=False).returncode
     ended = Ended(pid=1, exit_code=None, signal_number=-code, at_ns=time.monotonic_ns())
     return reported(process, ended)
+
+
+def test_a_place_in_the_user_s_code_is_never_one_of_ours():
+    """The innermost frame may be in any folder of the package; a task of ours is an example of a user's."""
+    from_ours = f'  File "{PACKAGE}/training/step.py", line 364 in compute\n'
+    from_user = '  File "/home/me/task.py", line 31 in loss\n'
+    example = f'  File "{PACKAGE}/tasks/synthetic.py", line 7 in loss\n'
+    head = "Current thread 0x00007f26 (most recent call first):\n"
+    assert place_in(head + from_ours + from_user) == "in loss, task.py:31"
+    assert place_in(head + from_ours) == ""
+    assert place_in(head + example) == "in loss, synthetic.py:7"
 
 
 def test_a_process_that_aborts_says_where(process, tmp_path):

@@ -13,6 +13,7 @@ from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 PROOF_TIMEOUT_S = 30.0
 FREE_TIMEOUT_S = 30.0  # for the driver to give back what a process held that was killed
 STILL_S = 3.0  # without any more of it: somebody else has the rest
+FIRST_S = 10.0  # without any of it
 _FREE_LOOK_S = 0.1
 _AS_FREE_AS = 0.98  # of what was free before
 
@@ -37,22 +38,25 @@ def await_free(
     look: Callable[[torch.device], int] = free_bytes,
     timeout_s: float = FREE_TIMEOUT_S,
     still_s: float = STILL_S,
+    first_s: float = FIRST_S,
 ) -> int:
-    """Return what is free once that is about ``wanted_bytes``, has not grown for ``still_s``, or the time is up.
+    """Return what is free once that is about ``wanted_bytes``, stops growing, or the time is up.
 
     A process that was killed holds its GPU's memory until the driver has taken its context down,
     while the process that replaces it is there already. What other processes have taken meanwhile
-    does not come back.
+    does not come back: nothing more is awaited ``still_s`` after some got free, or ``first_s`` if none does.
     """
     begun_s = grown_s = time.monotonic()
-    most = 0
+    most: int | None = None
+    patience_s = first_s
     while True:
         free, now_s = look(device), time.monotonic()
-        if free > most:
+        if most is None or free > most:
+            patience_s = first_s if most is None else still_s
             most, grown_s = free, now_s
         if free >= _AS_FREE_AS * wanted_bytes:
             return free
-        if now_s - grown_s > still_s or now_s - begun_s > timeout_s:
+        if now_s - grown_s > patience_s or now_s - begun_s > timeout_s:
             return free
         time.sleep(_FREE_LOOK_S)
 

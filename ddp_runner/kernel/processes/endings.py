@@ -16,7 +16,7 @@ from ddp_runner.kernel.rules.crash_output import (
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.wire.board import SlotReading
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 def place_in(text: str) -> str:

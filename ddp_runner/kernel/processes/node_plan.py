@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class NodePlan:
     kind: ForkKind
     module: str
     wanted: str
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)  # may hold secrets
     settings: dict[str, object]
     around: tuple[Mapping[str, Any], ...]
     has_own_device: tuple[bool, ...]
@@ -33,7 +33,7 @@ class NodePlan:
     is_alone: bool  # no other machine has ranks of the run
     log_dir: Path
     store_port: int
-    log_seal: str
+    log_seal: str = field(repr=False)
     shared: Mapping[str, tuple[str, ...]]
     has_saver: bool
     shares_trouble: bool

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _TASKS = str(_PACKAGE / "tasks")  # examples of a user's
 _LIBRARIES = tuple(
     f"{folder}/"

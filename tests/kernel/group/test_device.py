@@ -37,6 +37,7 @@ def test_a_replacement_does_not_wait_for_what_somebody_else_has_taken():
     free = iter([10, 400, *[500] * 1000])
     begun_s = time.monotonic()
     assert await_free(CPU, 1000, look=lambda _: next(free), still_s=0.3) == 500
+    assert await_free(CPU, 1000, look=lambda _: 10, first_s=0.3) == 10, "none of it at all"
     assert time.monotonic() - begun_s < 5, "not the whole time-out"
 
 
