@@ -14,7 +14,6 @@ from ddp_runner.cli.planning import plan_launch
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.settings import Settings
 from ddp_runner.features.doctor import doctor
-from ddp_runner.kernel.processes.environment import kept_against_advice, training_environment
 from ddp_runner.kernel.system.torch_versions import (
     DIFFERENCES,
     TESTED,
@@ -22,6 +21,7 @@ from ddp_runner.kernel.system.torch_versions import (
     TorchBuild,
     untested,
 )
+from ddp_runner.supervisor.environment import kept_against_advice, training_environment
 
 PACKAGE = Path(__file__).parents[1] / "ddp_runner"
 CLASSES = "from torch._C._distributed_c10d import ProcessGroupNCCL2\n"

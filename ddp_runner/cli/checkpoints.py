@@ -19,12 +19,12 @@ from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of
 from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, NAME, Arguments, SmallCommand, show
 from ddp_runner.cli.runs import checkpoint_dir_of
 from ddp_runner.core.settings.declaration import Option
-from ddp_runner.kernel.processes.environment import probe_environment
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.disk import Disk, RealDisk
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND
+from ddp_runner.supervisor.environment import probe_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

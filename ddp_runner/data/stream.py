@@ -26,7 +26,7 @@ from ddp_runner.data.workers.fetch import SampleFailed, failed, seed_generators,
 from ddp_runner.data.workers.shard_reader import ShareKey
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.values.generators import generators_kept
-from ddp_runner.kernel.values.plain import from_plain, to_plain
+from ddp_runner.values.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

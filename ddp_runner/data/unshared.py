@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ddp_runner.kernel.values.object_graph import LEAVES, Walk
+from ddp_runner.values.object_graph import LEAVES, Walk
 
 _CHANGEABLE = (dict, list, set, bytearray, Tensor, np.ndarray)
 _LOOKS = 16  # at batches of a collate function, until it is known to make new ones

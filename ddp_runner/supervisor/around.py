@@ -15,10 +15,10 @@ from ddp_runner.kernel.parent.ports import EventRecorder, HelperPolicy, Observer
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.processes.program import Say
 from ddp_runner.kernel.rules.lifecycle import Machine, RunEvent, RunState
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire import events
+from ddp_runner.supervisor.reporting.program import Say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.group.waiting import waiting_for_peers
 from ddp_runner.kernel.replica.replica import Replica
-from ddp_runner.kernel.replica.sync_batchnorm import Peers
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.phases import DueActions, Phase
@@ -30,6 +29,7 @@ from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.audit import open_audit
 from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.components.loss_monitor import Verdict
+from ddp_runner.training.components.sync_batchnorm import Peers
 from ddp_runner.training.components.tuning import AdaptRules, adapt
 from ddp_runner.training.exactness.first_step import FirstStep, report_inexact
 from ddp_runner.training.figures.evaluation import Validation

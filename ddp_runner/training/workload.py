@@ -30,7 +30,6 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.kernel.group.device import await_free
-from ddp_runner.kernel.replica.sync_batchnorm import SyncedNorms
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.phases import Stage
@@ -46,6 +45,7 @@ from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.recompute import checkpoint_activations
 from ddp_runner.training.components.start_weights import frozen_entries
+from ddp_runner.training.components.sync_batchnorm import SyncedNorms
 from ddp_runner.training.components.tuning import Tuning, searches_at_first
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.figures.measuring import build_objects

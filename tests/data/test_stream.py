@@ -18,7 +18,7 @@ from ddp_runner.data.source import Cut
 from ddp_runner.data.stream import READ_AGAIN, StreamOrder, StreamPosition, StreamSource
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
-from ddp_runner.kernel.values.plain import from_plain, to_plain
+from ddp_runner.values.plain import from_plain, to_plain
 from tests.data.mapped import loader_of
 
 BATCH = 6

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper
-from ddp_runner.kernel.processes.program import Given, NoLogError, Programs, Say
 from ddp_runner.kernel.rules.helper_roles import Role
 from ddp_runner.kernel.wire import events
 from ddp_runner.supervisor.around import OfScreen, ProgramBeside
+from ddp_runner.supervisor.reporting.program import Given, NoLogError, Programs, Say
 
 AFTER_SAVE = Role(name="after_save", module="")  # a command of the user's
 PLACE = "{path}"  # where the checkpoint's path goes in a command

@@ -10,10 +10,10 @@ from ddp_runner.core.gpu_reading import GpuReading
 from ddp_runner.features.gpu_watch.driver_process import NO_DRIVER
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper
-from ddp_runner.kernel.processes.program import Given, Program, Programs, Say
 from ddp_runner.kernel.rules.helper_roles import DOUBLED_S, Role
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.run_files import from_json
+from ddp_runner.supervisor.reporting.program import Given, Program, Programs, Say
 
 GPU_READER = Role(
     name="gpu_reader",

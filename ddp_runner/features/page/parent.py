@@ -13,10 +13,10 @@ from ddp_runner import start
 from ddp_runner.core.settings import LogSettings
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper
-from ddp_runner.kernel.processes.program import Given, Programs, Say
 from ddp_runner.kernel.rules.helper_roles import Role
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.supervisor.around import OfScreen, ProgramBeside
+from ddp_runner.supervisor.reporting.program import Given, Programs, Say
 
 PAGE = Role(name="page", module=f"{__package__}.child", tries=1)
 _HOST = "127.0.0.1"

@@ -14,10 +14,10 @@ from typing import Any
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.settings import Settings
 from ddp_runner.features.proof.rules import SHARE_FILE, STATE_FOLDER
-from ddp_runner.kernel.group.apart import stand_apart
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.run_files import read_small
 from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.training.exactness.apart import stand_apart
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.loading.loaders import make_loader
 from ddp_runner.training.loading.preloading import preloaded

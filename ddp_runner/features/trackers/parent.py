@@ -11,12 +11,12 @@ from pathlib import Path
 
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper
-from ddp_runner.kernel.processes.program import Given, NoLogError, Program, Programs, Say
 from ddp_runner.kernel.rules.helper_roles import DOUBLED_S, Role
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.proc_state import stat_fields
 from ddp_runner.observe.tracker_position import position_path, read_position
 from ddp_runner.supervisor.around import OfScreen, ProgramBeside
+from ddp_runner.supervisor.reporting.program import Given, NoLogError, Program, Programs, Say
 
 TRACKER = Role(
     name="tracker",  # of each, its own

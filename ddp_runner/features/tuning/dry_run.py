@@ -27,7 +27,6 @@ from ddp_runner.features.tuning.dry_run_report import (
     memory_table,
     module_table,
 )
-from ddp_runner.kernel.group.apart import NeedsOthersError, stand_apart
 from ddp_runner.kernel.replica.data_parallel import loss_over_devices
 from ddp_runner.kernel.replica.loss import read_loss
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -40,6 +39,7 @@ from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.components.optimizer import bytes_to_come
+from ddp_runner.training.exactness.apart import NeedsOthersError, stand_apart
 from ddp_runner.training.figures.train_report import block_of, start_notes
 from ddp_runner.training.loading.batch_copy import tensors_of, to_device
 from ddp_runner.training.loading.loaders import make_loader

@@ -13,13 +13,13 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.machines.node_messages import Watched
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.program import Say
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.proc_state import cpu_ticks
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.observe.view import GpuView
 from ddp_runner.supervisor.around import reader_of_gpus
+from ddp_runner.supervisor.reporting.program import Say
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _WARM_STEPS, _MEASURED_STEPS = (

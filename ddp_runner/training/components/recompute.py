@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_runner.checkpoint.entry_names import bare_name
-from ddp_runner.kernel.replica.other_forward import with_forward
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.values.generators import HostGenerators
+from ddp_runner.training.components.other_forward import with_forward
 
 OPTION = "memory.activation_checkpointing"
 _NAMES_SHOWN = 3

@@ -24,8 +24,8 @@ from ddp_runner.kernel.values.generators import (
     read_generator,
     set_generator,
 )
-from ddp_runner.kernel.values.plain import to_plain
 from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.values.plain import to_plain
 
 _PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)
 GENERATOR, BUFFER, MEMBER = (

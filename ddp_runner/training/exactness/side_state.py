@@ -18,15 +18,6 @@ from torch.utils.data import Dataset
 
 from ddp_runner.checkpoint.entry_names import bare_names
 from ddp_runner.kernel.rules.classify import lacks_memory
-from ddp_runner.kernel.values.object_graph import (
-    Closed,
-    Reach,
-    Walk,
-    attributes_of,
-    remove_attribute,
-    state_in,
-    write_attribute,
-)
 from ddp_runner.training.exactness.kept_kinds import GivingBack, Kept, NotPlainError, TensorCopy
 from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import (
@@ -36,6 +27,15 @@ from ddp_runner.training.exactness.values import (
     kept_of,
     mark_shared,
     wired,
+)
+from ddp_runner.values.object_graph import (
+    Closed,
+    Reach,
+    Walk,
+    attributes_of,
+    remove_attribute,
+    state_in,
+    write_attribute,
 )
 
 LOOK_SHARE = 0.002  # of a step's time, for looking at what has not changed so far

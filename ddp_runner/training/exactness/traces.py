@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ddp_runner.kernel.values.generators import generator_kind
-from ddp_runner.kernel.values.object_graph import CONTAINERS, LEAVES, attributes_of
 from ddp_runner.training.exactness.kept_kinds import GeneratorState
+from ddp_runner.values.object_graph import CONTAINERS, LEAVES, attributes_of
 
 _COST_OF_A_LOOK, _COST_AT_ONCE = 1_500, 250_000  # of objects, about 5 us each
 _PIECE, _PIECE_BYTES = 500, 1024 * 1024

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.values.generators import generator_kind
-from ddp_runner.kernel.values.object_graph import LEAVES
-from ddp_runner.kernel.values.plain import from_plain
 from ddp_runner.training.exactness.kept_kinds import (
     BUFFER,
     C_VALUES,
@@ -46,6 +44,8 @@ from ddp_runner.training.exactness.kept_kinds import (
     has_pointers,
 )
 from ddp_runner.training.exactness.traces import Trace
+from ddp_runner.values.object_graph import LEAVES
+from ddp_runner.values.plain import from_plain
 
 ENTRIES_MAX = 100_000  # of one list or dict that is kept
 NODES_MAX = 250_000  # of what is kept under one name, numbers in a list of numbers aside

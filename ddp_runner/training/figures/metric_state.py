@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.kernel.values.object_graph import Walk, attributes_of
 from ddp_runner.training.exactness.kept_kinds import Kept
 from ddp_runner.training.exactness.values import kept_of
+from ddp_runner.values.object_graph import Walk, attributes_of
 
 METHODS = ("reset", "update", "compute")
 Sum = Tensor | int | float

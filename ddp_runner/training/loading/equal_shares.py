@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ddp_runner.core.batch_sizes import SHARES, cut, micro_batch, shares_of
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import micro_batch_count
-from ddp_runner.kernel.replica.sync_batchnorm import OPTION
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.training.components.sync_batchnorm import OPTION
 
 
 def refuse_unequal_shares(settings: Settings, global_batch: int, *, world_size: int) -> None:

@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
-from ddp_runner.kernel.replica.sync_batchnorm import SyncedNorms
 from ddp_runner.kernel.rules.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, StopReason
 from ddp_runner.kernel.rules.faults import FaultError, ReportedFaultError
 from ddp_runner.kernel.rules.phases import Phase
@@ -30,6 +29,7 @@ from ddp_runner.kernel.step.engine import Engine
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.values.generators import seed_all
 from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.training.components.sync_batchnorm import SyncedNorms
 from ddp_runner.training.exactness.first_step import report_lost_names
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.loading.loaders import waiting

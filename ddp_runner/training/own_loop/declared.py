@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_runner.core.settings import DdpSettings
 from ddp_runner.core.step_schedule import RunLength
-from ddp_runner.kernel.replica.sync_batchnorm import SyncedNorms
+from ddp_runner.training.components.sync_batchnorm import SyncedNorms
 from ddp_runner.training.own_loop.kept import KeptObjects
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.net import AttachedModule

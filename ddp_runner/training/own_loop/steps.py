@@ -21,7 +21,6 @@ from ddp_runner.kernel.group.group import Group, collectives_begun
 from ddp_runner.kernel.group.waiting import waiting_for_peers
 from ddp_runner.kernel.replica.loss_module import Signal
 from ddp_runner.kernel.replica.model_replica import ModelReplica
-from ddp_runner.kernel.replica.sync_batchnorm import Peers
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
@@ -32,6 +31,7 @@ from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.components.buffers import is_spread
+from ddp_runner.training.components.sync_batchnorm import Peers
 from ddp_runner.training.exactness.kept_kinds import Kept
 from ddp_runner.training.figures.use_figures import memory_figures
 from ddp_runner.training.guard import NumericsGuard

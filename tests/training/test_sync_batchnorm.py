@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.kernel.replica.sync_batchnorm import Peers, SyncedNorms
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
+from ddp_runner.training.components.sync_batchnorm import Peers, SyncedNorms
 from tests.processes import hosted_store, poll, ranks, results, run_ranks
 
 from .joining import CPU, join

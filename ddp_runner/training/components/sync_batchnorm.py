@@ -22,9 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.group.waiting import waiting_for_peers
-from ddp_runner.kernel.replica.other_forward import with_forward
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.wire.board import Slot
+from ddp_runner.training.components.other_forward import with_forward
 
 OPTION = "ddp.sync_batchnorm"
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.kernel.values import object_graph
-from ddp_runner.kernel.values.object_graph import (
+from ddp_runner.values import object_graph
+from ddp_runner.values.object_graph import (
     Closed,
     Reach,
     Walk,

@@ -1,0 +1,1 @@
+"""Graphs of objects and plain values: what a rank holds outside its model."""
