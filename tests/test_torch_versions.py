@@ -21,7 +21,7 @@ from ddp_runner.kernel.system.torch_versions import (
     TorchBuild,
     untested,
 )
-from ddp_runner.supervisor.environment import kept_against_advice, training_environment
+from ddp_runner.system.environment import kept_against_advice, training_environment
 
 PACKAGE = Path(__file__).parents[1] / "ddp_runner"
 CLASSES = "from torch._C._distributed_c10d import ProcessGroupNCCL2\n"

@@ -24,7 +24,7 @@ from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.disk import Disk, RealDisk
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND
-from ddp_runner.supervisor.environment import probe_environment
+from ddp_runner.system.environment import probe_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -370,7 +370,7 @@ def _kept_variables(
 
 def _environments() -> ModuleType:
     """Return the module that sets the variables of a run's processes. Imported late, as the supervisor is."""
-    from ddp_runner.supervisor import environment  # noqa: PLC0415
+    from ddp_runner.system import environment  # noqa: PLC0415
 
     return environment
 

@@ -14,7 +14,7 @@ from ddp_runner.cli.hardware.machine import core_count
 from ddp_runner.core.launch_plan import TRAINED
 from ddp_runner.core.threads import AUTO_CPU_RANKS, share_of_cores
 from ddp_runner.kernel.processes.zygote_start import ZygoteAhead
-from ddp_runner.supervisor.environment import training_environment
+from ddp_runner.system.environment import training_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

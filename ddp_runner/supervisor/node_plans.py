@@ -11,7 +11,7 @@ from ddp_runner import config
 from ddp_runner.kernel.processes.node_plan import NodePlan
 from ddp_runner.kernel.wire.fork_specs import ForkKind, Program
 from ddp_runner.observe.logger import new_seal
-from ddp_runner.supervisor.environment import as_under_torchrun, training_environment
+from ddp_runner.system.environment import as_under_torchrun, training_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

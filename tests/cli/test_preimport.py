@@ -16,7 +16,7 @@ from ddp_runner.core.launch_plan import TRAINED
 from ddp_runner.kernel.processes.zygote_start import ZygoteAhead
 from ddp_runner.kernel.system.parent_death import MARK_VARIABLE
 from ddp_runner.start import ZYGOTE_AHEAD
-from ddp_runner.supervisor.environment import training_environment
+from ddp_runner.system.environment import training_environment
 from tests.processes import poll
 from tests.scenarios.harness import TRAIN, Run
 from tests.scenarios.leftovers import processes_with

@@ -20,7 +20,7 @@ PRODUCT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-}  # what ranks find in their environment; see ddp_runner.supervisor.environment
+}  # what ranks find in their environment; see ddp_runner.system.environment
 
 
 def preload():

@@ -7,8 +7,8 @@ from pathlib import Path
 import ddp_runner
 from ddp_runner.core.launch_plan import TRAINED, LaunchPlan
 from ddp_runner.core.settings import RunSettings, Settings
-from ddp_runner.supervisor.environment import kept_against_advice
 from ddp_runner.supervisor.node_plans import what_to_import, zygote_environment
+from ddp_runner.system.environment import kept_against_advice
 
 ON_PATH = str(Path(ddp_runner.__file__).resolve().with_name("on_path"))
 

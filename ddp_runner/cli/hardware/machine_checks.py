@@ -21,7 +21,7 @@ from ddp_runner import start
 from ddp_runner.kernel.processes.memory_limits import container_limit
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.observe.format import byte_size
-from ddp_runner.supervisor.environment import probe_environment
+from ddp_runner.system.environment import probe_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -76,7 +76,7 @@ DIFFERENCES = (
         since="2.15",
         what="the backend nccl is ProcessGroupNCCL2, unless TORCH_DIST_USE_NCCL2=0",
         test="none is needed: the variable is 0 in every run, which older versions ignore",
-        place="supervisor/environment.py",
+        place="system/environment.py",
     ),
 )
 
