@@ -35,25 +35,25 @@ PARTS = (
     Part(
         name="machine",
         module="tests.gpu.machine",
-        limit_s=60,
+        limit_s=55,
         shown=("versions.gpu", "start.context_s", "killed.free_s", "board.behind_kernel"),
     ),
     Part(
         name="nccl",
         module="tests.gpu.nccl",
-        limit_s=120,
+        limit_s=115,
         shown=("cycle_eager.form_s.median", "behind_kernels.5s.abort_s", "while_enqueuing.ended"),
     ),
     Part(
         name="two_ranks",
         module="tests.gpu.two_ranks",
-        limit_s=20,
+        limit_s=10,
         shown=("plain.rank0.error", "shared.rank0.error", "partial_abort.rank1.is_wrong_and_whole"),
     ),
     Part(
         name="shared",
         module="tests.gpu.shared",
-        limit_s=180,
+        limit_s=125,
         shown=(
             "sums_2.rank0.wrong",
             "faults_2.verdict",
@@ -65,7 +65,7 @@ PARTS = (
     Part(
         name="one_rank",
         module="tests.gpu.one_rank",
-        limit_s=160,
+        limit_s=150,
         shown=(
             "faults.verdict",
             "special.verdict",
@@ -76,7 +76,7 @@ PARTS = (
         ),
     ),
     Part(name="classes", module="tests.gpu.classes", limit_s=40, shown=("faster", "repaired_s")),
-    Part(name="marked", module="tests.gpu.marked", limit_s=40, shown=("passed", "failed")),
+    Part(name="marked", module="tests.gpu.marked", limit_s=30, shown=("passed", "failed")),
 )
 
 
