@@ -1,1 +1,1 @@
-"""What a Python program calls: launch(), its coroutine, and the commands as functions."""
+"""Offers Python programs launch(), its coroutine, and the commands as functions."""
