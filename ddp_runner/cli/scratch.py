@@ -79,18 +79,23 @@ def _signals_reach_work_alone() -> Iterator[list[int]]:
     A signal that was ignored stays ignored.
     """
     came: list[int] = []
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+
+    def answer_by(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+        for number in heeded:
+            signal.signal(number, handler)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        answer_by(signal.SIG_IGN)  # else the handlers of many signals nest until the stack is full
         came.append(number)
         while frame is not None:
             if frame.f_code is _perform.__code__:
+                answer_by(interrupt)
                 raise KeyboardInterrupt
             frame = frame.f_back
 
-    before = {number: signal.getsignal(number) for number in _ENDING}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, interrupt)
+    answer_by(interrupt)
     try:
         yield came
     finally:

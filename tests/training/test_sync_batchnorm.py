@@ -12,9 +12,8 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 from ddp_runner.training.components.sync_batchnorm import Peers, SyncedNorms
+from tests.kernel.group.joining import CPU, join
 from tests.processes import hosted_store, poll, ranks, results, run_ranks
-
-from .joining import CPU, join
 
 SIZES = (3, 1, 4)  # samples of each rank: counts need not be alike
 
