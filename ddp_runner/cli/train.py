@@ -103,7 +103,7 @@ def _rank_module() -> ModuleType:
     """
     gc.disable()
     try:
-        module = import_module("ddp_runner.rank.external_launcher")
+        module = import_module("ddp_runner.features.launchers.launched")
         import_module("torch._dynamo")
         gc.freeze()
     finally:

@@ -20,7 +20,7 @@ from ddp_runner.core.plain_rank import PlainRank, plain_rank
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.rank import external_launcher
+from ddp_runner.features.launchers import launched as external_launcher
 from ddp_runner.system import heartbeat
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.local_runtime import local_runtime

@@ -37,7 +37,7 @@ def test_nobody_looks_for_garbage_while_a_rank_imports_torch(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
     assert main(["train", "--cpu"]) == 7
     launcher, compiler, then = seen
-    assert launcher == ("ddp_runner.rank.external_launcher", False)
+    assert launcher == ("ddp_runner.features.launchers.launched", False)
     assert compiler == ("torch._dynamo", False)
     assert then == ("main", True)
     assert gc.get_freeze_count() > 0

@@ -48,8 +48,8 @@ from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
 from ddp_runner.observe.summary import EndOfRun, read_summary, write_summary
-from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
-from ddp_runner.rank.restarts import SPENT, replay
+from ddp_runner.features.launchers.restart_log import RestartLog, read_restart_log, restart_log_path
+from ddp_runner.features.launchers.restarts import SPENT, replay
 from ddp_runner.system.run_directories import RunDirectories
 from ddp_runner.training.figures.train_report import TrainReport, finished_message
 from ddp_runner.training.local_runtime import STORE_TIMEOUT_S, LocalRuntime

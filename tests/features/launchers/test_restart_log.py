@@ -19,8 +19,8 @@ from ddp_runner.kernel.wire.events import (
     TuningChanged,
 )
 from ddp_runner.kernel.wire.messages import Metrics, RestartProgress
-from ddp_runner.rank import external_launcher as outside
-from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
+from ddp_runner.features.launchers import launched as outside
+from ddp_runner.features.launchers.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.training.figures.train_report import TrainReport
 
 HALVED = TuningChanged(

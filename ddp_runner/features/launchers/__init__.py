@@ -1,0 +1,1 @@
+"""Runs a rank that another launcher has started: torchrun, srun, a Kubernetes job."""
