@@ -23,7 +23,7 @@ KERNEL = ("kernel", "start", "installed")
 # Rooms that are to know nothing of the other: how many imports still do.
 NEVER = {
     ("supervisor", "observe"): 28,
-    ("rank", "observe"): 8,
+    ("rank", "observe"): 1,
     ("training", "observe"): 10,
     ("supervisor", "config"): 4,
     ("cli", "supervisor"): 5,
@@ -35,7 +35,7 @@ COUNTS = {
     "files with one importer and under 120 lines": 16,
     "functions of more than 60 lines": 2,
     "functions of nine parameters or more": 3,
-    "files": 529,
+    "files": 530,
 }
 
 

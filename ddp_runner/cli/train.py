@@ -20,7 +20,7 @@ from ddp_runner.config import (
 )
 from ddp_runner.core.machines.node_options import ENGINE
 from ddp_runner.core.modes import refuse_of_processes
-from ddp_runner.core.plain_rank import plain_rank
+from ddp_runner.core.plain_rank import PlainRank, launched_part, plain_rank
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.version import VERSION
 
@@ -60,8 +60,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
         # An outside launcher (torchrun, srun with its variables) has made this process a rank.
         refuse_without_supervisor(plan.settings, world_size=rank.world_size)
         refuse_of_processes(plan.settings, world_size=rank.world_size)
-        outside = _rank_module()
-        return int(outside.main(plan, rank, cores=core_count()))
+        return int(_rank_module(rank).main(plan, rank, cores=core_count()))
     allow_open_files(plan.world_size)
     if plan.nodes is not None:
         from ddp_runner.cli.nodes import train_on_several  # noqa: PLC0415 - as below
@@ -95,7 +94,7 @@ def _by_engine(arguments: TrainArguments, words: Sequence[str]) -> int:
     return int(import_module(engines[engine]).train(words, arguments))
 
 
-def _rank_module() -> ModuleType:
+def _rank_module(rank: PlainRank) -> ModuleType:
     """Import the module of a rank under another launcher, with torch, as fast as possible.
 
     Garbage collection during the import, and later in what was imported, takes a third of the time. The first
@@ -103,7 +102,7 @@ def _rank_module() -> ModuleType:
     """
     gc.disable()
     try:
-        module = import_module("ddp_runner.features.launchers.launched")
+        module = launched_part(rank)
         import_module("torch._dynamo")
         gc.freeze()
     finally:

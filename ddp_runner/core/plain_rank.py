@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 
+from ddp_runner import installed
 from ddp_runner.kernel.rules.errors import BadInputError
 
 PLAIN_RANK = "DDP_RUNNER_PLAIN_RANK"
@@ -41,6 +43,13 @@ def plain_rank(environment: Mapping[str, str]) -> PlainRank | None:
     if asked == "1" or (is_marked and asked != "0"):
         return _checked(environment)
     return None
+
+
+def launched_part(rank: PlainRank) -> ModuleType:
+    """Import what runs a rank of another launcher; it imports torch. Raises BadInputError where it is not installed."""
+    for part in installed.parts("launched"):
+        return part
+    raise BadInputError("RANK", rank.rank, "the feature launchers is not installed")
 
 
 def restarts_of(environment: Mapping[str, str]) -> int:

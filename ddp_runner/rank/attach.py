@@ -16,11 +16,10 @@ import torch
 
 from ddp_runner import config as configuration
 from ddp_runner.config.run_names import name_of_task
-from ddp_runner.core.plain_rank import PlainRank, plain_rank
+from ddp_runner.core.plain_rank import PlainRank, launched_part, plain_rank
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.features.launchers import launched as external_launcher
 from ddp_runner.system import heartbeat
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.local_runtime import local_runtime
@@ -98,12 +97,11 @@ def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
         _this.run = _attached(settings, local_runtime(settings, 0, 1))
         return _this.run
     is_on_gpu = settings.run.device != "cpu" and torch.cuda.is_available()
-    settings, outside = external_launcher.begin(
+    launched = launched_part(as_rank)
+    settings, outside = launched.begin(
         settings, as_rank, is_on_gpu=is_on_gpu, cores=len(os.sched_getaffinity(0))
     )
-    _this.run = _attached(
-        settings, outside, on_end=partial(external_launcher.conclude, settings, outside)
-    )
+    _this.run = _attached(settings, outside, on_end=partial(launched.conclude, settings, outside))
     return _this.run
 
 

@@ -32,12 +32,13 @@ def test_nobody_looks_for_garbage_while_a_rank_imports_torch(monkeypatch):
         return Module
 
     monkeypatch.setattr(train, "import_module", imported)
+    monkeypatch.setattr(train, "launched_part", lambda rank: imported(rank.rank))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
     assert main(["train", "--cpu"]) == 7
     launcher, compiler, then = seen
-    assert launcher == ("ddp_runner.features.launchers.launched", False)
+    assert launcher == (0, False)
     assert compiler == ("torch._dynamo", False)
     assert then == ("main", True)
     assert gc.get_freeze_count() > 0

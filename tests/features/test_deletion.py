@@ -33,9 +33,11 @@ SETTINGS = {
     "spare": "recovery.warm_spare=process",
     "trackers": "log.trackers=csv",
 }
+# What asks for one by variables of the environment, then words.
+VARIABLES = {"launchers": ["RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "train", "--cpu"]}
 # Imports each module that is left where all are deleted, shows the help of each command, and asks for what was deleted.
 CHECK = """
-import contextlib, importlib, io, json, pathlib, sys
+import contextlib, importlib, io, json, os, pathlib, sys
 
 import ddp_runner
 
@@ -60,8 +62,12 @@ for name in commands():
         assert main([name, "--help"]) == 0, name
     assert len(shown.getvalue()) > 100, name
 for words in json.loads(sys.argv[2]):
+    variables = dict(one.split("=") for one in words if one.partition("=")[0].isupper())
+    os.environ.update(variables)
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        assert main(words) == 2, words
+        assert main(words[len(variables):]) == 2, words
+    for name in variables:
+        del os.environ[name]
     assert said.getvalue().startswith("ddp_runner: error: "), words
     assert said.getvalue().count("\\n") == 1, said.getvalue()
 """
@@ -77,6 +83,7 @@ def asked_for(features):
         for option in getattr(words, "OPTIONS", ()):
             yield [option.long, *([option.metavar] if option.metavar else [])]
     yield from ([SETTINGS[feature]] for feature in features if feature in SETTINGS)
+    yield from (VARIABLES[feature] for feature in features if feature in VARIABLES)
 
 
 @pytest.mark.parametrize("deleted", [*FEATURES, "all"])

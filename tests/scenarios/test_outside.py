@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner.kernel.wire.messages import RestartProgress
 from ddp_runner.features.launchers.restart_log import read_restart_log, restart_log_path
+from ddp_runner.kernel.wire.messages import RestartProgress
 from tests.scenarios.conftest import SETTINGS, STEPS
 from tests.scenarios.harness import DEADLINE_S, Run, assert_every_sample_once, poll
 from tests.scenarios.workload import TROUBLE_NAME

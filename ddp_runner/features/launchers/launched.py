@@ -25,6 +25,8 @@ from ddp_runner.config.unread import unread_warning
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.core.settings import Settings
+from ddp_runner.features.launchers.restart_log import RestartLog, read_restart_log, restart_log_path
+from ddp_runner.features.launchers.restarts import SPENT, replay
 from ddp_runner.kernel.group.device import visible_gpu
 from ddp_runner.kernel.group.group import holds_communicators
 from ddp_runner.kernel.rank.exit_functions import run_exit_functions
@@ -48,8 +50,6 @@ from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
 from ddp_runner.observe.summary import EndOfRun, read_summary, write_summary
-from ddp_runner.features.launchers.restart_log import RestartLog, read_restart_log, restart_log_path
-from ddp_runner.features.launchers.restarts import SPENT, replay
 from ddp_runner.system.run_directories import RunDirectories
 from ddp_runner.training.figures.train_report import TrainReport, finished_message
 from ddp_runner.training.local_runtime import STORE_TIMEOUT_S, LocalRuntime

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from ddp_runner.config import from_flat
+from ddp_runner.features.launchers import launched as outside
+from ddp_runner.features.launchers.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.kernel.rules.exits import RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.step.runtime import RankInfo
@@ -19,8 +21,6 @@ from ddp_runner.kernel.wire.events import (
     TuningChanged,
 )
 from ddp_runner.kernel.wire.messages import Metrics, RestartProgress
-from ddp_runner.features.launchers import launched as outside
-from ddp_runner.features.launchers.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.training.figures.train_report import TrainReport
 
 HALVED = TuningChanged(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.features.launchers.restarts import replay
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 from ddp_runner.kernel.wire.events import CheckpointSaved, Faulted, RepairedInPlace
 from ddp_runner.kernel.wire.messages import Finished, RestartProgress
 from ddp_runner.observe.summary import EndOfRun
-from ddp_runner.features.launchers.restarts import replay
 
 S = 1_000_000_000
 
