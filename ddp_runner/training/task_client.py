@@ -33,7 +33,7 @@ from ddp_runner.training.figures.train_report import TrainReport, finished_messa
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loading.given import give_average
 from ddp_runner.training.loading.loaders import make_loader, open_quarantine
-from ddp_runner.training.loading.preloading import preloaded
+from ddp_runner.features.preload.child import preloaded
 from ddp_runner.training.prepare import Kept, StageClock
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning

@@ -12,8 +12,8 @@ import torch
 
 from ddp_runner.data.loader import Loader
 from ddp_runner.data.order import SampleOrder
-from ddp_runner.data.preload.memory import PreloadedDataset, SampleMemory
-from ddp_runner.data.preload.reading import Reading
+from ddp_runner.features.preload.memory import PreloadedDataset, SampleMemory
+from ddp_runner.features.preload.reading import Reading
 from ddp_runner.data.shard_source import ShardSource
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.source import Cut

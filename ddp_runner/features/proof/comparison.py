@@ -20,7 +20,7 @@ from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.exactness.apart import stand_apart
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.loading.loaders import make_loader
-from ddp_runner.training.loading.preloading import preloaded
+from ddp_runner.features.preload.child import preloaded
 from ddp_runner.training.local_runtime import Aside
 from ddp_runner.training.starting.compiling import Compiler
 from ddp_runner.training.starting.fork_safety import make_forks_safe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.data.preload.reading import PROBES, estimated_bytes, fits, may_go_on, probes
+from ddp_runner.features.preload.reading import PROBES, estimated_bytes, fits, may_go_on, probes
 
 
 @pytest.mark.parametrize("samples", [1, 2, 31, 32, 33, 1000, 10**12])

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ddp_runner.data.preload.packing import aligned, new_memory, unpack
+from ddp_runner.features.preload.packing import aligned, new_memory, unpack
 
 _HEADER = struct.Struct("<8sqqq")
 _MAGIC = b"samples1"

@@ -21,13 +21,13 @@ from ddp_runner import config
 from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.by_number import sample_at
-from ddp_runner.data.preload.memory import (
+from ddp_runner.features.preload.memory import (
     OtherSamplesError,
     PreloadedDataset,
     SampleMemory,
     Unread,
 )
-from ddp_runner.data.preload.reading import PROBES, NoRoomError, NotKeptError, Reading
+from ddp_runner.features.preload.reading import PROBES, NoRoomError, NotKeptError, Reading
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Cell
