@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ddp_runner.data.loader import Loader
 from ddp_runner.data.map_source import MapSource
 from ddp_runner.data.order import SampleOrder
-from ddp_runner.features.preload.memory import PreloadedDataset, SampleMemory
-from ddp_runner.features.preload.reading import Reading
 from ddp_runner.data.source import Cut
 from ddp_runner.data.workers.fetch import SampleReader
 from ddp_runner.data.workers.memory_files import collate_batch
+from ddp_runner.features.preload.memory import PreloadedDataset, SampleMemory
+from ddp_runner.features.preload.reading import Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

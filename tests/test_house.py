@@ -24,7 +24,7 @@ KERNEL = ("kernel", "start", "installed")
 NEVER = {
     ("supervisor", "observe"): 28,
     ("rank", "observe"): 1,
-    ("training", "observe"): 10,
+    ("training", "observe"): 9,
     ("supervisor", "config"): 4,
     ("cli", "supervisor"): 5,
     ("supervisor", "supervisor.nodes"): 3,

@@ -64,6 +64,7 @@ def _feature_problems(settings: Settings) -> Iterator[BadInputError]:
     asked: tuple[tuple[str, str, object], ...] = (
         ("recovery.warm_spare", "spare", spare if isinstance(spare, str) else None),
         ("recovery.drill_at", "proof", drills and ",".join(map(str, drills))),
+        ("data.preload", "preload", "true" if settings.data.preload else None),
         ("run.inject", "faults", ",".join(settings.run.inject)),
         ("log.trackers", "trackers", ",".join(settings.log.trackers)),
         ("log.display", "display", display if display == "live" else None),

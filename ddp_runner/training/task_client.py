@@ -33,7 +33,7 @@ from ddp_runner.training.figures.train_report import TrainReport, finished_messa
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loading.given import give_average
 from ddp_runner.training.loading.loaders import make_loader, open_quarantine
-from ddp_runner.features.preload.child import preloaded
+from ddp_runner.training.loading.preloaded_data import with_preloaded_data
 from ddp_runner.training.prepare import Kept, StageClock
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
@@ -78,7 +78,7 @@ class TaskSetup:
             workload, state = built.taken(settings, runtime.rank_info)
         if settings.data.preload:
             stages.enter(Stage.PRELOAD)
-            workload = preloaded(settings, workload, state, runtime, ending=ending)
+            workload = with_preloaded_data(settings, workload, state, runtime, ending=ending)
         self.workload, self.state = workload, state
         self._same_data = SameData(settings, workload, runtime, on_wait=on_wait)
         ending.callback(self._same_data.close)

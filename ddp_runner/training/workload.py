@@ -50,7 +50,7 @@ from ddp_runner.training.components.tuning import Tuning, searches_at_first
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.figures.measuring import build_objects
 from ddp_runner.training.loading.equal_shares import refuse_unequal_shares
-from ddp_runner.training.loading.fit_for_preload import refuse_unfit
+from ddp_runner.training.loading.preloaded_data import refuse_unfit
 from ddp_runner.training.loading.ready_objects import (
     ReadyObjects,
     ReadyState,

@@ -12,12 +12,12 @@ import torch
 
 from ddp_runner.data.loader import Loader
 from ddp_runner.data.order import SampleOrder
-from ddp_runner.features.preload.memory import PreloadedDataset, SampleMemory
-from ddp_runner.features.preload.reading import Reading
 from ddp_runner.data.shard_source import ShardSource
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.source import Cut
 from ddp_runner.data.stream import StreamOrder, StreamPosition, StreamSource
+from ddp_runner.features.preload.memory import PreloadedDataset, SampleMemory
+from ddp_runner.features.preload.reading import Reading
 from tests.data.mapped import map_source
 from tests.data.sharded import Numbers, Ranks
 

@@ -29,6 +29,7 @@ SETTINGS = {
     "display": "log.display=live",
     "faults": "run.inject=kill:step=3",
     "page": "log.page=true",
+    "preload": "data.preload=true",
     "proof": "recovery.drill_at=5",
     "spare": "recovery.warm_spare=process",
     "trackers": "log.trackers=csv",

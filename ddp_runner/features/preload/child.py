@@ -33,10 +33,11 @@ from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.memory.readings import SystemReader
 from ddp_runner.observe.format import byte_size, count
-from ddp_runner.training.loading.fit_for_preload import OPTION, TRAINING, VALIDATION
+from ddp_runner.training.loading.preloaded_data import OPTION
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import TaskWorkload
 
+TRAINING, VALIDATION = "training", "validation"
 _LOOK_S = 0.05  # whether the one who reads has come further
 _SHOWN_S = 5.0  # between lines that say how far it is
 
@@ -49,13 +50,11 @@ def preloaded(
     *,
     ending: contextlib.ExitStack,
 ) -> TaskWorkload:
-    """``workload`` with data that is in memory; as it is, where that was not asked for.
+    """Return the workload with data that is in memory.
 
     Blocks until all is read, which one rank does. Raises BadInputError where it cannot be kept, or does not
     fit. What is to be closed is left to ``ending``.
     """
-    if not settings.data.preload:
-        return workload
     datasets = workload.datasets
     sets = datasets.validation_sets
     # Those that are the training data are in its memory; the others share one, behind each other.

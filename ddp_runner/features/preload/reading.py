@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from ddp_runner.data.by_number import sample_at
-from ddp_runner.features.preload.memory import SampleMemory, Unread
-from ddp_runner.features.preload.packing import new_memory, pack, unpack
 from ddp_runner.data.sample_hash import sample_hash
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
+from ddp_runner.features.preload.memory import SampleMemory, Unread
+from ddp_runner.features.preload.packing import new_memory, pack, unpack
 from ddp_runner.kernel.values.generators import generator_states, generators_kept, moved_generators
 
 TRIES = 3  # of a sample that raises: its storage may be out of reach for a moment

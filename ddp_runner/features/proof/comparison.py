@@ -20,7 +20,7 @@ from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.exactness.apart import stand_apart
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.loading.loaders import make_loader
-from ddp_runner.features.preload.child import preloaded
+from ddp_runner.training.loading.preloaded_data import with_preloaded_data
 from ddp_runner.training.local_runtime import Aside
 from ddp_runner.training.starting.compiling import Compiler
 from ddp_runner.training.starting.fork_safety import make_forks_safe
@@ -61,7 +61,7 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
     compiler = Compiler(settings.run, state.model, slot=runtime.slot)
     compiler.turn(on=state.tuning.may_compile)
     with contextlib.ExitStack() as ending:
-        workload = preloaded(settings, workload, state, runtime, ending=ending)
+        workload = with_preloaded_data(settings, workload, state, runtime, ending=ending)
         loader = make_loader(
             settings, workload, workload.datasets, state, runtime, on_wait=lambda: None
         )

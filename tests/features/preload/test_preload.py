@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from ddp_runner.data.workers.fetch import BatchKey, SampleReader
 from ddp_runner.features.preload.memory import (
     Filling,
     OtherSamplesError,
@@ -26,7 +27,6 @@ from ddp_runner.features.preload.memory import (
 )
 from ddp_runner.features.preload.packing import ALIGNMENT, new_memory, pack, unpack
 from ddp_runner.features.preload.reading import PROBES, TRIES, NoRoomError, NotKeptError, Reading
-from ddp_runner.data.workers.fetch import BatchKey, SampleReader
 from ddp_runner.kernel.values.generators import generator_states
 from tests.processes import poll
 

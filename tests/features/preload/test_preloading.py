@@ -15,11 +15,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat, refuse_for_loops
+from ddp_runner.features.preload import child as preloading
+from ddp_runner.features.preload.child import preloaded
 from ddp_runner.features.preload.memory import PreloadedDataset
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.features.preload import child as preloading
-from ddp_runner.training.loading.fit_for_preload import refuse_unfit
-from ddp_runner.features.preload.child import preloaded
+from ddp_runner.training.loading.preloaded_data import refuse_unfit
 from ddp_runner.training.task import Datasets
 from ddp_runner.training.workload import build_workload
 
