@@ -113,18 +113,21 @@ class ExactProof:
     """The steps of this launch that were computed twice, with the same bits.
 
     ``repeated``: steps that the ranks themselves have computed twice; ``drilled``: those of which a
-    process like a replacement has computed a rank's share, in order.
+    process like a replacement has computed a rank's share, in order. ``repairs_proved``: how many of the repairs
+    that have replaced ranks a drill has proved since, such as ``2 of 3``; empty without any.
     """
 
     repeated: int = 0
     drilled: tuple[int, ...] = ()
+    repairs_proved: str = ""
 
     @classmethod
-    def of(cls, proved: Mapping[str, Collection[int]]) -> ExactProof:
+    def of(cls, proved: Mapping[str, Collection[int]], repairs_proved: str = "") -> ExactProof:
         """Return the proof from the reported steps, by the kind of repetition."""
         return cls(
             repeated=len(proved.get("repeated", ())),
             drilled=tuple(sorted(proved.get("drilled", ()))),
+            repairs_proved=repairs_proved,
         )
 
 
@@ -232,7 +235,9 @@ def read_summary(path: Path) -> RunSummary:
         known["inexact_reasons"] = tuple(known["inexact_reasons"])
         proof = known.pop("exact_proof", {})
         known["exact_proof"] = ExactProof(
-            repeated=int(proof.get("repeated", 0)), drilled=tuple(proof.get("drilled", ()))
+            repeated=int(proof.get("repeated", 0)),
+            drilled=tuple(proof.get("drilled", ())),
+            repairs_proved=str(proof.get("repairs_proved", "")),
         )
         known["stages"] = tuple(StageRecord(**one) for one in known.get("stages", ()))
         known["gpu_epochs"] = tuple(known.get("gpu_epochs", ()))
@@ -290,6 +295,7 @@ class RunFindings:
     machines_lost: dict[str, int] = field(default_factory=dict)
     # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
     proved: dict[str, set[int]] = field(default_factory=dict)
+    repairs_proved: str = ""
 
     @property
     def stage(self) -> str:
@@ -312,6 +318,8 @@ class RunFindings:
             case events.Proved(what=what, step=step):
                 # Of ranks that report one step it counts once.
                 self.proved.setdefault(what, set()).add(step)
+            case events.RepairsProved(proved=proved, repairs=repairs):
+                self.repairs_proved = f"{proved} of {repairs}"
             case (
                 events.Plan(inexact_reason=reason)
                 | events.TuningChanged(inexact_reason=reason)

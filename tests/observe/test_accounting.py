@@ -360,6 +360,7 @@ def test_what_was_proved_stands_in_the_summary_always():
     assert summary(RunAccounting(began_s=0.0)).to_record()["exact_proof"] == {
         "repeated": 0,
         "drilled": (),
+        "repairs_proved": "",
     }
     facts = RunFindings(proved={"repeated": {0}, "drilled": {50, 2}})
     made = summary(RunAccounting(began_s=0.0), facts=facts)

@@ -257,7 +257,11 @@ def test_summary_reads_back_equal(tmp_path):
     fault = "kind rank step cause detected_s recovered_s steps_lost generation"
     assert set(fault.split()) <= set(record["faults"][0])
     assert (record["status"], record["goodput"]) == ("completed", 0.9)
-    assert record["exact_proof"] == {"repeated": 1, "drilled": [2, 50]}
+    assert record["exact_proof"] == {
+        "repeated": 1,
+        "drilled": [2, 50],
+        "repairs_proved": "1 of 1",
+    }
     assert names_in(tmp_path) == ["summary.json"]
 
 

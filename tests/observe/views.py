@@ -82,7 +82,7 @@ def run_summary(**changes: Any) -> RunSummary:
         "final_loss": 1.7312,
         "weights_sha256": "ab12cd34ef56" * 5 + "0123",
         "exact": True,
-        "exact_proof": ExactProof(repeated=1, drilled=(2, 50)),
+        "exact_proof": ExactProof(repeated=1, drilled=(2, 50), repairs_proved="1 of 1"),
         "wall_s": 184.0,
         "time_s": TimeShares(startup=4.0, productive=162.0, recovery=1.8),
         "faults": (fault,),

@@ -58,6 +58,23 @@ def test_the_product_drills_by_itself(fault_free, tmp_path):
     assert 2 in run.summary()["exact_proof"]["drilled"]
 
 
+def test_steps_at_random_are_drilled_and_each_repair_is_proved(fault_free, tmp_path):
+    """Rank 0 is killed first, then rank 1: each repair by a drill of the other; the last one with the last steps."""
+    settings = (*SETTINGS, "drill_at=2", "recovery.proof_share=1", "task.pace_s=0.1")
+    with Run(tmp_path, *settings) as run:
+        run.wait_for_step(5)
+        for killed in (0, 1):
+            passed = len(run.events("drill"))
+            run.signal(signal.SIGKILL, run.rank_pid(killed))
+            poll(lambda count=passed: len(run.events("drill")) > count, what="a drill")
+            assert run.events("drill")[-1]["rank"] == 1 - killed
+        assert run.wait() == 0, run.console
+    assert run.digest == fault_free(2).digest
+    summary = run.summary()
+    assert summary["exact"], run.console
+    assert summary["exact_proof"]["repairs_proved"] == "2 of 2"
+
+
 @pytest.mark.parametrize(
     ("name", "differs"),
     [
@@ -145,9 +162,9 @@ def test_a_drill_is_ended_when_an_incident_opens(fault_free, tmp_path, rank):
 
 def test_a_run_with_a_replacement_ends_once_a_drill_has_passed(fault_free, tmp_path):
     """Killed so late that no step is left to be drilled: what was cut short is done after training."""
-    with Run(tmp_path, *SETTINGS, "drill_at=42", "task.pace_s=0.08", task=task("Lingers")) as run:
+    with Run(tmp_path, *SETTINGS, "drill_at=42", "task.pace_s=0.15", task=task("Lingers")) as run:
         drill_of(run)
-        run.wait_for_step(46)
+        run.wait_for_step(45)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait() == 0, run.console
     assert run.digest == fault_free(2).digest

@@ -43,6 +43,7 @@ from ddp_runner.kernel.wire.messages import (
     Abort,
     AbortHeard,
     Checkpoint,
+    DrillAt,
     Finished,
     Fork,
     Forked,
@@ -241,13 +242,14 @@ class Simulation:
         self.resumed = []  # what was sent to each rank that has loaded
         self.answers_s = 0.0  # after which the zygote says whom it has forked
         # Forks for which there is no room.
+        # Step and rank of each drill; each order to drill a step, and the rank that got it.
+        self.drills_asked, self.drills_at = [], []
         self.spares_refused = self.drills_refused = self.savers_refused = self.standbys_refused = 0
         self.savers_start = True  # and say so
         self.spares_asked = []  # what the ranks were doing when one was asked for
         self.spare_fails_on = set()  # kinds that none can be
         self.free_bytes = 2**40
         self.spare_kinds = []  # what each of them was to be
-        self.drills_asked = []  # step and rank of each
         self.import_s = import_s
         self._heap = []
         self._numbers = itertools.count()
@@ -617,6 +619,8 @@ class Simulation:
                     process.stop = message.reason
                 case Checkpoint():
                     process.wants_save = True
+                case DrillAt():
+                    self.drills_at.append((message, process.rank))
                 case SaveAlone():
                     self.later(self.alone_save_s, lambda: self._save_alone(process))
 
@@ -769,6 +773,7 @@ class Simulation:
         process.committed += 1
         self.best = max(self.best, process.committed)
         slot.set(Cell.COMMITTED_STEP, process.committed)
+        slot.set(Cell.TOTAL_STEPS, self.steps)
         slot.add(Cell.OWN_STEPS, 1)
         slot.set(Cell.LAST_COMMIT_NS, process.machine.clock.monotonic_ns())
         slot.set(Cell.STEP_NS, int((self.step_s + self.data_s) * 1e9))

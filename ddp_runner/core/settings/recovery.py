@@ -21,6 +21,7 @@ from ddp_runner.core.settings.declaration import (
     OptionGroup,
     Positive,
     Positives,
+    Share,
     Switch,
 )
 
@@ -132,7 +133,11 @@ class RecoverySettings:
     never, also not before a save."""
     drill_at: Annotated[Positives | None, CANNOT_MATTER] = (2, 50, 1000)
     """Steps, counted from where this launch began, at which a process like a replacement computes one
-    rank's share once more beside the run, to prove that a repair is exact. none: no such drill."""
+    rank's share once more beside the run, to prove that a repair is exact. A drill follows each repair, too.
+    none: no drill."""
+    proof_share: Annotated[Share, CANNOT_MATTER] = 0.005
+    """Share of the machine's time for further drills, at random steps for the whole run. 0: only those of
+    drill_at."""
     require_exact: Annotated[Switch, CANNOT_MATTER] = False
     """End a run once it is not exact: its state is saved, exit code 1."""
 

@@ -21,6 +21,7 @@ from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.injection import changes_loss
 from ddp_runner.features.proof.rules import (
+    OWED,
     SHARE,
     SHARE_FILE,
     STATE,
@@ -30,12 +31,13 @@ from ddp_runner.features.proof.rules import (
     number_of_drill,
 )
 from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.rank.runtime import SupervisedRuntime
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.system.run_files import replace_file
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.messages import DrillPart
+from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
 from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.step import Stepper
@@ -85,6 +87,9 @@ class Drills(BesideSteps):
         self._saver: BackgroundSaver | None = None  # of the state that is being written
         self._step = 0  # of that
         self._formed = (0, 0)  # generation, and the step that it began with
+        self._asked: DrillAt | None = None  # a step at random
+        if isinstance(runtime, SupervisedRuntime):
+            runtime.answer[DrillAt] = self._take_asked
         self._state.readers.append(self._release_state)
 
     @contextlib.contextmanager
@@ -100,19 +105,13 @@ class Drills(BesideSteps):
         step, membership = self._state.committed_step, group.membership
         if self._formed[0] != membership.generation:
             self._formed = (membership.generation, step)
-        number = number_of_drill(
-            step,
-            begun_step=self._state.begun_step,
-            total_steps=self._total_steps,
-            drill_at=self._drill_at,
-            owed_from=self._formed[1] if membership.owes_drill else None,
-        )
-        if number is None:
+        drilled = self._drilled_at(step, group)
+        if drilled is None:
             yield
             return
         if group.rank == 0:
             self._begin_writing(step)
-        if group.rank != drilled_rank(number, group.membership.local_world_size):
+        if group.rank != drilled:
             yield
             return
         with stepper.noted() as notes:
@@ -126,6 +125,34 @@ class Drills(BesideSteps):
                 "quarantine": self._state.quarantine.to_record(),
             }
             self._report_part(step, SHARE, self._write_share(step, record))
+
+    def _drilled_at(self, step: int, group: Group) -> int | None:
+        """Return the rank, as the group numbers it, whose share of the step that begins now is drilled; None: nobody's."""
+        if not self._drill_at:
+            return None
+        asked, rank = self._asked, self._runtime.rank_info.rank
+        if asked is not None and asked.step <= step:
+            self._asked = None
+            if asked.step == step:  # whoever else is asked is rank 0, which writes
+                return group.rank if asked.rank == rank else -1
+        membership = group.membership
+        owed = membership.owes_drill
+        number = number_of_drill(
+            step,
+            begun_step=self._state.begun_step,
+            total_steps=self._total_steps,
+            drill_at=self._drill_at,
+            owed_from=self._formed[1] if owed >= 0 else None,
+        )
+        if number is None:
+            return None
+        if number == OWED:
+            return owed
+        return drilled_rank(number, membership.local_world_size)
+
+    def _take_asked(self, message: DrillAt) -> None:
+        """Called by the thread that listens to the supervisor."""
+        self._asked = message
 
     def conclude(self, group: Group) -> None:
         """The last step is made: what is being written still counts where a generation was broken before."""

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.features.proof.rules import (
+    COST_GUESS_S,
     DRILL,
     DRILLED,
     END_WAIT_S,
     FOLDER,
     SHARE,
     STATE,
+    UNHEARD_S,
     DrillFacts,
+    RepairLedger,
     failed_reason,
     folder_name,
     may_begin,
     must_end,
+    pause_s,
+    step_to_drill,
     unproved_reason,
     wait_line,
 )
@@ -28,8 +35,9 @@ from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper, Stuck
 from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.fork_specs import DrillSpec
-from ddp_runner.kernel.wire.messages import DrillPart, Forked
+from ddp_runner.kernel.wire.messages import DrillAt, DrillPart, Forked
 from ddp_runner.supervisor.around import OfRun
 
 
@@ -54,6 +62,17 @@ class DrillKeeper(Observer):
             replace(DRILL, ready_s=self._limit_s), node, stopped_max_s=recovery.stopped_max_s
         )
         self._recorder = around.recorder
+        self._world = around.world
+        here = [handle.rank for handle in self._world.ranks if self._world.is_here(handle)]
+        self._repairs = RepairLedger(ranks=here)
+        self._processes: list[int] | None = None  # of each rank, when the newest generation formed
+        # Drills at random steps.
+        self._share = recovery.proof_share if recovery.drill_at else 0.0
+        self._draw = random.random
+        self._cost_s = COST_GUESS_S
+        self._due_s: float | None = None
+        self._asked: DrillAt | None = None
+        self._asked_at_s = 0.0
         self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
         self._waiting: tuple[int, int] | None = (
             None  # step and rank of the drill that has all it needs
@@ -67,7 +86,8 @@ class DrillKeeper(Observer):
         )
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._said_short = False
-        self._has_passed = False  # one, in this launch
+        self._has_differed = False
+        self._is_possible = False  # ranks have written what one needs, or have tried to
         self._waits_since_s: float | None = None  # once all ranks have finished
         self._refused: int | None = None  # the newest step of which a part could not be written
         self.is_owed = False  # a repair has cut one short, and none has come to its end since
@@ -84,17 +104,36 @@ class DrillKeeper(Observer):
         """Remove what a supervisor that was killed has left."""
         self.tidies_up()
 
-    def owes(self) -> bool:
-        """Whether a repair has cut a drill short, and none has come to its end since."""
-        return self.is_owed
+    def forms(self, first: RankHandle) -> None:
+        """Note which ranks were replaced since the generation before."""
+        processes = [handle.processes for handle in self._world.ranks]
+        before, self._processes = self._processes, processes
+        if before is None or before == processes or not self._recorder.facts.ever_formed:
+            return
+        replaced = [rank for rank, one in enumerate(processes) if one != before[rank]]
+        step = self._recorder.facts.committed_step
+        total = first.slot.get(Cell.TOTAL_STEPS)
+        if total and step >= total:
+            return  # nothing is computed any more
+        if self._kept is not None:  # what it has cut short is done once no step is left
+            step = min(step, self._kept[0])
+        self._repairs.repaired(replaced, step=step)
+        self._record_repairs()
+
+    def owes(self) -> RankHandle | None:
+        """Return whose share is drilled next: a repair is not proved, or has cut a drill short."""
+        here = self._drillable()
+        if not here or not (self.is_owed or self.lacks_proof):
+            return None
+        return self._world.ranks[self._repairs.witness(here)]
 
     def zygote_ended(self, now_s: float) -> None:
         """Nothing follows here: that it was never forked shows at the next look."""
 
     @property
     def lacks_proof(self) -> bool:
-        """Whether a rank was replaced, and no drill has shown that a replacement computes the same."""
-        return self._recorder.facts.has_replaced and not self._has_passed
+        """Whether a rank was replaced, and no drill has shown since that a replacement computes the same."""
+        return self._repairs.proved < self._repairs.count
 
     def part(self, message: DrillPart, handle: RankHandle | None = None) -> None:
         """Take in that a rank has written its part, or could not."""
@@ -102,7 +141,10 @@ class DrillKeeper(Observer):
         if message.step == self._refused:  # the other part of one that cannot be
             self._remove(message.step)
             return
+        self._is_possible = True
         parts = self._parts.setdefault(message.step, {})
+        if self._asked is not None and message.step >= self._asked.step:
+            self._asked = self._due_s = None
         if message.problem:
             self._refused = message.step
             self._parts.pop(message.step)
@@ -154,7 +196,9 @@ class DrillKeeper(Observer):
             self._cut_short(why, keeps=True)
         if not fault_free:
             self.drop()
-        elif may_begin(facts) and self._waiting is not None:
+        elif turn.is_fault_free and self._share and not is_running:
+            self._ask(now_s)
+        if fault_free and may_begin(facts) and self._waiting is not None:
             self._running, self._waiting = self._waiting, None
             self._is_given_up = False
             step, rank = self._running
@@ -171,20 +215,25 @@ class DrillKeeper(Observer):
             return
         self._running = self._problem = None
         self.is_owed = False
+        on_cpu = self._plan.devices[rank].device == "cpu"
+        # A drill takes what is left of one core. Of a GPU nothing is known to be left.
+        self._cost_s = seconds / (len(os.sched_getaffinity(0)) if on_cpu else 1)
+        self._due_s = None
         self._remove(step)
         self._keep(None)
         finding, is_first = "", False
         if message.differs:
-            on_cpu = self._plan.devices[rank].device == "cpu"
             finding = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
             known = self._recorder.facts.inexact_reasons
             is_first = not any("would not compute the same" in each for each in known)
         reason = finding if is_first else ""
         drill = replace(message, seconds=round(seconds, 3), finding=finding, inexact_reason=reason)
         self._recorder.record(drill)
+        self._has_differed |= bool(message.differs)
         if not message.differs:
-            self._has_passed = True
             self._recorder.record(events.Proved(rank=rank, step=step, what=DRILLED))
+            self._repairs.passed(rank, step=step)
+            self._record_repairs()
 
     def was_forked(self, forked: Forked, now_s: float) -> None:
         """It computes from here on; that it could not be forked shows at the next look."""
@@ -200,6 +249,7 @@ class DrillKeeper(Observer):
 
     def drop(self) -> None:
         """Give up those that are to come: the ranks do their steps again, or end."""
+        self._asked = self._due_s = None
         given_up = {step: max(parts.values(), default=0) for step, parts in self._parts.items()}
         self._parts.clear()
         if self._waiting is not None:
@@ -249,6 +299,8 @@ class DrillKeeper(Observer):
         """The run is complete, and one was to pass. ``why``: it is not waited for any longer."""
         if why and self.pending is not None:
             self._problem = self.pending, why
+        if self._problem is None and self._is_possible and not self._has_differed:
+            self._problem = self._recorder.facts.committed_step, "none has come to its end since"
         if self._problem is not None:
             step, text = self._problem
             reason = unproved_reason(step=step, why=text)
@@ -260,6 +312,40 @@ class DrillKeeper(Observer):
         if path.is_symlink() or not path.is_dir():
             return
         shutil.rmtree(path, ignore_errors=True)
+
+    def _ask(self, now_s: float) -> None:
+        """Have the ranks drill a step at random, if one is due: not while one is on its way."""
+        if self._asked is not None:
+            if now_s > self._asked_at_s + UNHEARD_S:
+                self._asked = self._due_s = None
+            return
+        if self._due_s is None:
+            self._due_s = now_s + pause_s(self._cost_s, share=self._share, drawn=self._draw())
+        if now_s < self._due_s or self._waiting is not None or self._parts:
+            return
+        first = self._world.present[0]
+        step = step_to_drill(
+            first.committed_step,
+            step_s=first.slot.get(Cell.STEP_NS) / 1e9,
+            total_steps=first.slot.get(Cell.TOTAL_STEPS),
+        )
+        if step is None:
+            return
+        here = self._drillable()
+        drawn = here[int(self._draw() * len(here))]
+        rank = self._repairs.witness(here) if self.lacks_proof else drawn
+        self._asked, self._asked_at_s = DrillAt(rank=rank, step=step), now_s
+        for one in {first.rank, rank}:
+            self._world.send(self._world.ranks[one], self._asked)
+
+    def _drillable(self) -> list[int]:
+        """Return the ranks of this machine that train, or are to."""
+        return [handle.rank for handle in self._world.present if self._world.is_here(handle)]
+
+    def _record_repairs(self) -> None:
+        proved, count = self._repairs.proved, self._repairs.count
+        if count and self._plan.settings.recovery.drill_at:
+            self._recorder.record(events.RepairsProved(proved=proved, repairs=count))
 
     def _report_skipped(self, why: str) -> None:
         assert self._running is not None

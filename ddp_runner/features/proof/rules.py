@@ -6,8 +6,9 @@ the step that begins with it, in the background, and compares that with the rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from ddp_runner.kernel.rules.helper_roles import Role
 from ddp_runner.kernel.wire.fork_specs import ForkKind
@@ -25,6 +26,10 @@ STATE, SHARE = "state", "share"  # in messages
 REPEATED, DRILLED = "repeated", "drilled"  # what is proved
 # For a drill, once training is complete, where a rank was replaced and none has passed.
 END_WAIT_S = 30.0
+OWED = -1  # the drill that makes up for another one, or proves a repair
+COST_GUESS_S = 10.0  # of a drill, while none has ended
+LEAD_S, LEAD_STEPS = 0.5, 3  # from the order to the step: every rank is to hear of it before
+UNHEARD_S = 10.0  # from that step to its files; after that nobody has written any
 
 
 def number_of_drill(
@@ -37,17 +42,77 @@ def number_of_drill(
 ) -> int | None:
     """The how many-th drill, from 0, the step that begins now is for; None where it is for none.
 
-    ``owed_from``: the step at which a generation formed that is to make up for one, if need be with its last step.
+    ``owed_from``: the step at which a generation formed that is to make up for one, if need be with its last step:
+    that one is ``OWED``.
     """
     if not drill_at or committed_step >= total_steps:
         return None
     steps = sorted(set(drill_at))
-    if owed_from is not None:
-        made_up_after = max(1, min(steps[0], total_steps - 1 - owed_from))
-        if committed_step - owed_from == made_up_after:
-            return 0
+    if owed_from is not None and committed_step == min(owed_from + steps[0], total_steps - 1):
+        return OWED
     since = committed_step - begun_step
     return steps.index(since) if since in steps else None
+
+
+def pause_s(cost_s: float, *, share: float, drawn: float) -> float:
+    """Return the time to the next random drill: on average so long that drills take ``share`` of it.
+
+    ``cost_s``: of one drill. ``drawn``: at random, from 0 to 1.
+    """
+    return cost_s / share * (0.5 + drawn)
+
+
+def step_to_drill(committed_step: int, *, step_s: float, total_steps: int) -> int | None:
+    """Return the step that ranks are asked to drill, so far ahead that all hear of it; None if the run ends before."""
+    ahead = LEAD_STEPS + (math.ceil(LEAD_S / step_s) if step_s > 0 else 0)
+    step = committed_step + ahead
+    return step if step < total_steps else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RepairLedger:
+    """Which repairs are proved: those that a rank has lived through which then computes what a new process does.
+
+    ``ranks``: those that may be drilled.
+    """
+
+    ranks: Sequence[int]
+    count: int = 0
+    _open: dict[int, int] = field(default_factory=dict)  # repair -> the step with which it formed
+    _replaced_by: dict[int, int] = field(default_factory=dict)  # rank -> its newest repair
+
+    @property
+    def proved(self) -> int:
+        """The number of repairs that are proved."""
+        return self.count - len(self._open)
+
+    def repaired(self, replaced: Collection[int], *, step: int) -> None:
+        """Take in a repair that has replaced these ranks; the others went on from ``step``."""
+        self.count += 1
+        self._open[self.count] = step
+        self._replaced_by |= dict.fromkeys(replaced, self.count)
+
+    def passed(self, rank: int, *, step: int) -> None:
+        """Take in that a drill of this rank has passed.
+
+        A repair through which no rank has lived, or none that is left, has no witness: any drill after it shows as
+        much as there is to show.
+        """
+        # INVARIANT witnessed-repairs: a repair counts as proved by a rank that has lived through it, where one is left.
+        # Broken if: a drill of the replaced rank itself counts, which has lost what nobody keeps, as every new process.
+        # Guarded by: test_a_repair_is_proved_by_a_rank_that_has_lived_through_it.
+        self._open = {
+            number: formed
+            for number, formed in self._open.items()
+            if formed > step or rank not in (self._witnesses(number) or self.ranks)
+        }
+
+    def witness(self, ranks: Collection[int]) -> int:
+        """Return the one of these ranks that has lived through most of the repairs; the first of several."""
+        return min(ranks, key=lambda rank: (self._replaced_by.get(rank, 0), rank))
+
+    def _witnesses(self, number: int) -> list[int]:
+        return [rank for rank in self.ranks if self._replaced_by.get(rank, 0) < number]
 
 
 def drilled_rank(number: int, ranks: int) -> int:

@@ -209,7 +209,8 @@ def _exact(summary: RunSummary) -> str:
     repeated = [f"{count(proof.repeated)} steps repeated"] if proof.repeated else []
     steps = ", ".join(map(count, proof.drilled))
     drilled = [f"drilled at step {steps}"] if proof.drilled else []
-    return ", ".join(["yes", *repeated, *drilled])
+    repairs = [f"repairs proved: {proof.repairs_proved}"] if proof.repairs_proved else []
+    return ", ".join(["yes", *repeated, *drilled, *repairs])
 
 
 def _memory(summary: RunSummary) -> str:

@@ -59,7 +59,7 @@ class Membership:
     local_rank: int
     local_world_size: int
     secret: str = field(default="", repr=False)
-    owes_drill: bool = False
+    owes_drill: int = -1
     is_programs: bool = False
 
 

@@ -212,9 +212,9 @@ class Observer:
     def restarts(self) -> None:
         """Take note that all ranks are replaced by some that train something else."""
 
-    def owes(self) -> bool:
-        """Whether the generation that forms is to make up for a drill."""
-        return False
+    def owes(self) -> RankHandle | None:
+        """Return whose share the generation that forms is to have drilled soon; None: nobody's."""
+        return None
 
     def holds_the_end(self, now_s: float, *, is_stopped: bool) -> bool:
         """Whether a run that is complete is to wait. ``is_stopped``: somebody has asked for an end."""

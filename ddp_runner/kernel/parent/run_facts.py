@@ -64,7 +64,6 @@ class RunFacts:
     steps_per_epoch: int = 0  # 0: no rank has reported it yet; it outlives the rank that did
     ever_formed: bool = False
     saved_any: bool = False  # by this launch
-    has_replaced: bool = False  # a rank, once training had begun
     was_complete: bool = False  # before this launch, which keeps its result
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     # Why the result is not bit-identical to that of a run without faults. Others add to this very list.
@@ -75,7 +74,5 @@ class RunFacts:
         match event:
             case events.CheckpointSaved():
                 self.saved_any = True
-            case events.Plan(replaced=ranks) if ranks and self.ever_formed:
-                self.has_replaced = True
             case _:
                 pass

@@ -423,8 +423,8 @@ class Supervisor:
         self.recorder.record(events.Forming(generation=self.facts.generation))
         for observer in self._observers:
             observer.forms(first)
-        owes_drill = any(observer.owes() for observer in self._observers)
-        self.world.form(self.facts.generation, run_id=self.facts.run_id, owes_drill=owes_drill)
+        drilled = next(filter(None, (observer.owes() for observer in self._observers)), None)
+        self.world.form(self.facts.generation, run_id=self.facts.run_id, drilled=drilled)
         self._save_request.pass_on()
         if self._stop is not None:
             self.world.stop(Stop(reason=self._stop))

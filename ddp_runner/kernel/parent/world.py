@@ -125,8 +125,8 @@ class World:
         handle.machine.advance(RankEvent.EXITED)
         handle.released()
 
-    def form(self, generation: int, *, run_id: str, owes_drill: bool = False) -> None:
-        """Have every rank join ``generation``. ``owes_drill``: as of :class:`Form`."""
+    def form(self, generation: int, *, run_id: str, drilled: RankHandle | None = None) -> None:
+        """Have every rank join ``generation``. ``drilled``: whose share is to be drilled soon."""
         present = self.present
         # INVARIANT secret-by-channel: what a generation signs with travels by the control channel only.
         # Broken if: it comes from the store, or one that was used before is used again.
@@ -146,7 +146,7 @@ class World:
                 local_world_size=there[node],
                 run_id=run_id,
                 secret=secret,
-                owes_drill=owes_drill,
+                owes_drill=-1 if drilled is None else present.index(drilled),
             )
             local_rank[node] += 1
             self.send(handle, message)

@@ -480,8 +480,16 @@ class DrillSkipped(Report):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepairsProved(Event):
+    """So many of the ``repairs`` that have replaced ranks in this launch are ``proved`` by a drill after them."""
+
+    proved: int
+    repairs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NotProved(Event):
-    """The run is complete, a rank was replaced in it, and no drill has passed: the newest was that of ``step``."""
+    """The run is complete, a rank was replaced, and no drill has passed since: the newest was that of ``step``."""
 
     step: int
     text: str

@@ -33,8 +33,8 @@ def brief(message: object) -> str:
 class Form:
     """Supervisor -> rank: join generation ``generation`` through the store of its launch.
 
-    ``secret`` is new for each generation, and the same for all its ranks. ``owes_drill``: one was cut short, so
-    that it is made up for in this generation. ``store_host``,
+    ``secret`` is new for each generation, and the same for all its ranks. ``owes_drill``: the number of the rank whose
+    share is drilled soon, as a drill was cut short or a rank replaced; below 0: none. ``store_host``,
     ``store_port`` and ``term`` (of :class:`~ddp_runner.kernel.system.folder_owner.FolderOwner`): where the
     store is from now on, for a rank that was cut off from it; empty where they are as they were.
     """
@@ -46,7 +46,7 @@ class Form:
     local_world_size: int
     run_id: str
     secret: str = field(repr=False)
-    owes_drill: bool = False
+    owes_drill: int = -1
     store_host: str = ""
     store_port: int = 0
     term: str = ""
@@ -237,6 +237,17 @@ class LoaderWorkers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrillAt:
+    """Supervisor -> rank: the step that begins with ``step`` committed ones is to be drilled, for the share of ``rank``.
+
+    A rank that has come further ignores it.
+    """
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPart:
     """Rank -> supervisor: its part of what a drill of ``step`` needs is in its folder.
 
@@ -339,6 +350,7 @@ _NoReport = (
     | Metrics
     | NotSaved
     | LoaderWorkers
+    | DrillAt
     | DrillPart
     | Finished
     | RestartProgress

@@ -17,7 +17,7 @@ from ddp_runner.features.proof.notes import Drills
 from ddp_runner.features.proof.rules import STATE_FOLDER, folder_name
 from ddp_runner.kernel.system.disk import RealDisk
 from ddp_runner.kernel.system.run_files import temporary_path
-from ddp_runner.kernel.wire.messages import DrillPart
+from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes, batch_hash
 from tests.checkpoint.states import facts_of
 from tests.processes import poll
@@ -26,7 +26,7 @@ from tests.training.building import CPU, build_state, make_slot
 GROUP = SimpleNamespace(
     rank=0,
     world_size=1,
-    membership=SimpleNamespace(local_world_size=1, generation=1, owes_drill=False),
+    membership=SimpleNamespace(local_world_size=1, generation=1, owes_drill=-1),
 )
 
 
@@ -115,6 +115,23 @@ def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
     record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
     assert (record["rank"], record["world_size"]) == (0, 1)
     assert OwnShare.from_record(record["share"]).gradients == {}
+
+
+def test_a_step_that_is_asked_for_is_drilled(tmp_path):
+    """Once; one that is behind is not, nor is any where drills are off."""
+    bench = Bench(tmp_path, drill_at="90")
+    bench.drills._take_asked(DrillAt(rank=0, step=3))
+    for _ in range(4):
+        bench.step()
+    parts = {(one.step, one.part) for one in bench.until_reported(2)}
+    assert parts == {(3, "share"), (3, "state")}
+    bench.drills._take_asked(DrillAt(rank=0, step=1))
+    off = Bench(tmp_path, drill_at="off")
+    off.drills._take_asked(DrillAt(rank=0, step=off.state.committed_step))
+    for one in (bench, off):
+        one.step()
+        one.step()
+    assert (len(bench.reported), off.reported) == (2, [])
 
 
 @dataclass

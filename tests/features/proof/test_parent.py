@@ -383,3 +383,65 @@ def test_what_a_drill_said_before_it_was_reaped_is_heard(simulate):
     run.supervisor.on_ended(ended)
     assert proof(run) == {10}
     assert run.helper(DRILL_ROLE) is None
+
+
+def asked(run):
+    """Each step that ranks were asked to drill, with whose share, and who was asked."""
+    return run.drills_at
+
+
+def test_steps_at_random_are_drilled_for_the_whole_run(simulate):
+    """So many that they take their share, each rank in its turn; rank 0, who writes the state, and the drilled one hear of it."""
+    run = simulate(steps=8000, proof_share=1.0)
+    for number in range(3):
+        run.run_until(lambda count=number: len({one.step for one, _ in asked(run)}) > count)
+        order = asked(run)[-1][0]
+        assert {rank for one, rank in asked(run) if one == order} == {0, order.rank}
+        run.to_step(order.step)
+        give(run, order.step, rank=order.rank)
+        run.run_until(lambda: run.rank(DRILL))
+        answer(run, order.step, order.rank)
+        run.run_until(lambda: run.helper(DRILL_ROLE) is None)
+    assert_done(run)
+    assert len(proof(run)) == 3
+    assert reasons(run) == lost(run) == []
+
+
+@pytest.mark.parametrize("changes", [{"proof_share": 0}, {"proof_share": 0.5, "drill_at": None}])
+def test_no_step_at_random_is_drilled_where_that_is_off(simulate, changes):
+    """By either setting."""
+    run = simulate(steps=1000, **changes)
+    assert_done(run)
+    assert asked(run) == []
+
+
+def test_a_repair_is_proved_by_the_drill_of_a_rank_that_lived_through_it(simulate):
+    """The generation that forms is asked for one; how many are proved is in the record."""
+    run = simulate(steps=300)
+    run.to_step(10)
+    run.kill(0)
+    run.run_until(lambda: run.events("repaired"))
+    assert keeper_of(run).owes().rank == 1
+    counted = [(one["proved"], one["repairs"]) for one in run.events("repairs_proved")]
+    assert counted == [(0, 1)]
+    give(run, 20, rank=1)
+    run.run_until(lambda: run.rank(DRILL))
+    answer(run, 20, 1)
+    run.run_until(lambda: proof(run) == {20})
+    assert keeper_of(run).owes() is None
+    assert_done(run)
+    counted = [(one["proved"], one["repairs"]) for one in run.events("repairs_proved")]
+    assert counted == [(0, 1), (1, 1)]
+    assert reasons(run) == []
+
+
+def test_an_earlier_proof_is_none_of_a_later_repair(simulate):
+    """A drill had passed before the rank was lost, and none has since: the run is not said to be exact."""
+    run = drilling(simulate)
+    answer(run)
+    run.run_until(lambda: proof(run) == {10})
+    run.kill(2)
+    run.run_until(lambda: run.events("repaired"))
+    assert_done(run)
+    [reason] = reasons(run)
+    assert reason.startswith("not proved: a rank was replaced")

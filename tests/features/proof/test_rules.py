@@ -8,11 +8,14 @@ import pytest
 
 from ddp_runner.features.proof.rules import (
     DrillFacts,
+    RepairLedger,
     drilled_rank,
     failed_reason,
     may_begin,
     must_end,
     number_of_drill,
+    pause_s,
+    step_to_drill,
 )
 
 WAITS = DrillFacts(
@@ -105,9 +108,59 @@ def test_a_drill_that_is_owed_is_due_soon_after_forming():
 
 
 @pytest.mark.parametrize(
-    ("owed_from", "due"), [(996, [998]), (997, [999]), (998, [999]), (999, [])]
+    ("owed_from", "due"), [(996, [998]), (997, [999]), (998, [999]), (999, [999])]
 )
 def test_an_owed_drill_is_due_with_the_last_step_at_the_latest(owed_from, due):
-    """But not with the first step of the generation."""
+    """If need be with the only step of the generation."""
     plan = {"begun_step": 100, "total_steps": 1000, "drill_at": (2, 50), "owed_from": owed_from}
     assert [n for n in range(990, 1001) if number_of_drill(n, **plan) is not None] == due
+
+
+def test_random_drills_take_their_share_of_the_time():
+    """On average; each pause is between half and one and a half of that."""
+    pauses = [pause_s(2.0, share=0.005, drawn=drawn / 100) for drawn in range(101)]
+    assert sum(pauses) / len(pauses) == pytest.approx(400.0)
+    assert (min(pauses), max(pauses)) == (200.0, 600.0)
+
+
+def test_a_step_at_random_lies_so_far_ahead_that_all_ranks_hear_of_it():
+    """By time where steps are short, by steps where they are long; near the end there is none."""
+    assert step_to_drill(100, step_s=0.01, total_steps=1000) == 153
+    assert step_to_drill(100, step_s=20.0, total_steps=1000) == 104
+    assert step_to_drill(100, step_s=0.0, total_steps=1000) == 103
+    assert step_to_drill(996, step_s=20.0, total_steps=1000) is None
+
+
+def test_a_repair_is_proved_by_a_rank_that_has_lived_through_it():
+    """By none that was replaced in it, or since, and by no drill from before it. Control: one without a repair."""
+    ledger = RepairLedger(ranks=(0, 1, 2))
+    assert (ledger.proved, ledger.count, ledger.witness((0, 1, 2))) == (0, 0, 0)
+    ledger.repaired({0}, step=10)
+    ledger.passed(0, step=12)
+    ledger.passed(1, step=9)
+    assert (ledger.proved, ledger.count, ledger.witness((0, 1, 2))) == (0, 1, 1)
+    ledger.repaired({1}, step=20)
+    ledger.passed(1, step=22)
+    assert ledger.proved == 0
+    ledger.passed(
+        0, step=22
+    )  # which lives since the first repair, and has lived through the second
+    assert ledger.proved == 1
+    ledger.passed(2, step=22)
+    assert ledger.proved == 2
+
+
+def test_a_repair_without_a_witness_is_proved_by_any_drill_after_it():
+    """All were replaced at once, or one by one before a drill came to its end."""
+    ledger = RepairLedger(ranks=(0, 1))
+    ledger.repaired({0, 1}, step=10)
+    ledger.passed(1, step=9)
+    assert ledger.proved == 0
+    ledger.passed(1, step=10)
+    assert ledger.proved == 1
+    ledger.repaired({0}, step=20)
+    ledger.repaired({1}, step=30)
+    ledger.passed(1, step=30)  # of the first of these two nobody is left who has lived through it
+    assert ledger.proved == 2
+    ledger.passed(0, step=30)
+    assert ledger.proved == 3
