@@ -1,4 +1,4 @@
-"""Has a rank's datasets read from memory that all ranks share, where ``data.preload`` asks for it.
+"""Has the datasets of a rank, or of a drill, read from memory that all ranks share, where ``data.preload`` asks for it.
 
 Whichever rank comes first reads them, once; one that dies is followed by another, which goes on from there.
 """

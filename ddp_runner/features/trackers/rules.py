@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from ddp_runner.core.monitor import is_of_evaluation
 
-TRACKERS = ("csv", "tensorboard", "wandb")
-
 Values = Mapping[str, float | None]
 
 

@@ -1,6 +1,6 @@
 """The kernel's ports in the supervisor: what it asks of machines, records, checkpoints, and of what works next to a run.
 
-Each is implemented outside of the kernel, or by a part of it that a test replaces, and handed in by :mod:`.assembly`.
+Each is implemented outside of the kernel, or by a part of it that a test replaces, and handed in by :mod:`ddp_runner.supervisor.assembly`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddp_runner.kernel.wire.messages import Built, Finished, Forked, Message, Re
 
 
 class ProcessView(Protocol):
-    """The process of a rank, as far as its node knows: :class:`~.processes.rank_process.RankProcess`."""
+    """The process of a rank, as far as its node knows: :class:`~ddp_runner.kernel.processes.rank_process.RankProcess`."""
 
     @property
     def pid(self) -> int | None:
@@ -60,7 +60,7 @@ class EventRecorder(Protocol):
 
 
 class RunRecord(EventRecorder, Protocol):
-    """The record of a run as its supervisor keeps it: :class:`~.reporting.recorder.Recorder`."""
+    """The record of a run as its supervisor keeps it: :class:`~ddp_runner.supervisor.reporting.recorder.Recorder`."""
 
     @property
     def may_write(self) -> bool:
@@ -94,14 +94,14 @@ class RunRecord(EventRecorder, Protocol):
 
 
 class StartProgress(Protocol):
-    """Who waits for the zygote: :class:`~.reporting.start_progress.Start`, where there is a start to show."""
+    """Who waits for the zygote: :class:`~ddp_runner.supervisor.reporting.start_progress.Start`, where there is a start to show."""
 
     def imported(self, seconds: float) -> None:
         """Take note that the zygote is ready."""
 
 
 class ShownStart(StartProgress, Protocol):
-    """A start that people watch: :class:`~.reporting.start_progress.Start`."""
+    """A start that people watch: :class:`~ddp_runner.supervisor.reporting.start_progress.Start`."""
 
     def built(self, message: Built) -> None:
         """Take note of how far a rank has come."""
@@ -128,7 +128,7 @@ class Checkpoints(Protocol):
 
 
 class Opening(Protocol):
-    """How a run takes its folders and begins its record: :class:`~.reporting.run_begin.RunBegin`."""
+    """How a run takes its folders and begins its record: :class:`~ddp_runner.supervisor.reporting.run_begin.RunBegin`."""
 
     def claim(self, ready: Sequence[Ready]) -> None:
         """Take the folders of the run that its ranks have resumed. Raises BadInputError where they are another's."""
@@ -138,7 +138,7 @@ class Opening(Protocol):
 
 
 class RespawnScheduler(Protocol):
-    """Who decides what becomes of a rank without a process: :class:`~.recovery.repair.Repair`, or who asks it."""
+    """Who decides what becomes of a rank without a process: :class:`~ddp_runner.kernel.recovery.repair.Repair`, or who asks it."""
 
     def schedule_respawn(self, handle: RankHandle) -> None:
         """Take note that the rank needs another process, if it is wanted."""

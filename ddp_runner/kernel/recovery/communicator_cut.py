@@ -1,7 +1,7 @@
 """The second act of an abort where collectives end in silence: communicators are aborted by all at once.
 
 What a rank aborts before its peers have heard lets them end a collective with wrong numbers, and
-commit those (see collective.communicators). So the supervisor waits for everybody's answer.
+commit those (see ``kernel/group/communicators.py``). So the supervisor waits for everybody's answer.
 """
 
 from __future__ import annotations

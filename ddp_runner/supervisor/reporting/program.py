@@ -134,7 +134,7 @@ class Program:
 
 
 class Programs:
-    """Runs the programs of one owner, at most one of each role: a :class:`~.keeper.Host`."""
+    """Runs the programs of one owner, at most one of each role: a :class:`~ddp_runner.kernel.processes.keeper.Host`."""
 
     can_fork = True
 

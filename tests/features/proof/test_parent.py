@@ -415,7 +415,7 @@ def test_no_step_at_random_is_drilled_where_that_is_off(simulate, changes):
     assert asked(run) == []
 
 
-def test_a_repair_is_proved_by_the_drill_of_a_rank_that_lived_through_it(simulate):
+def test_a_repair_is_proved_by_the_drill_of_a_survivor(simulate):
     """The generation that forms is asked for one; how many are proved is in the record."""
     run = simulate(steps=300)
     run.to_step(10)
