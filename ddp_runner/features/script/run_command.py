@@ -109,7 +109,6 @@ def run(words: Sequence[str]) -> int:
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     if attaches(script):
         _refuse_of_scripts(sorted_words)
-        _refuse_several(plan, "in this version for tasks, and not for loops that call attach()")
         return _supervise(with_loop(plan, script), words, None, token_file)
     if refused := sorted(set(OF_ATTACHED) & {one.partition("=")[0] for one in sorted_words.shared}):
         raise BadInputError(
