@@ -251,7 +251,7 @@ class LoopClient(RankClient):
         """Compare what each rank has as data with what that rank had before, in this launch or the last one."""
         state = self._parts.state
         found = self._of_each(group, "data", self._parts.data_digest)
-        known = dict(enumerate(state.data_of))
+        known = {rank: one for rank, one in enumerate(state.data_of) if one}  # who was ever there
         ranks = range(self._runtime.rank_info.world_size)
         state.data_of = [found.get(rank, known.get(rank, "")) for rank in ranks]
         other = [rank for rank, now in found.items() if known.get(rank, now) != now]
