@@ -174,6 +174,7 @@ def _meaning(plan: LaunchPlan, token: bytes) -> dict[str, object]:
     found["devices of a rank"] = 1 + len(plan.devices[0].others)
     if (program := plan.opaque or plan.loop) is not None:
         found["run"] = shlex.join([program.name, *masked_words(program.arguments)])
+        found["calls attach()"] = "no" if plan.loop is None else "yes"
     if plan.devices[0].visible_index is None:  # sums on a GPU are of no threads here
         found["run.threads_per_rank"] = plan.threads_per_rank
     return found
