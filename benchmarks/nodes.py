@@ -1,6 +1,7 @@
 """Two machines of two ranks: seconds from a fault to the next committed step, beside torchrun; and what the link costs.
 
 Run by hand: ``python benchmarks/nodes.py [--rounds 7] [--torchrun-rounds 3] [--rows kill node cut heal] [--json FILE]``.
+With ``--loop`` a loop that attaches (``paced_loop.py``) is a third contender.
 Each machine is a network namespace of one bridge (``unshare -Urnm``, no root), and a link is cut by
 ``ip link set down``. Both contenders train the same model at the same pace (``paced.py``), ours and torchrun
 (``--nnodes 1:2``, c10d) in turn, a new start for each fault. Steps per second and the costs of the link are
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +51,7 @@ for k in 0 1; do
     ip -n node$k link set end$k up
 done
 """
+LOOP = "attached loop"
 PORT = 29500
 PACE_S = 0.016
 SETTLED = 60  # steps before a fault
@@ -103,9 +106,8 @@ class Job:
         """The supervisor, or agent, of one machine."""
         folder = self.folder if self.contender == "torchrun" else self.folder / f"node{number}"
         folder.mkdir(exist_ok=True)
-        command = (
-            self._torchrun(number) if self.contender == "torchrun" else self._ours(number, words)
-        )
+        commands = {"torchrun": self._torchrun, LOOP: partial(self._loop, words=words)}
+        command = commands.get(self.contender, partial(self._ours, words=words))(number)
         environment = {
             "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}",
             "TMPDIR": str(folder),
@@ -121,6 +123,15 @@ class Job:
             f"cd {folder}; {self._mark} {values} ip netns exec node{number}"
             f" {' '.join(map(str, command))} > said{number}.txt 2>&1 &"
         )
+
+    def _loop(self, number: int, words: tuple) -> list:
+        return [
+            *(sys.executable, "-m", "ddp_runner", "run", "--cpu", "-n", self._ranks),
+            *("-l", "logs", "-c", "kept", "save_every_steps=25", "save_interval=0"),
+            *("log.display=plain", "log_interval=1000", "--nnodes", "1:2", "--node-rank", number),
+            *("--rdzv-endpoint", f"10.9.0.1:{PORT}", *words),
+            *(ROOT / "benchmarks" / "paced_loop.py", "progress.jsonl", PACE_S),
+        ]
 
     def _ours(self, number: int, words: tuple) -> list:
         several = ("--nnodes", "1:2", "--rdzv-endpoint", f"10.9.0.1:{PORT}", "--node-rank", number)
@@ -166,6 +177,8 @@ class Job:
         """A line for each step that rank 0 has committed."""
         if self.contender == "torchrun":
             return self.folder / "progress.jsonl"
+        if self.contender == LOOP:
+            return self.folder / "node0" / "progress.jsonl"
         return self.folder / "node0" / "logs" / "audit_rank_0.jsonl"
 
     def lines(self) -> int:
@@ -321,6 +334,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", choices=tuple(ROWS), default=list(ROWS))
     parser.add_argument("--pace-rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measure of the pace")
+    parser.add_argument("--loop", action="store_true", help="a loop that attaches, too")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
@@ -331,7 +345,7 @@ def main() -> None:
     print("|---|---|---|")
     for name in asked.rows:
         for number in range(asked.rounds):
-            for contender in ("ddp_runner", "torchrun"):
+            for contender in ("ddp_runner", "torchrun", *((LOOP,) if asked.loop else ())):
                 is_theirs = contender == "torchrun"
                 if is_theirs and (number >= asked.torchrun_rounds or name in OURS_ALONE):
                     continue

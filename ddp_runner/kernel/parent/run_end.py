@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ddp_runner.kernel.parent.ports import ShownStart
+from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.processes.children import Ended
@@ -125,16 +126,18 @@ class RunEnd:
         else:  # what was trained before is kept
             self.begin(Ending.of(RunStatus.FAILED, line))
 
-    def program_ended(self, rank: int, ended: Ended, wrote: WhatItWrote) -> None:
+    def program_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
         """End a run whose training has ended where a rank's program has failed behind it."""
         if ended.exit_code == 0:
             return
         code = exit_code_of(exit_code=ended.exit_code, signal_number=ended.signal_number)
-        line = (
-            f"training had ended, and the program failed behind it: rank {rank} ended with"
-            f" code {code}; see {self._log_dir}/rank_{rank}.log"
-        )
-        self.begin(Ending.of(RunStatus.FAILED, line, detail=wrote.last))
+        log = self._world.log_of(handle, self._log_dir)
+        self.failed_behind(f"rank {handle.rank} ended with code {code}; see {log}", wrote.last)
+
+    def failed_behind(self, why: str, detail: str = "") -> None:
+        """End a run whose training has ended, because the program that trained has not come to its own end."""
+        line = f"training had ended, and the program failed behind it: {why}"
+        self.begin(Ending.of(RunStatus.FAILED, line, detail=detail))
 
     def at_once(self, ending: Ending) -> None:
         """End the run as it is."""

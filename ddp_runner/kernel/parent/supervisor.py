@@ -321,7 +321,7 @@ class Supervisor:
             self.recorder.keep_words(handle.rank, wrote.before_log)
         handle.released()
         if had_finished and self._goes_on_behind and self._stop is None:
-            self.run_end.program_ended(handle.rank, ended, wrote)
+            self.run_end.program_ended(handle, ended, wrote)
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
         """Finish the step, save, end; :class:`StopSignals` knows who may ask for an end at once."""

@@ -383,6 +383,11 @@ class CoordinatorSupervisor(Supervisor):
         wrote = WhatItWrote(last=gone.last, when_asked=gone.when_asked, before_log=gone.before_log)
         self._on_rank_ended(handle, ended, wrote)
 
+    def _is_behind(self, node: RemoteNode) -> bool:
+        """Return whether a program of the user's has trained there, and goes on behind its loop."""
+        states = [self.world.ranks[rank].state for rank in node.processes]
+        return self._goes_on_behind and self._has_done_all(node) and RankState.FINISHED in states
+
     def _lose(self, node: RemoteNode, why: str) -> None:
         """All ranks of a node are gone with it, as far as anybody here can know."""
         self.recorder.say(f"{node.name} is lost: {why}", level="WARNING")
@@ -390,6 +395,8 @@ class CoordinatorSupervisor(Supervisor):
         if not (node.is_leaving or self.run_end.is_known or self._has_done_all(node)):
             lost = self._record.findings.machines_lost
             lost[node.machine] = lost.get(node.machine, 0) + 1
+        if self._is_behind(node) and not node.is_leaving and self._stop is None:
+            self.run_end.failed_behind(f"{node.name} is lost: {why}")
         for rank in node.processes:
             handle = self.world.ranks[rank]
             if not handle.is_alive:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from ddp_runner import config
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.config.identity import TOTAL_STEPS
 from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, Monitor, highest_refused
+from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.order import SampleOrder
@@ -216,26 +218,26 @@ class LoopClient(RankClient):
             "the shapes of parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
             "the length of the run": [length.steps_per_epoch, length.total_steps],
         }
-        with waiting_for_peers(self._runtime.slot):
-            found = [json.loads(one) for one in group.exchange("loop", json.dumps(mine))]
-        for what in dict.fromkeys(key for one in found for key in one):
+        found = self._of_each(group, "loop", mine)
+        for what in dict.fromkeys(key for one in found.values() for key in one):
             # A file that not all of them have imported is the program's own choice.
-            having = [rank for rank, one in enumerate(found) if what in one]
-            values = {rank: found[rank][what] for rank in having}
-            odd = next((rank for rank in having if values[rank] != values[having[0]]), None)
+            values = {rank: one[what] for rank, one in found.items() if what in one}
+            first, *others = values
+            odd = next((rank for rank in others if values[rank] != values[first]), None)
             if odd is None:
                 continue
             if what.startswith("the file"):
-                expected = (
-                    f"{what.removeprefix('the file ')} has changed on disk since the run began: two"
-                )
+                if self._parts.settings.run.allow_different_code:
+                    continue
+                is_first = is_first_generation(group.membership.generation, None)
+                how = f"is not the same for ranks {first} and {odd}"
+                how = how if is_first else "has changed on disk since the run began"
+                expected = f"{what.removeprefix('the file ')} {how}: two"
                 raise BadInputError(
                     "run.steps", "", f"{expected} programs must not train one model"
                 )
-            shown = f": {values[having[0]]} and {values[odd]}" if "length" in what else ""
-            raise BadInputError(
-                "run.steps", "", f"ranks {having[0]} and {odd} differ in {what}{shown}"
-            )
+            shown = f": {values[first]} and {values[odd]}" if "length" in what else ""
+            raise BadInputError("run.steps", "", f"ranks {first} and {odd} differ in {what}{shown}")
 
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on whether DDP looks for unused parameters."""
@@ -248,17 +250,39 @@ class LoopClient(RankClient):
     def _compare_data(self, group: Group) -> None:
         """Compare what each rank has as data with what that rank had before, in this launch or the last one."""
         state = self._parts.state
-        with waiting_for_peers(self._runtime.slot):
-            found = group.exchange("data", self._parts.data_digest)
-        before, state.data_of = state.data_of, list(found)
-        pairs = enumerate(zip(before, found, strict=False))
-        other = [rank for rank, (was, now) in pairs if was != now]
-        if other and state.committed_step > 0 and group.rank == 0:
+        found = self._of_each(group, "data", self._parts.data_digest)
+        known = {rank: one for rank, one in enumerate(state.data_of) if one}  # who was ever there
+        ranks = range(self._runtime.rank_info.world_size)
+        state.data_of = [found.get(rank, known.get(rank, "")) for rank in ranks]
+        other = [rank for rank, now in found.items() if known.get(rank, now) != now]
+        if group.rank != 0:
+            return
+        if odd := self._unlike_here(found):
+            report_inexact(
+                self._parts,
+                f"{rank_list(odd)} made other data than rank {min(found)}: run.loader() shares one dataset out, which"
+                " must be the same on all machines",
+            )
+        if other and state.committed_step > 0:
             report_inexact(
                 self._parts,
                 f"{rank_list(other)} made other data than before: make it behind attach(), which seeds all random"
                 " numbers, or seed what makes it",
             )
+
+    def _unlike_here(self, found: Mapping[int, str]) -> list[int]:
+        """Return the ranks that are to load samples of one dataset, and have another one than the first of them."""
+        info = self._runtime.rank_info
+        is_shared_out = isinstance(self._parts.loader, SafeBatches)
+        if info.world_size == info.local_world_size or not is_shared_out:
+            return []
+        return [rank for rank, now in found.items() if now != found[min(found)]]
+
+    def _of_each(self, group: Group, name: str, mine: Any) -> dict[int, Any]:
+        """Return what each rank of the generation says, by its number in the run."""
+        own = json.dumps([self._runtime.rank_info.rank, mine])
+        with waiting_for_peers(self._runtime.slot):
+            return dict(json.loads(one) for one in group.exchange(name, own))
 
     def enter(self, group: Group) -> Makers:
         """Wrap the module for the steps of a generation."""
