@@ -234,6 +234,7 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
     poll(lambda: _listens(first), what="the coordinator")
     other = nodes.folder / "other"
     other.write_text("another-secret-of-them")
+    other.chmod(0o600)
     for words, ranks, line in (
         (("--rdzv-id", "another"), 2, "--rdzv-id=another: the coordinator's run is none"),
         ((), 3, "-n=3: the coordinator has 2 ranks: all nodes need the same number"),
