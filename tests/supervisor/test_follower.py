@@ -118,3 +118,17 @@ def test_each_stack_of_a_look_is_cut_to_its_share(machine, monkeypatch):
     machine.follower.look(machine.clock.monotonic())
     stacks = [one.stack for one in machine.said[-1].ranks.values()]
     assert [len(json.dumps(stack)) for stack in stacks] == [STACKS_BYTES_MAX // 2 - 2] * 2
+
+
+def test_words_of_a_rank_without_a_log_follow_no_link(machine, tmp_path):
+    """Whoever may write in the folder has put one there. Control: without it they are appended."""
+    machine.follower._log_dir = tmp_path
+    elsewhere, log = tmp_path / "elsewhere", tmp_path / "rank_3.log"
+    elsewhere.write_text("theirs")
+    log.symlink_to(elsewhere)
+    machine.follower._keep_words(3, "mine")
+    assert elsewhere.read_text() == "theirs"
+    log.unlink()
+    for words in ("one", "two"):
+        machine.follower._keep_words(3, words)
+    assert log.read_text() == "one\ntwo\n"

@@ -66,6 +66,7 @@ from ddp_runner.kernel.wire.messages import (
 )
 from ddp_runner.kernel.wire.packets import WireError, by_name, name_of
 from ddp_runner.observe.console import LogTail, Shown
+from ddp_runner.observe.files import LineFile
 from ddp_runner.supervisor import around
 from ddp_runner.system.followed_run import FollowedRun
 
@@ -568,8 +569,6 @@ class Follower:
     def _keep_words(self, rank: int, text: str) -> None:
         """Append a rank's output from before it had a log to that log."""
         if text and self._log_dir.is_dir():
-            with (
-                contextlib.suppress(OSError),
-                (self._log_dir / f"rank_{rank}.log").open("a", encoding="utf-8") as log,
-            ):
-                log.write(f"{text}\n")
+            log = LineFile(self._log_dir / f"rank_{rank}.log")
+            log.append(f"{text}\n".encode(errors="replace"))
+            log.close()
