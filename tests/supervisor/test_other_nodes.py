@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import (
+    SHUT_S,
     STRANGERS_MAX,
     STRANGERS_OF_ADDRESS_MAX,
     Door,
@@ -318,7 +320,7 @@ def test_a_machine_that_knows_the_token_outlasts_silent_strangers(coordinator):
     with contextlib.ExitStack() as stack:
         known = NodeLink(socket.create_connection(where), token=TOKEN, listens=False)
         stack.callback(known.close)
-        while not known.is_proved:
+        while not (known.is_proved and any(one.is_proved for one in links._strangers)):
             known.flush()
             for key, _ in coordinator.ready(0.01):
                 assert not list(key.data[0].read(key.data[1]))
@@ -333,6 +335,31 @@ def test_a_machine_that_knows_the_token_outlasts_silent_strangers(coordinator):
                 assert not list(key.data[0].read(key.data[1]))
             heard = known.receive()
         assert isinstance(wire.decode(heard[0], FROM_COORDINATOR), Answer)
+
+
+def test_no_descriptor_left_shuts_the_door_for_a_moment(coordinator, monkeypatch):
+    """Who knocks would have the loop turn without a pause; once there is one, it is heard."""
+    links, where = coordinator.links, coordinator.door.getsockname()
+
+    class Full:
+        def __getattr__(self, name):
+            return getattr(coordinator.door, name)
+
+        def accept(self):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with socket.create_connection(where):
+        (_,) = coordinator.ready(1.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(links, "_listening", Full())
+            assert not list(links.read(None))
+            assert not coordinator.ready(0.0)
+        assert not list(links.look(coordinator.clock.monotonic()))
+        assert not coordinator.ready(0.0)
+        assert not list(links.look(coordinator.clock.monotonic() + SHUT_S))
+        (_,) = coordinator.ready(1.0)
+        assert not list(links.read(None))
+        assert len(links._strangers) == 1
 
 
 def _is_open(connection):

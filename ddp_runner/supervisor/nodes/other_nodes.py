@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import time
@@ -54,6 +55,10 @@ LAST_WORDS_S = 2.0  # for nodes to hear that the run has ended
 # oldest is dropped, of that address if it has so many.
 STRANGERS_MAX = 64
 STRANGERS_OF_ADDRESS_MAX = 32
+# What accept(2) fails with where no descriptor is left. Who knocks stays in the queue, so that the door would be
+# ready again at once, for ever: it is looked at again after that time.
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SHUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +179,17 @@ class OtherNodes:
         self._heard_last: RemoteNode | None = None  # most often the next frame is of the same
         self._strangers: dict[NodeLink, _Stranger] = {}  # in the order in which they came
         self._watched: dict[int, Watched] = {}  # that nobody has asked for yet
+        self._shut_until_s = 0.0  # the door, which is open while this is 0
         self._listening.setblocking(False)
-        selector.register(self._listening, selectors.EVENT_READ, (self, None))
+        self._open()
+
+    def _open(self) -> None:
+        self._selector.register(self._listening, selectors.EVENT_READ, (self, None))
+
+    @property
+    def _is_shut(self) -> bool:
+        """True if nobody can be taken in for a moment: this process has no descriptor left."""
+        return self._shut_until_s > 0
 
     def read(self, link: NodeLink | None) -> Iterator[NodeEvent]:
         """The door, or a link, is ready."""
@@ -208,6 +222,9 @@ class OtherNodes:
 
     def look(self, now_s: float) -> Iterator[NodeEvent]:
         """Yield the loss of each node that is silent for too long, and drop connections that prove nothing."""
+        if self._is_shut and now_s >= self._shut_until_s:
+            self._shut_until_s = 0.0
+            self._open()
         for node in (*self.nodes, *self.spares):
             if node.link is None:
                 continue
@@ -280,7 +297,8 @@ class OtherNodes:
                 self.lose(node, "the run has ended")
         for link in list(self._strangers):
             self._drop(link)
-        self._selector.unregister(self._listening)
+        if not self._is_shut:
+            self._selector.unregister(self._listening)
         self._listening.close()
 
     @staticmethod
@@ -330,7 +348,10 @@ class OtherNodes:
     def _accept(self) -> None:
         try:
             connection, (address, *_) = self._listening.accept()
-        except OSError:  # it has gone again
+        except OSError as error:  # it has gone again
+            if error.errno in _NO_DESCRIPTOR:
+                self._selector.unregister(self._listening)
+                self._shut_until_s = self._clock.monotonic() + SHUT_S
             return
         self._make_room_for(address)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
