@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.core.launch_plan import DevicePlan
-from ddp_runner.core.machines.node_messages import STACKS_BYTES_MAX, FenceRank, FromRank
+from ddp_runner.core.machines.node_messages import STACKS_BYTES_MAX, Beat, FenceRank, FromRank
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.rank.fenced_disk import may_not_publish
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.wire.board import Cell
@@ -132,3 +133,26 @@ def test_words_of_a_rank_without_a_log_follow_no_link(machine, tmp_path):
     for words in ("one", "two"):
         machine.follower._keep_words(3, words)
     assert log.read_text() == "one\ntwo\n"
+
+
+def test_a_machine_that_was_suspended_has_no_lease_left(machine):
+    """Others may have gone on meanwhile. What was answered before does not renew it, a look from then on does."""
+    follower, clock = machine.follower, machine.clock
+
+    def answer(number):
+        beat = Beat(number=number, generation=1, committed_step=1, is_fault_free=True)
+        follower.on_node_message(beat)
+
+    def may_publish():
+        return not may_not_publish(machine.node.slot(2), clock.boottime_ns())
+
+    for _ in range(2):
+        follower.look(clock.monotonic())
+    answer(1)
+    assert (may_publish(), follower.unanswered_s) == (True, 0.0)
+    clock.suspended_s = 60.0
+    answer(2)
+    assert (may_publish(), follower.unanswered_s) == (False, 60.0)
+    follower.look(clock.monotonic())
+    answer(3)
+    assert (may_publish(), follower.unanswered_s) == (True, 0.0)

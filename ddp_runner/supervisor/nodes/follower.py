@@ -48,7 +48,7 @@ from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.lifecycle import MembershipEvent, RankEvent, RankState
 from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
-from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.system.clock import LeaseClock
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
@@ -134,7 +134,7 @@ class Follower:
         lease_s: float,
         report: Report,
         show: Callable[[str, str], None],
-        clock: Clock,
+        clock: LeaseClock,
     ) -> None:
         self.lease_s = lease_s
         self._node = node
@@ -175,8 +175,9 @@ class Follower:
         self._looks = 0
         # Looks that no beat has answered, and when they were sent.
         self._looked_ns: dict[int, int] = {}
-        # From when the newest look was sent that the coordinator has heard.
-        self.lease_from_ns = clock.monotonic_ns()
+        # From when the newest look was sent that the coordinator has heard; as those above, by the clock that goes on
+        # while this machine is suspended.
+        self._lease_from_ns = clock.boottime_ns()
         self._looked_at_s = self._round_trip_s = 0.0
         self.followed: FollowedRun | None = None  # to be noted where it is not on this machine
         self._tail: LogTail | None = None
@@ -229,13 +230,18 @@ class Follower:
             case _:
                 raise WireError(f"unexpected {type(message).__name__}")
 
+    @property
+    def unanswered_s(self) -> float:
+        """How long the coordinator has heard nothing of this machine, as far as it has said."""
+        return (self._clock.boottime_ns() - self._lease_from_ns) / 1e9
+
     def _renew_lease(self, number: int) -> None:
         """The coordinator has heard look ``number``, and takes this machine for there from then on."""
         sent_ns = self._looked_ns.get(number)
         if sent_ns is None:
             return
-        self.lease_from_ns = sent_ns
-        self._round_trip_s = round((self._clock.monotonic_ns() - sent_ns) / 1e9, 4)
+        self._lease_from_ns = sent_ns
+        self._round_trip_s = round((self._clock.boottime_ns() - sent_ns) / 1e9, 4)
         self._looked_ns = {look: at for look, at in self._looked_ns.items() if look > number}
         for handle in self.handles:
             handle.slot.set(Cell.LEASE_NS, sent_ns + int(self.lease_s * 1e9))
@@ -243,7 +249,7 @@ class Follower:
     def welcomed(self, *, keeps_parked: bool) -> None:
         """A coordinator is there, to which no look has been sent. ``keeps_parked``: as in a Welcome."""
         self._looked_ns.clear()
-        self.lease_from_ns = self._clock.monotonic_ns()
+        self._lease_from_ns = self._clock.boottime_ns()
         self._process = dict.fromkeys(self._process, NOBODY)
         if not keeps_parked:
             self.end_ranks()
@@ -450,7 +456,7 @@ class Follower:
         """Say how everything stands here."""
         self._looked_at_s = now_s
         self._looks += 1
-        self._looked_ns[self._looks] = self._clock.monotonic_ns()
+        self._looked_ns[self._looks] = self._clock.boottime_ns()
         self._report(
             Look(
                 number=self._looks,
@@ -498,7 +504,7 @@ class Follower:
         # Guarded by: test_ranks_of_a_node_that_is_cut_off_train_and_publish_nothing.
         now_s = self._clock.monotonic()
         for handle in self.handles:
-            handle.slot.set(Cell.LEASE_NS, self._clock.monotonic_ns())
+            handle.slot.set(Cell.LEASE_NS, self._clock.boottime_ns())
             if self._may_park(handle):
                 self._parked.add(handle.rank)
             elif handle.is_alive:

@@ -36,7 +36,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode, StopReason
 from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
 from ddp_runner.kernel.system import parent_death
-from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, Clock
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, LeaseClock
 from ddp_runner.kernel.system.folder_owner import new_term
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.events import RunEnds
@@ -111,7 +111,7 @@ class _FollowerLoop:
         signals: SignalBox,
         selector: selectors.BaseSelector,
         display: Display,
-        clock: Clock,
+        clock: LeaseClock,
     ) -> None:
         self._plan = plan
         self._meeting = meeting
@@ -404,8 +404,7 @@ class _FollowerLoop:
         self._link.flush()
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.wants_to_write else 0)
         self._selector.modify(self._link, mask, (self._link, None))
-        since_s = self._clock.monotonic() - follower.lease_from_ns / 1e9
-        if since_s > follower.lease_s:
+        if (since_s := follower.unanswered_s) > follower.lease_s:
             raise LinkLostError(f"it has not answered for {since_s:.1f} s")
 
     def _reap(self, follower: Follower) -> None:
