@@ -23,13 +23,14 @@ STACKS_BYTES_MAX = 128 * 1024
 class Parked:
     """Ranks that a node has kept with their memory while it was cut off.
 
-    ``node``: the number that it had; ``term`` and ``generation``: of their newest Form. ``inexact_reasons``: of the
-    run, as the coordinator has said last.
+    ``node``: the number that it had; ``term``, ``generation`` and ``run_id``: of their newest Form. ``inexact_reasons``:
+    of the run, as the coordinator has said last.
     """
 
     node: int
     term: str
     generation: int
+    run_id: str
     inexact_reasons: list[str] = field(default_factory=list)
 
 

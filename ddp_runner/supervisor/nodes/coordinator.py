@@ -97,6 +97,7 @@ class CoordinatorSupervisor(Supervisor):
         self._owner = owner
         self._owner_before = owner.read()
         self._looked_at_owner_s = 0.0
+        self.has_successor = False  # another coordinator has taken the checkpoints
         self._without: tuple[int, ...] = ()  # as it stands in the folder
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
         self._has_parked = False  # whether ranks of others came with a memory
@@ -122,11 +123,13 @@ class CoordinatorSupervisor(Supervisor):
     def keeps(self, parked: Parked, node: RemoteNode) -> bool:
         """Return whether the state in memory on a returning node still belongs to this run."""
         before = self._owner_before
+        newest = Catalog(Path(self._settings.run.checkpoint_dir)).newest()
         may_resume = not self.facts.ever_formed and self._settings.run.resume == "auto"
         return keeps_memory(
             ReturnFacts(
                 term=parked.term,
                 is_same_node=parked.node == node.number,
+                is_same_run=newest is None or newest.run_id == parked.run_id,
                 are_members=all(self.world.ranks[r].membership in IN_WORLD for r in node.ranks),
                 ours=self._owner.term,
                 generation=parked.generation,
@@ -186,6 +189,7 @@ class CoordinatorSupervisor(Supervisor):
         if not self._owner.is_other():
             self._note_who_is_without()
         else:
+            self.has_successor = True
             line = f"another coordinator has taken {self._owner.folder}: this one ends"
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
 

@@ -494,6 +494,7 @@ class Follower:
             node=number,
             term=self._term,
             generation=self._generation,
+            run_id=self._run_id,
             inexact_reasons=list(self._facts.inexact_reasons),
         )
 
