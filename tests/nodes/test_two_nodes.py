@@ -203,13 +203,15 @@ def test_a_coordinator_that_cannot_start_leaves_others_their_memory(nodes, one_m
 
 
 def test_a_coordinator_whose_folder_was_taken_ends(nodes):
-    """By another one that knows nothing of it, as after a split: it publishes nothing more."""
-    first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
+    """By another one that knows nothing of it, as after a split: it publishes nothing more, and orders nobody to end."""
+    words = (SLOW, "recovery.coordinator_wait_s=1")
+    first, second = nodes.start(0, *words), nodes.start(1, *words)
     first.wait_for_checkpoint(20)
     FolderOwner(first.checkpoints, new_term()).take()
     before = sorted(path.name for path in first.checkpoints.glob("step_*"))
     assert (first.wait(), second.wait()) == (75, 75), first.console + second.console
     assert "another coordinator has taken" in first.console
+    assert "the ranks here wait for it, with their memory" in second.console
     assert sorted(path.name for path in first.checkpoints.glob("step_*")) == before
 
 

@@ -139,7 +139,12 @@ class Door:
 
 
 class Coordinates(Protocol):
-    """Who decides about other machines: :class:`~.coordinator.CoordinatorSupervisor`."""
+    """Who decides about other machines: :class:`~.coordinator.CoordinatorSupervisor`.
+
+    ``has_successor``: another one decides about them by now.
+    """
+
+    has_successor: bool
 
     def beat(self, number: int) -> Beat:
         """Return how the run stands, as the answer to look ``number``."""
@@ -281,11 +286,18 @@ class OtherNodes:
         # INVARIANT memory-outlasts-a-start: a coordinator that fails before it has formed a world ends no
         # ranks that others have kept. Broken if: they hear that the run has ended.
         # Guarded by: test_a_coordinator_that_cannot_start_leaves_others_their_memory.
-        if not self._is_announced:
-            self._is_announced = True
-            for node in (*self.nodes, *self.spares):
-                if not (but_parked and node.keeps_parked):
-                    node.order(ends)
+        if self._is_announced:
+            return
+        self._is_announced = True
+        for node in (*self.nodes, *self.spares):
+            # INVARIANT superseded-orders-nobody: a coordinator whose folder another one has taken ends no machine: each
+            # looks for the new one, with its memory. Broken if: they hear that the run has ended.
+            # Guarded by: test_a_superseded_coordinator_leaves_the_others_to_the_new_one.
+            if self._coordinator.has_successor:
+                if node.link is not None:
+                    node.link.say_no_more()
+            elif not (but_parked and node.keeps_parked):
+                node.order(ends)
 
     def end(self, ends: RunEnds) -> None:
         """Say how the run has ended, as far as that goes at once, and hang up."""
