@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from ddp_runner.core.launch_plan import DevicePlan
-from ddp_runner.core.machines.node_messages import STACKS_BYTES_MAX, Beat, FenceRank, FromRank
+from ddp_runner.core.machines.node_messages import (
+    STACKS_BYTES_MAX,
+    Beat,
+    FenceRank,
+    FromRank,
+    StartRank,
+)
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.rank_start import RankStart
 from ddp_runner.kernel.rank.fenced_disk import may_not_publish
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import RepairedInPlace
-from ddp_runner.kernel.wire.messages import Metrics, encode
+from ddp_runner.kernel.wire.events import Faulted, RepairedInPlace
+from ddp_runner.kernel.wire.messages import Metrics, Ready, decode, encode
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.follower import Follower
 from tests.supervisor import simulated
@@ -156,3 +163,36 @@ def test_a_machine_that_was_suspended_has_no_lease_left(machine):
     follower.look(clock.monotonic())
     answer(3)
     assert (may_publish(), follower.unanswered_s) == (True, 0.0)
+
+
+def test_what_a_rank_taken_back_says_of_before_is_not_passed_on(machine):
+    """Its supervisor stood still, and reads only now that the peers were lost: an incident of its own it is not."""
+    follower, node = machine.follower, machine.node
+    ready = Ready(
+        rank=2,
+        committed_step=3,
+        run_id="r",
+        total_steps=9,
+        steps_per_epoch=9,
+        train_samples=9,
+        parameters=1,
+        device="cpu",
+    )
+    lost_peer = Faulted(
+        fault=Fault(kind=FaultKind.COLLECTIVE_FAILED, rank=2, step=4, cause="closed", at_ns=1)
+    )
+    for handle in follower.handles:
+        handle.machine.advance(RankEvent.SPAWNED)
+        handle.pid = node.processes[handle.rank].pid = 4240 + handle.rank
+    follower.on_packet(encode(ready), 2)
+    follower._world.ranks[2].machine.advance(RankEvent.FORM_SENT)
+    follower.cut_off()
+    assert follower.parked is not None
+    machine.said.clear()
+    follower.welcomed(keeps_parked=True)
+    follower.on_node_message(StartRank(rank=2, process=1, start=asdict(RankStart(loads=False))))
+    for message in (Metrics(rank=2, step=3, values={}), lost_peer, ready, lost_peer):
+        follower.on_packet(encode(message), 2)
+    passed_on = [decode(one.packet) for one in machine.said if isinstance(one, FromRank)]
+    assert passed_on == [replace(ready, run_id=""), lost_peer]
+    assert {one.process for one in machine.said if isinstance(one, FromRank)} == {1}

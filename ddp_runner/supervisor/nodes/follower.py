@@ -169,6 +169,7 @@ class Follower:
         self._parked: set[int] = set()  # ranks that wait, with their memory, for a coordinator
         self._parked_since_s = 0.0
         self._moved: set[int] = set()  # of those, who is still to be shown where the store is
+        self._leaving: set[int] = set()  # taken back, and still in the generation that was cut off
         self._generation = 0  # the newest that ranks here were asked to form
         self._run_id = self._term = ""  # of that
         self._is_fault_free = False
@@ -279,6 +280,11 @@ class Follower:
         self._started(handle)
         if handle.state is RankState.READY and handle.ready is not None:
             self._from_rank(handle.rank, self._as_ready(handle.rank, handle.ready))
+        else:
+            # INVARIANT past-is-not-news: what a rank says of a generation that was cut off is no news to whoever takes it
+            # back. Broken if: that it has lost its peers there comes in as a fault of the run that goes on.
+            # Guarded by: test_what_a_rank_taken_back_says_of_before_is_not_passed_on.
+            self._leaving.add(handle.rank)
 
     def _started(self, handle: RankHandle) -> None:
         assert handle.pid is not None
@@ -359,6 +365,7 @@ class Follower:
             message = decode(packet)
             self._note(self._world.ranks[rank], message)
             if isinstance(message, Ready):
+                self._leaving.discard(rank)
                 packet = self._as_ready(rank, message)
         self._from_rank(rank, packet)
 
@@ -387,7 +394,8 @@ class Follower:
         return encode(replace(ready, run_id=self._run_id) if rank in self._moved else ready)
 
     def _from_rank(self, rank: int, packet: bytes) -> None:
-        if rank not in self._parked:  # to the coordinator it is none of this run's as yet
+        # Who waits or leaves is to the coordinator none of this run's as yet.
+        if rank not in self._parked and rank not in self._leaving:
             self._report(FromRank(rank=rank, process=self._process[rank], packet=packet))
 
     def on_ended(self, ended: Ended) -> None:
@@ -556,6 +564,7 @@ class Follower:
         wrote = wrote.without(self._hidden)
         now_ns = self._clock.monotonic_ns()
         self._parked.discard(rank)
+        self._leaving.discard(rank)
         self._world.ranks[rank].member.advance(MembershipEvent.TO_REPLACE)
         self._report(
             RankGone(
