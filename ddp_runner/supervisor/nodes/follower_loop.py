@@ -128,6 +128,7 @@ class _FollowerLoop:
         self._ends: RunEnds | None = None
         self._lost = ""  # why the link is of no more use
         self._name = new_term()
+        self._said_own = ""  # which folders here are not the coordinator's
         # Asks for GPUs once there are ranks here, of which it then says what they use.
         self._watch: RunWatch | None = None
         selector.register(signals, selectors.EVENT_READ, None)
@@ -290,7 +291,7 @@ class _FollowerLoop:
         else:
             self._store_at.move(self._store_host(welcome), welcome.store_port)
         self._node.term = welcome.term
-        self._look_at_folders(self._node, welcome.term)
+        self._look_at_folders(self._node, welcome)
         if self._follower is None or self._node.ranks != tuple(ranks):
             if self._follower is not None:
                 self._end_ranks(self._follower)
@@ -348,13 +349,25 @@ class _FollowerLoop:
             if self._link is not None:
                 self._link.flush()
 
-    def _look_at_folders(self, node: Node, term: str) -> None:
-        run = self._plan.settings.run
+    def _look_at_folders(self, node: Node, welcome: Welcome) -> None:
+        run, term = self._plan.settings.run, welcome.term
         node.shares_checkpoints = is_shared(Path(run.checkpoint_dir), term)
         node.shares_logs = is_shared(Path(run.log_dir), term)
         self._report(
             Folders(shares_checkpoints=node.shares_checkpoints, shares_logs=node.shares_logs)
         )
+        own = [
+            f"a {what} ({mine})"
+            for what, mine, is_both in (
+                ("checkpoint folder", run.checkpoint_dir, node.shares_checkpoints),
+                ("log folder", run.log_dir, node.shares_logs),
+            )
+            if not is_both
+        ]
+        line = f"this machine has {' and '.join(own)} of its own, not the coordinator's on {welcome.host}"
+        if own and line != self._said_own:
+            self._said_own = line
+            self._say(line)
 
     def _store_host(self, welcome: Welcome) -> str:
         """Return the store's address as seen from here; the coordinator's own name for it may mean another host."""
