@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 
 import pytest
 
+from ddp_runner.checkpoint.slot_header import SlotHeader
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.machines.node_messages import (
     STACKS_BYTES_MAX,
     Beat,
     FenceRank,
     FromRank,
+    Parked,
     StartRank,
 )
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_start import RankStart
 from ddp_runner.kernel.rank.fenced_disk import may_not_publish
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.wire.board import Cell
@@ -189,10 +193,28 @@ def test_what_a_rank_taken_back_says_of_before_is_not_passed_on(machine):
     follower.cut_off()
     assert follower.parked is not None
     machine.said.clear()
-    follower.welcomed(keeps_parked=True)
+    follower.welcomed(keeps_parked=True, keeps_copied=True)
     follower.on_node_message(StartRank(rank=2, process=1, start=asdict(RankStart(loads=False))))
     for message in (Metrics(rank=2, step=3, values={}), lost_peer, ready, lost_peer):
         follower.on_packet(encode(message), 2)
     passed_on = [decode(one.packet) for one in machine.said if isinstance(one, FromRank)]
     assert passed_on == [replace(ready, run_id=""), lost_peer]
     assert {one.process for one in machine.said if isinstance(one, FromRank)} == {1}
+
+
+def test_a_copy_in_memory_is_offered_and_given_up_where_it_is_refused(machine):
+    """The newest of the two, by its header; nothing is offered by who was in no generation yet."""
+    follower, slots = machine.follower, machine.node.shared.descriptors("memory_slots")
+    for slot, (step, sealed) in zip(slots, ((40, 8), (30, 9)), strict=True):
+        header = SlotHeader(
+            step=step, sealed=sealed, payload_bytes=1, described_bytes=1, checksum="c"
+        )
+        os.pwrite(slot, header.to_bytes(), 0)
+    assert (follower.copied, follower.copied_step) == (None, EMPTY_STEP)
+    follower._term, follower._generation, follower._run_id = "t", 3, "r"
+    for _ in range(2):
+        assert follower.copied_step == 30
+        assert follower.copied == Parked(node=1, term="t", generation=3, run_id="r")
+        follower.welcomed(keeps_parked=False, keeps_copied=True)
+    follower.welcomed(keeps_parked=False, keeps_copied=False)
+    assert (follower.copied, follower.copied_step) == (None, EMPTY_STEP)

@@ -20,6 +20,7 @@ from ddp_runner.core.machines.node_messages import (
     FenceRank,
     Folders,
     Hello,
+    Parked,
     Question,
     RankGone,
 )
@@ -27,11 +28,12 @@ from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.features.doctor.node_checks import ask
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.rules.recovery import GiveUp
-from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
+from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner, new_term
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RunEnds
@@ -287,6 +289,36 @@ def test_bad_input_on_another_machine_is_said_to_be_there(coordinator, rank, whe
     supervisor = coordinator.supervisor
     supervisor.run_end.give_up(GiveUp(fault=fault, reason="", status=RunStatus.FAILED))
     assert supervisor.ending.error_line == f"{where}{cause}"
+
+
+@pytest.mark.parametrize(
+    ("term", "newest", "is_kept", "taken"),
+    [
+        ("before", EMPTY_STEP, True, "copy of the state in memory, of step 30"),
+        ("before", 30, True, "checkpoint, of step 30"),
+        ("other", 20, False, "checkpoint, of step 20"),
+    ],
+    ids=["nothing is newer", "its own file is newer", "of a course that was left"],
+)
+def test_a_copy_on_another_machine_is_taken_where_it_is_the_newest(
+    coordinator, term, newest, is_kept, taken
+):
+    """It has outlived its ranks and the coordinator before: it is asked for, by the rule for ranks that wait."""
+    supervisor, node = coordinator.supervisor, coordinator.other
+    supervisor._owner_before = Owner(term="before", without=())
+    hello = replace(
+        node.hello,
+        copied=Parked(node=1, term=term, generation=3, run_id="r", inexact_reasons=["why"]),
+        copied_step=30,
+        newest_step=newest,
+    )
+    supervisor.on_node_event(coordinator.links._take_in(node, node.link, hello))
+    (welcome,) = coordinator.heard()
+    assert (welcome.keeps_copied, welcome.keeps_parked) == (is_kept, False)
+    assert supervisor.facts.inexact_reasons == (["why"] if is_kept else [])
+    assert supervisor._repair.loaders_elsewhere == {2}
+    said = [line for _, line in coordinator.simulation.outputs.said if "has a newer" in line]
+    assert said == [f"node 1 has a newer {taken}: it loads it"]
 
 
 @pytest.mark.parametrize(

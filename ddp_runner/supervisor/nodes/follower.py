@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ddp_runner.checkpoint.slot_header import clear_slots, step_in_memory
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.machines.node_messages import (
     LOOK_EVERY_S,
@@ -45,6 +46,7 @@ from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.processes.rank_start import RankStart
 from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.lifecycle import MembershipEvent, RankEvent, RankState
 from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
@@ -141,6 +143,7 @@ class Follower:
         self._report = report
         self._clock = clock
         self._log_dir = Path(plan.settings.run.log_dir)
+        self._copies = node.shared.descriptors("memory_slots")
         # The coordinator may not know the secrets of this machine's environment.
         self._hidden = hidden_texts(plan.settings.task, os.environ)
         self._checkpoint_dir = Path(plan.settings.run.checkpoint_dir)
@@ -247,13 +250,18 @@ class Follower:
         for handle in self.handles:
             handle.slot.set(Cell.LEASE_NS, sent_ns + int(self.lease_s * 1e9))
 
-    def welcomed(self, *, keeps_parked: bool) -> None:
-        """A coordinator is there, to which no look has been sent. ``keeps_parked``: as in a Welcome."""
+    def welcomed(self, *, keeps_parked: bool, keeps_copied: bool) -> None:
+        """A coordinator is there, to which no look has been sent. ``keeps_parked`` and ``keeps_copied``: as in a Welcome."""
         self._looked_ns.clear()
         self._lease_from_ns = self._clock.boottime_ns()
         self._process = dict.fromkeys(self._process, NOBODY)
         if not keeps_parked:
             self.end_ranks()
+        # INVARIANT copies-have-a-term: a copy in the memory of a machine that was cut off is taken only where nobody went
+        # on without it. Broken if: it stays when the coordinator has refused it, and all ranks are lost then.
+        # Guarded by: test_a_copy_in_memory_is_offered_and_given_up_where_it_is_refused.
+        if not keeps_copied:
+            clear_slots(self._copies)
 
     def _start(self, handle: RankHandle, start: RankStart, process: int, now_s: float) -> None:
         if handle.rank in self._parked and handle.is_alive:
@@ -494,12 +502,24 @@ class Follower:
     @property
     def parked(self) -> Parked | None:
         """The report to a coordinator about ranks that wait here; None if there are none."""
-        ranks = self._node.ranks
         if not self._parked:
             return None
-        number = ranks[0] // len(ranks)
+        return self._of_before()
+
+    @property
+    def copied_step(self) -> int:
+        """The step of the newest copy of the state in the memory of this machine; EMPTY_STEP if there is none."""
+        return step_in_memory(self._copies) if self._term else EMPTY_STEP
+
+    @property
+    def copied(self) -> Parked | None:
+        """The report to a coordinator about that copy; None if there is none."""
+        return None if self.copied_step == EMPTY_STEP else self._of_before()
+
+    def _of_before(self) -> Parked:
+        ranks = self._node.ranks
         return Parked(
-            node=number,
+            node=ranks[0] // len(ranks),
             term=self._term,
             generation=self._generation,
             run_id=self._run_id,

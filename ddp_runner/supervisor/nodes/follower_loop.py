@@ -252,6 +252,8 @@ class _FollowerLoop:
             newest_step=EMPTY_STEP if newest is None else newest.step,
             newest_run_id="" if newest is None else newest.run_id,
             parked=None if self._follower is None else self._follower.parked,
+            copied=None if self._follower is None else self._follower.copied,
+            copied_step=EMPTY_STEP if self._follower is None else self._follower.copied_step,
             was_there=self._welcome is not None,
         )
         give_up_s = self._clock.monotonic() + WELCOME_TIME_S
@@ -307,7 +309,9 @@ class _FollowerLoop:
         self._follower.followed = FollowedRun(
             host=welcome.host, log_dir=welcome.log_dir, checkpoint_dir=welcome.checkpoint_dir
         )
-        self._follower.welcomed(keeps_parked=welcome.keeps_parked)
+        self._follower.welcomed(
+            keeps_parked=welcome.keeps_parked, keeps_copied=welcome.keeps_copied
+        )
         if count:
             self._watch_as(welcome.node)
         if self._stop.is_at_once:

@@ -32,6 +32,7 @@ from ddp_runner.core.machines.node_messages import (
     Watched,
     Welcome,
 )
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.events import OfFault, RunEnds
@@ -296,7 +297,7 @@ class OtherNodes:
             if self._coordinator.has_successor:
                 if node.link is not None:
                     node.link.say_no_more()
-            elif not (but_parked and node.keeps_parked):
+            elif not (but_parked and node.keeps_memory):
                 node.order(ends)
 
     def end(self, ends: RunEnds) -> None:
@@ -434,19 +435,29 @@ class OtherNodes:
         return f"it was lost {times} times, and the run does without it for {left_s:.0f} s"
 
     def _take_in(self, node: RemoteNode, link: NodeLink, hello: Hello) -> NodeJoined:
-        keeps_parked = hello.parked is not None and self._coordinator.keeps(hello.parked, node)
+        keeps_parked, keeps_copied = (
+            kept is not None and self._coordinator.keeps(kept, node)
+            for kept in (hello.parked, hello.copied)
+        )
+        kept = hello.parked or hello.copied
         node.joined(link, hello)
         node.keeps_parked = keeps_parked
-        self._welcome(node, keeps_parked=keeps_parked)
+        node.copied_step = hello.copied_step if keeps_copied else EMPTY_STEP
+        self._welcome(node, keeps_parked=keeps_parked, keeps_copied=keeps_copied)
         return NodeJoined(
             node=node,
             keeps_parked=keeps_parked,
-            inexact_reasons=() if hello.parked is None else tuple(hello.parked.inexact_reasons),
+            inexact_reasons=() if kept is None else tuple(kept.inexact_reasons),
             other_code=other_code(hello, self._meeting),
         )
 
     def _welcome(
-        self, node: RemoteNode, *, keeps_parked: bool = False, waits_for: str = ""
+        self,
+        node: RemoteNode,
+        *,
+        keeps_parked: bool = False,
+        keeps_copied: bool = False,
+        waits_for: str = "",
     ) -> None:
         host, port = self._store
         run = self._plan.settings.run
@@ -460,6 +471,7 @@ class OtherNodes:
                 term=self._term,
                 silent_s=self._meeting.silent_s,
                 keeps_parked=keeps_parked,
+                keeps_copied=keeps_copied,
                 settings=dict(self._meeting.shared),
                 waits_for=waits_for,
                 host=socket.gethostname(),
@@ -478,7 +490,9 @@ class OtherNodes:
             link, hello = spare.link, spare.hello
             assert link is not None
             assert hello is not None
-            hello = replace(hello, parked=None)  # which it ended when it became a spare
+            hello = replace(
+                hello, parked=None, copied=None
+            )  # which it gave up when it became a spare
             self.spares.remove(spare)
             spare.link = None
             yield replace(self._take_in(node, link, hello), was_spare=True)
