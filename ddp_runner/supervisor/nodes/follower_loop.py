@@ -149,8 +149,7 @@ class _FollowerLoop:
                 return self._end_as_asked(self._ends)
             if self._is_in_a_hurry or self._stop.is_at_once or self._leaves_as_spare:
                 break
-            waiting = "the ranks here wait for it, with their memory"
-            self._say(f"the coordinator is lost: {why}; {waiting}", level="WARNING")
+            self._say(f"the coordinator is lost: {why}; {self._what_waits()}", level="WARNING")
             wait_s = self._plan.settings.recovery.coordinator_wait_s
         if self._stop.is_at_once:
             return int(ExitCode.FAILED)
@@ -177,6 +176,14 @@ class _FollowerLoop:
 
     def _say(self, text: str, level: str = "INFO") -> None:
         self._display.line(text, level=level)
+
+    def _what_waits(self) -> str:
+        """Return what of the run this machine keeps for a coordinator, in words."""
+        if self._follower is not None and self._follower.parked is not None:
+            return "the ranks here wait for it, with their memory"
+        step = EMPTY_STEP if self._follower is None else self._follower.copied_step
+        copied = f", with a copy of the state of step {step}" if step > EMPTY_STEP else ""
+        return f"this machine waits for it{copied}"
 
     def _meet(self, wait_s: float) -> bool:
         """Connect and be welcomed. False where nobody was there in time, or a stop was asked for."""
