@@ -202,7 +202,7 @@ def test_what_a_rank_taken_back_says_of_before_is_not_passed_on(machine):
     assert {one.process for one in machine.said if isinstance(one, FromRank)} == {1}
 
 
-def test_a_copy_in_memory_is_offered_and_given_up_where_it_is_refused(machine):
+def test_a_copy_in_memory_is_offered_and_cleared_where_refused(machine):
     """The newest of the two, by its header; nothing is offered by who was in no generation yet."""
     follower, slots = machine.follower, machine.node.shared.descriptors("memory_slots")
     for slot, (step, sealed) in zip(slots, ((40, 8), (30, 9)), strict=True):

@@ -328,7 +328,7 @@ def _kept_beside(me, folder):
     return kept, files_made
 
 
-def test_a_copy_that_is_later_than_what_all_agreed_on_is_given_up(tmp_path):
+def test_a_copy_later_than_what_all_agreed_on_is_cleared(tmp_path):
     """The first rank of each other machine copies what rank 0 saves or copies, and makes no file of it."""
     ((kept, files_made),) = run_ranks(_kept_beside, 1, tmp_path)
     assert kept == [None, None, None, 10, 11, 11, 11, None]

@@ -52,6 +52,7 @@ from ddp_runner.kernel.rules.lifecycle import MembershipEvent, RankEvent, RankSt
 from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
 from ddp_runner.kernel.system.clock import LeaseClock
 from ddp_runner.kernel.system.folder_owner import FolderOwner
+from ddp_runner.kernel.system.run_files import open_to_append
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed, RepairedInPlace
@@ -68,7 +69,6 @@ from ddp_runner.kernel.wire.messages import (
 )
 from ddp_runner.kernel.wire.packets import WireError, by_name, name_of
 from ddp_runner.observe.console import LogTail, Shown
-from ddp_runner.observe.files import LineFile
 from ddp_runner.supervisor import around
 from ddp_runner.system.followed_run import FollowedRun
 
@@ -259,7 +259,7 @@ class Follower:
             self.end_ranks()
         # INVARIANT copies-have-a-term: a copy in the memory of a machine that was cut off is taken only where nobody went
         # on without it. Broken if: it stays when the coordinator has refused it, and all ranks are lost then.
-        # Guarded by: test_a_copy_in_memory_is_offered_and_given_up_where_it_is_refused.
+        # Guarded by: test_a_copy_in_memory_is_offered_and_cleared_where_refused.
         if not keeps_copied:
             clear_slots(self._copies)
 
@@ -605,6 +605,8 @@ class Follower:
     def _keep_words(self, rank: int, text: str) -> None:
         """Append a rank's output from before it had a log to that log."""
         if text and self._log_dir.is_dir():
-            log = LineFile(self._log_dir / f"rank_{rank}.log")
-            log.append(f"{text}\n".encode(errors="replace"))
-            log.close()
+            with (
+                contextlib.suppress(OSError),
+                os.fdopen(open_to_append(self._log_dir / f"rank_{rank}.log"), "ab") as log,
+            ):
+                log.write(f"{text}\n".encode(errors="replace"))
