@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 from tests.nodes.conftest import STEPS
 from tests.nodes.test_two_nodes import SLOW
@@ -25,8 +26,8 @@ def test_all_ranks_and_the_coordinator_lost_at_once_cost_a_few_steps(nodes, one_
     os.kill(lost, signal.SIGKILL)
     first.assert_gone()
     reached = first.committed()
-    waits = "this machine waits for it, with a copy of the state of step "
-    poll(lambda: waits in second.console, what="a machine without ranks")
+    poll(lambda: "the coordinator is lost" in second.console, what="a machine on its own")
+    poll(lambda: not Path(f"/proc/{lost}").exists(), what="the end of its rank")
     assert not list(first.checkpoints.glob("step_*")) + list(second.checkpoints.glob("step_*"))
     first = nodes.start(0, *settings, ranks=1)
     assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
