@@ -91,45 +91,61 @@ def test_a_frame_that_is_not_proved_ends_the_connection():
 def test_who_does_not_prove_itself_is_sent_nothing(listens):
     """Neither end sends content to one with another token, or with an answer of another connection."""
     secret = b"settings and hosts"
-    for answer in (_of_another_token, _of_another_connection, _nothing):
+    for token, of_another in ((b"fedcba9876543210", False), (TOKEN, True)):
         ours, theirs = socket.socketpair()
-        with contextlib.closing(NodeLink(ours, token=TOKEN, listens=listens)) as link, theirs:
+        near, far = socket.socketpair()
+        with (
+            contextlib.closing(NodeLink(ours, token=TOKEN, listens=listens)) as link,
+            contextlib.closing(NodeLink(near, token=token, listens=not listens)) as stranger,
+            theirs,
+            far,
+        ):
             link.send(secret)
-            sent = theirs.recv(1 << 16)
-            theirs.sendall(answer(sent, listens=not listens))
-            with contextlib.suppress(UnprovedError):
-                assert link.receive() == []
-            theirs.settimeout(5.0)
-            link.close()
-            while part := theirs.recv(1 << 16):
-                sent += part
-            assert sent.startswith(MAGIC)
-            assert secret not in sent
+            with pytest.raises(UnprovedError):
+                _relay(link, theirs, stranger, far, secret=secret, of_another=of_another)
             assert not link.is_proved
 
 
-def _answered(asked, token, *, listens):
-    """What an end with this token sends to one that has begun with ``asked``."""
-    ours, theirs = socket.socketpair()
-    with contextlib.closing(NodeLink(ours, token=token, listens=listens)) as link, theirs:
-        theirs.sendall(asked)
+def _relay(link, theirs, stranger, far, *, secret, of_another):
+    """Have ``link`` hear what ``stranger`` answers; ``of_another``: to one that has greeted it otherwise."""
+    sent = b""
+    for one in (theirs, far):
+        one.setblocking(False)
+    for _ in range(4):
+        stranger.flush()
+        with contextlib.suppress(BlockingIOError):
+            theirs.sendall(far.recv(1 << 16))
         link.flush()
-        link.receive()
-        return theirs.recv(1 << 16)
+        try:
+            assert link.receive() == []
+        finally:
+            with contextlib.suppress(BlockingIOError):
+                part = theirs.recv(1 << 16)
+                if of_another and not sent:
+                    part = MAGIC + bytes(NONCE_BYTES) + part[len(MAGIC) + NONCE_BYTES :]
+                sent += part
+                far.sendall(part)
+            assert secret not in sent
+        with contextlib.suppress(LinkLostError):
+            stranger.receive()
 
 
-def _of_another_token(asked, *, listens):
-    return _answered(asked, b"fedcba9876543210", listens=listens)
-
-
-def _of_another_connection(asked, *, listens):
-    del asked
-    return _answered(MAGIC + bytes(NONCE_BYTES), TOKEN, listens=listens)
-
-
-def _nothing(asked, *, listens):
-    del asked, listens
-    return MAGIC + bytes(NONCE_BYTES)
+def test_who_listens_says_nothing_before_it_is_greeted():
+    """A scanner learns not even that it is this program, and what it sends takes no memory."""
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(NodeLink(ours, token=TOKEN, listens=True)) as link, theirs:
+        link.send(b"settings and hosts")
+        theirs.setblocking(False)
+        for part in (MAGIC[:-1], MAGIC[-1:], bytes(NONCE_BYTES - 1)):
+            theirs.sendall(part)
+            assert link.receive() == []
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1)
+        theirs.sendall(
+            bytes(1) + (1).to_bytes(4, "big")
+        )  # and the length of a frame that is not empty
+        with pytest.raises(LinkLostError, match="no frame"):
+            link.receive()
 
 
 def _changed(listener, dialler):

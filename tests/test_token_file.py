@@ -13,7 +13,7 @@ from ddp_runner.cli.nodes import TOKEN_BYTES_MIN, await_token, given_token
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.system import token_file
-from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
+from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token, why_not_secret
 
 NOBODY_LISTENS = NodeOptions(least=2, most=2, host="127.0.0.1", port=1, join_timeout_s=0.2)
 
@@ -121,6 +121,7 @@ def test_a_file_given_by_name_comes_before_the_variable(tmp_path):
     """And an empty one is no token."""
     file = tmp_path / "token"
     file.write_text("of the file, long enough\n")
+    file.chmod(0o600)
     environment = {"DDP_RUNNER_TOKEN": "of the variable, long enough"}
     assert given_token(environment, str(file)) == b"of the file, long enough"
     assert given_token(environment, "") == b"of the variable, long enough"
@@ -128,3 +129,31 @@ def test_a_file_given_by_name_comes_before_the_variable(tmp_path):
     file.write_text("\n")
     with pytest.raises(BadInputError, match="at least 16 characters"):
         given_token(environment, str(file))
+
+
+def test_a_given_file_that_others_can_read_is_refused(tmp_path):
+    """As the folder's own is; nothing of it is shown."""
+    file = tmp_path / "token"
+    file.write_text("of the file, long enough\n")
+    file.chmod(0o604)
+    with pytest.raises(BadInputError, match=r"mode 0604.*chmod 600") as refused:
+        given_token({}, str(file))
+    assert "long enough" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "is_secret"),
+    [
+        (7, 0o600, True),
+        (7, 0o400, True),
+        (7, 0o640, False),
+        (7, 0o604, False),
+        (8, 0o600, False),
+        (0, 0o440, True),
+        (0, 0o444, False),
+        (0, 0o460, False),
+    ],
+)
+def test_who_may_read_a_given_file_decides(owner, mode, is_secret):
+    """User 7's own, another's, and root's, as a cluster mounts it for the group of a container."""
+    assert (why_not_secret(owner=owner, mode=0o100000 | mode, mine=7) == "") is is_secret

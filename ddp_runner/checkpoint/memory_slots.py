@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import io
-import json
 import mmap
 import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +22,15 @@ import torch
 from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest
+from ddp_runner.checkpoint.slot_header import EMPTY_HEADER as _EMPTY
+from ddp_runner.checkpoint.slot_header import HEADER_BYTES as _HEADER_BYTES
+from ddp_runner.checkpoint.slot_header import SlotHeader
 from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.kernel.values.nested import STORED, put_back, take_out
 
-_HEADER_BYTES = 4096
 _ALIGNED_TO = 64
-_EMPTY = b"\0" * _HEADER_BYTES
 
 Checksum = Callable[[Tensor], str]  # over the bytes of a tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
-    """The header of a complete slot; ``checksum`` is over the payload and its description."""
-
-    step: int
-    sealed: int  # counts up: the newest has the highest
-    payload_bytes: int
-    described_bytes: int
-    checksum: str
-
-    def to_bytes(self) -> bytes:
-        text = json.dumps(asdict(self)).encode()
-        sealed = hashlib.sha256(text).hexdigest().encode() + b" " + text
-        return sealed.ljust(_HEADER_BYTES, b"\0")
-
-    @classmethod
-    def from_bytes(cls, header: bytes) -> _Header | None:
-        """None of a slot that holds nothing whole."""
-        digest, _, text = header.rstrip(b"\0").partition(b" ")
-        if not text or hashlib.sha256(text).hexdigest().encode() != digest:
-            return None
-        return cls(**json.loads(text))
 
 
 class _Slot:
@@ -70,9 +45,9 @@ class _Slot:
         self._is_pinned = False
 
     @property
-    def header(self) -> _Header | None:
+    def header(self) -> SlotHeader | None:
         """None where there is nothing whole."""
-        return _Header.from_bytes(os.pread(self._descriptor, _HEADER_BYTES, 0))
+        return SlotHeader.from_bytes(os.pread(self._descriptor, _HEADER_BYTES, 0))
 
     @property
     def size_bytes(self) -> int:
@@ -154,7 +129,7 @@ class _Slot:
         written = 0
         while written < len(text):
             written += os.pwrite(self._descriptor, text[written:], payload_bytes + written)
-        header = _Header(
+        header = SlotHeader(
             step=step,
             sealed=sealed,
             payload_bytes=payload_bytes,
@@ -190,7 +165,7 @@ class _Slot:
 
         return _built(text, memory, lends=True), wrong
 
-    def read(self, checksum: Checksum) -> tuple[_Header, dict[str, Any]] | str:
+    def read(self, checksum: Checksum) -> tuple[SlotHeader, dict[str, Any]] | str:
         """Return a copy of the content; or the reason why it is of no use."""
         header = self.header
         if header is None:
@@ -303,7 +278,7 @@ class MemorySlots:
             return Loaded(state=content, manifest=manifest, path=where), wrong
         return None, wrong
 
-    def _by_age(self) -> list[tuple[_Header, _Slot]]:
+    def _by_age(self) -> list[tuple[SlotHeader, _Slot]]:
         found = [(slot.header, slot) for slot in self._slots]
         whole = [(header, slot) for header, slot in found if header is not None]
         return sorted(whole, key=lambda one: one[0].sealed)

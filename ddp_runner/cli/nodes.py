@@ -41,7 +41,7 @@ from ddp_runner.system.code_files import (
     task_code,
     version_of,
 )
-from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
+from ddp_runner.system.token_file import TOKEN_NAME, given_token_in, make_token, shared_token
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -186,10 +186,7 @@ def given_token(environment: Mapping[str, str], token_file: str) -> bytes:
     token = environment.get(TOKEN_VARIABLE, "").strip().encode()
     if token_file:
         name, value = "--token-file", token_file
-        try:
-            token = Path(token_file).read_bytes().strip()
-        except OSError as error:
-            raise BadInputError(name, value, f"{error.strerror}") from error
+        token = given_token_in(Path(token_file))
     if (token or token_file) and len(token) < TOKEN_BYTES_MIN:
         raise BadInputError(name, value, f"must have at least {TOKEN_BYTES_MIN} characters")
     return token

@@ -278,7 +278,7 @@ def _notes(
     return (
         *(() if starter.is_rank else _of_environment(environment, is_alone=is_alone)),
         *place_notes(places.own, found=places.found, cores=places.cores),
-        *_kept_variables(settings, places.all, environment),
+        *_kept_variables(settings, places.all, environment, is_alone=is_alone),
         *version_notes(),
         *nccl_notes(settings, places.all),
         *spare_notes(settings, places.all),
@@ -361,13 +361,20 @@ def asked_settings(arguments: TrainArguments, environment: Mapping[str, str]) ->
 
 
 def _kept_variables(
-    settings: Settings, devices: Sequence[DevicePlan], environment: Mapping[str, str]
+    settings: Settings,
+    devices: Sequence[DevicePlan],
+    environment: Mapping[str, str],
+    *,
+    is_alone: bool,
 ) -> tuple[str, ...]:
-    """Return the variables of the user's environment that stay although GPUs need other values."""
+    """Return the variables of the user's environment that stay although GPUs need other values.
+
+    ``is_alone``: all ranks are on this machine.
+    """
     if devices[0].visible_index is None:
         return ()
     kept: tuple[str, ...] = _environments().kept_against_advice(
-        environment, is_deterministic=settings.run.deterministic
+        environment, is_deterministic=settings.run.deterministic, is_alone=is_alone
     )
     return kept
 

@@ -95,9 +95,14 @@ def _of_gpus(*, is_deterministic: bool, is_alone: bool = True) -> dict[str, str]
     return {**_NCCL, **network, **_FORKS, **(_NCCL_IN_ORDER if is_deterministic else {})}
 
 
-def kept_against_advice(own: Mapping[str, str], *, is_deterministic: bool) -> tuple[str, ...]:
-    """Return a line for each of the user's variables that make repairs on GPUs impossible, slow or inexact."""
-    wanted = _of_gpus(is_deterministic=is_deterministic)
+def kept_against_advice(
+    own: Mapping[str, str], *, is_deterministic: bool, is_alone: bool = True
+) -> tuple[str, ...]:
+    """Return a line for each of the user's variables that make repairs on GPUs impossible, slow or inexact.
+
+    ``is_alone``: as for :func:`training_environment`.
+    """
+    wanted = _of_gpus(is_deterministic=is_deterministic, is_alone=is_alone)
     return tuple(
         f"{name}={own[name]} of your environment is kept; {value} is what repairs on GPUs need"
         for name, value in wanted.items()

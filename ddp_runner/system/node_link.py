@@ -1,6 +1,7 @@
 """A connection between two nodes: whole frames, each proved to come from who knows the token.
 
-A connection begins with 40 plain bytes each way: :data:`MAGIC` and a random nonce. Every frame after
+A connection begins with 40 plain bytes each way: :data:`MAGIC` and a random nonce. The end that dials
+sends them first, so that nobody learns what listens there who does not know it. Every frame after
 that is its length (4 bytes, big-endian), an HMAC-SHA256 (RFC 2104) and the content. The key is made
 of the token and both nonces, another one for each direction, and the HMAC is of a counter and the
 content. So nobody who lacks the token makes a frame, and one that was seen before fits nowhere again.
@@ -45,7 +46,8 @@ class NodeLink:
         self._token = token
         self._listens = listens
         self._nonce = os.urandom(NONCE_BYTES)
-        self._out = bytearray(MAGIC + self._nonce)
+        self._greeting = MAGIC + self._nonce  # empty once it is under way
+        self._out = bytearray()
         self._held: list[bytes] = []  # contents to be sent once the other end has proved itself
         self._in = bytearray()
         self._send_key = self._receive_key = b""
@@ -59,7 +61,11 @@ class NodeLink:
     @property
     def wants_to_write(self) -> bool:
         """True if data waits to be written to the socket."""
-        return bool(self._out)
+        return bool(self._out or self._speaks_first)
+
+    @property
+    def _speaks_first(self) -> bool:
+        return bool(self._greeting) and not self._listens
 
     def fileno(self) -> int:
         """Return the descriptor, for selectors."""
@@ -91,6 +97,8 @@ class NodeLink:
 
     def flush(self) -> None:
         """Send what the socket takes now. Raises LinkLostError."""
+        if self._speaks_first:
+            self._greet()
         try:
             while self._out:
                 del self._out[: self._socket.send(self._out)]
@@ -98,6 +106,10 @@ class NodeLink:
             return
         except OSError as error:
             raise LinkLostError(error.strerror or str(error)) from error
+
+    def _greet(self) -> None:
+        self._out += self._greeting
+        self._greeting = b""
 
     def receive(self) -> list[bytes]:
         """The frames that have come, in order. Raises LinkLostError where no more can come.
@@ -139,7 +151,7 @@ class NodeLink:
         frames = []
         while len(self._in) >= _LENGTH_BYTES:
             size = int.from_bytes(self._in[:_LENGTH_BYTES], "big")
-            if size > FRAME_BYTES_MAX:
+            if size > (FRAME_BYTES_MAX if self.is_proved else 0):
                 raise LinkLostError("what it sent is no frame of this version")
             begin = _LENGTH_BYTES + _PROOF_BYTES
             if len(self._in) < begin + size:
@@ -175,6 +187,8 @@ class NodeLink:
         )
         mine_first = (from_listener, to_listener) if self._listens else (to_listener, from_listener)
         self._send_key, self._receive_key = mine_first
+        if self._greeting:
+            self._greet()
         self._send_frame(b"")
         return True
 

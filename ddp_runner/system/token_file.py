@@ -1,7 +1,8 @@
-"""The token of a run on several machines in its shared checkpoint folder, for those that are given none.
+"""The token of a run on several machines: in a file that the user names, or in its shared checkpoint folder.
 
-Only its owner can read it. It is made once for each folder and kept: a coordinator that is started
-again, and machines that are there already, have the same one. Nothing of it is ever shown.
+The one in the folder is for those that are given none. Only its owner can read it. It is made once for each
+folder and kept: a coordinator that is started again, and machines that are there already, have the same one.
+Nothing of a token is ever shown.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _TOKEN_BYTES = 32
 _FILE_MODE = 0o600
 _OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _FILE_BYTES = 2 * _TOKEN_BYTES + 1  # hexadecimal digits and the end of the line
+_GIVEN_BYTES_MAX = 64 * 1024
 _OTHERWISE = "or give all machines DDP_RUNNER_TOKEN or --token-file"
 
 
@@ -71,6 +73,36 @@ def shared_token(folder: Path) -> bytes | None:
         raise _refused(folder, f"others may have read its token (mode {mode}): {cure}")
     is_whole = len(content) == _FILE_BYTES and content.endswith(b"\n")
     return content.strip() if is_whole else None
+
+
+def given_token_in(path: Path) -> bytes:
+    """Return the token in a file that the user names; a link, a pipe and a file of an administrator's are read, too.
+
+    Raises BadInputError if it cannot be read, or if others can read it.
+    """
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            content = file.read(_GIVEN_BYTES_MAX)
+    except OSError as error:
+        raise BadInputError("--token-file", path, f"{error.strerror}") from error
+    if why := why_not_secret(owner=found.st_uid, mode=found.st_mode, mine=os.geteuid()):
+        raise BadInputError("--token-file", path, why)
+    return content.strip()
+
+
+def why_not_secret(*, owner: int, mode: int, mine: int) -> str:
+    """Return why a file that a user of id ``mine`` names is no secret, in words; empty if it is one."""
+    is_roots = owner == 0
+    if not is_roots and owner != mine:
+        return "is of another user, who knows it"
+    # Clusters mount a secret as root's file, which a group may read: the one of those who are to have it.
+    if mode & (_OF_OTHERS & ~stat.S_IRGRP if is_roots else _OF_OTHERS):
+        shown = f"{stat.S_IMODE(mode):04o}"
+        return (
+            f"others may have read it (mode {shown}): give all machines a new token, with chmod 600"
+        )
+    return ""
 
 
 def _publish(path: Path) -> None:

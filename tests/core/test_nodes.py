@@ -210,6 +210,7 @@ def test_a_packet_of_a_rank_travels_in_a_frame_as_it_is(packet):
 CUT_OFF = ReturnFacts(
     term="a",
     is_same_node=True,
+    is_same_run=True,
     are_members=True,
     ours="a",
     generation=3,
@@ -232,6 +233,8 @@ AGAIN = replace(CUT_OFF, ours="b", formed_in=0, may_resume=True)
         (replace(CUT_OFF, formed_in=2), True),
         # Of a coordinator that was before this one.
         (AGAIN, True),
+        (replace(AGAIN, is_same_run=False), False),
+        (replace(AGAIN, is_same_run=False, before=("a", ())), True),
         (replace(AGAIN, before=("a", ())), True),
         (replace(AGAIN, before=("a", (2,))), True),
         (replace(AGAIN, before=("a", (1, 2))), False),
@@ -278,6 +281,6 @@ def test_what_is_parked_travels_in_a_hello():
         run_id="none",
         meaning={},
         versions={},
-        parked=Parked(node=1, term="a", generation=3),
+        parked=Parked(node=1, term="a", generation=3, run_id="r"),
     )
     assert wire.decode(wire.encode(hello), FROM_FOLLOWER) == hello

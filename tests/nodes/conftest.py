@@ -49,6 +49,7 @@ class Nodes:
         self.runs = []
         self.token = folder / "token"
         self.token.write_text(TOKEN)
+        self.token.chmod(0o600)
 
     def start(
         self, number, *arguments, nnodes="2", ranks=None, has_token=True, gives_number=True, **how

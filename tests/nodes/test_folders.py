@@ -56,6 +56,7 @@ def test_a_token_in_the_shared_folder_lets_the_second_machine_in(nodes, one_mach
     assert first.digest == one_machine(4)
     assert_every_sample_once(first, 4, samples=192)
     assert "of its own" not in first.console
+    assert "of its own" not in second.console
     token = (first.checkpoints / ".token").read_text().strip()
     assert stat.S_IMODE((first.checkpoints / ".token").stat().st_mode) == 0o600
     assert not list(shared.rglob(".probe-*"))
@@ -68,6 +69,8 @@ def test_a_new_machine_in_the_first_ones_place_loses_nothing(nodes, one_machine)
     """The second has the newest checkpoint, of a time when it was the first; it is the only one with any."""
     first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
     poll(lambda: "has checkpoints and logs of its own" in first.console, what="what is shared")
+    own = f"has a checkpoint folder ({second.checkpoints}) and a log folder ({second.logs}) of its own"
+    poll(lambda: own in second.console, what="the same on the machine that has them")
     first.wait_for_checkpoint(20)
     os.kill(second.rank_pid(2), signal.SIGKILL)
     first.wait_for_step(30)

@@ -46,7 +46,12 @@ def test_a_machine_that_comes_again_gets_its_number():
     nodes = _nodes((1, _hello("x")), (2, _hello("y", host="b")))
     nodes[1].link = None
     assert place_for(_hello("y", host="c"), nodes).number == 2
-    assert place_for(_hello("z", parked=Parked(node=3, term="t", generation=1)), nodes).number == 3
+    assert (
+        place_for(
+            _hello("z", parked=Parked(node=3, term="t", generation=1, run_id="r")), nodes
+        ).number
+        == 3
+    )
     assert place_for(_hello("z", host="b"), nodes).number == 2
     assert place_for(_hello("z", host="d"), nodes).number == 3
     assert place_for(_hello("y", number=3), nodes).number == 3

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -203,13 +206,15 @@ def test_a_coordinator_that_cannot_start_leaves_others_their_memory(nodes, one_m
 
 
 def test_a_coordinator_whose_folder_was_taken_ends(nodes):
-    """By another one that knows nothing of it, as after a split: it publishes nothing more."""
-    first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
+    """By another one that knows nothing of it, as after a split: it publishes nothing more, and orders nobody to end."""
+    words = (SLOW, "recovery.coordinator_wait_s=1")
+    first, second = nodes.start(0, *words), nodes.start(1, *words)
     first.wait_for_checkpoint(20)
     FolderOwner(first.checkpoints, new_term()).take()
     before = sorted(path.name for path in first.checkpoints.glob("step_*"))
     assert (first.wait(), second.wait()) == (75, 75), first.console + second.console
     assert "another coordinator has taken" in first.console
+    assert "the ranks here wait for it, with their memory" in second.console
     assert sorted(path.name for path in first.checkpoints.glob("step_*")) == before
 
 
@@ -234,6 +239,7 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
     poll(lambda: _listens(first), what="the coordinator")
     other = nodes.folder / "other"
     other.write_text("another-secret-of-them")
+    other.chmod(0o600)
     for words, ranks, line in (
         (("--rdzv-id", "another"), 2, "--rdzv-id=another: the coordinator's run is none"),
         ((), 3, "-n=3: the coordinator has 2 ranks: all nodes need the same number"),
@@ -402,3 +408,37 @@ def test_what_a_machine_says_last_is_shown(tmp_path):
     )
     assert ended.returncode == 75, ended.stderr
     assert "no coordinator answered" in ended.stdout
+
+
+@pytest.mark.parametrize("answer", ["nobody", "another service"])
+def test_an_endpoint_that_is_nobodys_is_one_line_and_75(tmp_path, answer):
+    """Something else may listen there. No folder is made, and whoever starts it again finds all as it was."""
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        if answer == "another service":
+            server = stack.enter_context(socketserver.TCPServer(("127.0.0.1", port), _Web))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+        ended = subprocess.run(
+            [
+                *(*TRAIN, "--cpu", "--task", "synthetic", "--nnodes", "2", "--node-rank", "1"),
+                *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "join_timeout=0.5"),
+            ],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "DDP_RUNNER_TOKEN": TOKEN},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert ended.returncode == 75, ended.stderr
+    said = "what answers there is not ready: what answers there is no node of this version"
+    assert (said in ended.stdout) is (answer == "another service"), ended.stdout
+    assert f"no coordinator answered at 127.0.0.1:{port} within 0.5 s" in ended.stdout
+    assert not list(tmp_path.iterdir())
+
+
+class _Web(socketserver.BaseRequestHandler):
+    def handle(self):
+        self.request.recv(1 << 10)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")

@@ -8,7 +8,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from ddp_runner.checkpoint.memory_slots import MemorySlots, _Header, _Slot
+from ddp_runner.checkpoint.memory_slots import MemorySlots, _Slot
+from ddp_runner.checkpoint.slot_header import SlotHeader
 from ddp_runner.checkpoint.snapshot import Snapshot
 from ddp_runner.kernel.system.disk import RealDisk
 from ddp_runner.kernel.wire.board import Cell, Slot
@@ -82,7 +83,7 @@ def _stay_in_phases():
 def _stay_amid_copies():
     make_room, copy_steady = MemorySlots.make_room, Snapshot.copy_steady
     lent = MemorySlots.lent
-    seal, to_bytes, read = _Slot.seal, _Header.to_bytes, _Slot.read
+    seal, to_bytes, read = _Slot.seal, SlotHeader.to_bytes, _Slot.read
 
     def room_made(slots, sizes):
         _HERE.copied_step = _HERE.step()
@@ -124,7 +125,7 @@ def _stay_amid_copies():
     MemorySlots.make_room, Snapshot.copy_steady = room_made, copied
     MemorySlots.lent = lent_to_writer
     _Slot.seal, _Slot.read = sealed, read_from
-    _Header.to_bytes_whole, _Header.to_bytes = to_bytes, described
+    SlotHeader.to_bytes_whole, SlotHeader.to_bytes = to_bytes, described
 
 
 def _stay_at_writes():

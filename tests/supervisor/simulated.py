@@ -94,12 +94,16 @@ class Clock:
 
     def __init__(self):
         self.now_s = 1000.0
+        self.suspended_s = 0.0  # in which the machine did not run at all
 
     def monotonic(self):
         return self.now_s
 
     def monotonic_ns(self):
         return int(self.now_s * 1e9)
+
+    def boottime_ns(self):
+        return int((self.now_s + self.suspended_s) * 1e9)
 
 
 class Outputs:

@@ -174,6 +174,9 @@ class _Skewed:
     def monotonic_ns(self):
         return int(self.monotonic() * 1e9)
 
+    def boottime_ns(self):
+        return self._clock.boottime_ns() + int(self._ahead_s * 1e9)
+
 
 class _Signals:
     """What a scheduler sends to a supervisor."""
@@ -606,7 +609,7 @@ class NodesSimulation(Simulation):
             return
         slot = self.slot(process)
         lease_ns = slot.get(Cell.LEASE_NS)
-        if slot.get(Cell.FENCED) or 0 < lease_ns < process.machine.clock.monotonic_ns():
+        if slot.get(Cell.FENCED) or 0 < lease_ns < process.machine.clock.boottime_ns():
             return
         if self.published:
             newest, by = self.published[-1]

@@ -114,6 +114,9 @@ def test_a_variable_that_stands_against_repairs_is_named():
     assert kept_against_advice(mine, is_deterministic=False) == ()
     assert kept_against_advice({"NCCL_ALGO": "Tree"}, is_deterministic=False) == ()
     assert len(kept_against_advice({"NCCL_ALGO": "Tree"}, is_deterministic=True)) == 1
+    network = {"NCCL_SOCKET_IFNAME": "ib0"}
+    assert len(kept_against_advice(network, is_deterministic=False)) == 1
+    assert kept_against_advice(network, is_deterministic=False, is_alone=False) == ()
 
 
 def test_tasks_of_several_files_are_imported_by_ranks_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from ddp_runner.core.machines.node_messages import (
     FenceRank,
     Folders,
     Hello,
+    Parked,
     Question,
     RankGone,
 )
@@ -26,11 +28,12 @@ from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.features.doctor.node_checks import ask
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.rules.recovery import GiveUp
-from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
+from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner, new_term
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RunEnds
@@ -39,6 +42,7 @@ from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import (
+    SHUT_S,
     STRANGERS_MAX,
     STRANGERS_OF_ADDRESS_MAX,
     Door,
@@ -288,6 +292,36 @@ def test_bad_input_on_another_machine_is_said_to_be_there(coordinator, rank, whe
 
 
 @pytest.mark.parametrize(
+    ("term", "newest", "is_kept", "taken"),
+    [
+        ("before", EMPTY_STEP, True, "copy of the state in memory, of step 30"),
+        ("before", 30, True, "checkpoint, of step 30"),
+        ("other", 20, False, "checkpoint, of step 20"),
+    ],
+    ids=["nothing is newer", "its own file is newer", "of a course that was left"],
+)
+def test_a_copy_on_another_machine_is_taken_where_it_is_the_newest(
+    coordinator, term, newest, is_kept, taken
+):
+    """It has outlived its ranks and the coordinator before: it is asked for, by the rule for ranks that wait."""
+    supervisor, node = coordinator.supervisor, coordinator.other
+    supervisor._owner_before = Owner(term="before", without=())
+    hello = replace(
+        node.hello,
+        copied=Parked(node=1, term=term, generation=3, run_id="r", inexact_reasons=["why"]),
+        copied_step=30,
+        newest_step=newest,
+    )
+    supervisor.on_node_event(coordinator.links._take_in(node, node.link, hello))
+    (welcome,) = coordinator.heard()
+    assert (welcome.keeps_copied, welcome.keeps_parked) == (is_kept, False)
+    assert supervisor.facts.inexact_reasons == (["why"] if is_kept else [])
+    assert supervisor._repair.loaders_elsewhere == {2}
+    said = [line for _, line in coordinator.simulation.outputs.said if "has a newer" in line]
+    assert said == [f"node 1 has a newer {taken}: it loads it"]
+
+
+@pytest.mark.parametrize(
     ("addresses", "kept"), [(["127.0.0.1"], STRANGERS_OF_ADDRESS_MAX), (None, STRANGERS_MAX)]
 )
 def test_silent_strangers_keep_no_machine_out(coordinator, addresses, kept):
@@ -318,7 +352,7 @@ def test_a_machine_that_knows_the_token_outlasts_silent_strangers(coordinator):
     with contextlib.ExitStack() as stack:
         known = NodeLink(socket.create_connection(where), token=TOKEN, listens=False)
         stack.callback(known.close)
-        while not known.is_proved:
+        while not (known.is_proved and any(one.is_proved for one in links._strangers)):
             known.flush()
             for key, _ in coordinator.ready(0.01):
                 assert not list(key.data[0].read(key.data[1]))
@@ -333,6 +367,31 @@ def test_a_machine_that_knows_the_token_outlasts_silent_strangers(coordinator):
                 assert not list(key.data[0].read(key.data[1]))
             heard = known.receive()
         assert isinstance(wire.decode(heard[0], FROM_COORDINATOR), Answer)
+
+
+def test_no_descriptor_left_shuts_the_door_for_a_moment(coordinator, monkeypatch):
+    """Who knocks would have the loop turn without a pause; once there is one, it is heard."""
+    links, where = coordinator.links, coordinator.door.getsockname()
+
+    class Full:
+        def __getattr__(self, name):
+            return getattr(coordinator.door, name)
+
+        def accept(self):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with socket.create_connection(where):
+        (_,) = coordinator.ready(1.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(links, "_listening", Full())
+            assert not list(links.read(None))
+            assert not coordinator.ready(0.0)
+        assert not list(links.look(coordinator.clock.monotonic()))
+        assert not coordinator.ready(0.0)
+        assert not list(links.look(coordinator.clock.monotonic() + SHUT_S))
+        (_,) = coordinator.ready(1.0)
+        assert not list(links.read(None))
+        assert len(links._strangers) == 1
 
 
 def _is_open(connection):

@@ -10,6 +10,7 @@ import pytest
 
 from ddp_runner.kernel.recovery.zygote_keeper import ZYGOTES_LOST_MAX
 from ddp_runner.kernel.rules.exits import ExitCode
+from ddp_runner.kernel.system.folder_owner import FolderOwner
 from tests.supervisor.judging import assert_generations_grow, lost, plans
 from tests.supervisor.simulated_nodes import NodesSimulation
 
@@ -318,6 +319,20 @@ def test_without_the_coordinator_all_end_with_75(simulate, is_silent):
     assert run.exit_codes() == [75, 75]
     assert 20.0 < run.clock.now_s - at_s < 26.0
     assert not [p for p in run.processes.values() if p.rank >= 0 and not p.dead]
+
+
+def test_a_superseded_coordinator_leaves_the_others_to_the_new_one(simulate):
+    """Their ranks wait for it, with their memory; that none comes here is another matter."""
+    run = simulate(coordinator_wait_s=20.0)
+    run.outputs.may_write = True
+    machine = run.followers[0]
+    FolderOwner(run.supervisor._owner.folder, "another").take()
+    assert run.run_to_end().exit_code is ExitCode.PREEMPTED
+    at_s = run.clock.now_s
+    assert run.exit_codes() == [75]
+    assert run.clock.now_s - at_s > 20.0
+    said = "it has closed the connection; the ranks here wait for it, with their memory"
+    assert any(said in text for _, text in machine.display.said)
 
 
 def test_a_coordinator_that_stood_still_blames_nobody(simulate):

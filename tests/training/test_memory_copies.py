@@ -304,3 +304,32 @@ def _asks(me, folder, every, has_memory):
 def test_without_memory_or_by_steps_no_copy_is_due_by_time(tmp_path, every, has_memory, asks):
     """Control: a plain script has no supervisor; with a number of steps the clock says nothing."""
     assert run_ranks(_asks, 1, tmp_path, every, has_memory) == [asks]
+
+
+def _kept_beside(me, folder):
+    """What rank 1 of a generation keeps, as the second rank of rank 0's machine and as the first of another one."""
+    del me
+    found, paths = files()
+    saving = saving_on(folder, paths, memory_every=5)
+    kept = []
+    for is_first_here in (False, True):
+        saving.lead(is_leader=False, is_first_here=is_first_here)
+        for how, step in ((Keep.FILE, 10), (Keep.COPY, 11), (Keep.FILE, 12)):
+            saving._state.committed_step = step
+            saving.keep(how)
+            saving.judge(Trust.WRONG if step == 12 else Trust.SOUND)
+            saving.settle()
+            kept.append(slots_on(found).newest_step)
+    files_made = list(folder.rglob("step_*"))
+    for step in (11, 10):  # all ranks stand there when the next generation forms
+        saving._state.committed_step = step
+        saving.lead(is_leader=False, is_first_here=True)
+        kept.append(slots_on(found).newest_step)
+    return kept, files_made
+
+
+def test_a_copy_later_than_what_all_agreed_on_is_cleared(tmp_path):
+    """The first rank of each other machine copies what rank 0 saves or copies, and makes no file of it."""
+    ((kept, files_made),) = run_ranks(_kept_beside, 1, tmp_path)
+    assert kept == [None, None, None, 10, 11, 11, 11, None]
+    assert files_made == []

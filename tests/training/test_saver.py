@@ -104,12 +104,12 @@ def _taken_over(me, folder):
     poll(lambda: lines.ordered, what="an order")
     saving, runtime, _ = saving_of(lines, folder, build_state(), owed=lines.ordered[0])
     saving._state.committed_step = 3
-    owed = saving.lead(is_leader=True)
+    owed = saving.lead(is_leader=True, is_first_here=True)
     busy = saving._saver.is_busy
     makes_up = owed.is_due, saving.vote(is_asked=False).copy
     lines.writes.set()
     saving.settle()
-    saving.lead(is_leader=True)
+    saving.lead(is_leader=True, is_first_here=True)
     return busy, makes_up, runtime.saved_steps, saving._saver.is_busy, lines.written
 
 

@@ -520,7 +520,7 @@ def _saves_of_doubtful_states(me, folder, room_bytes):
         state.before_change()
         saving.settle()
         look()
-    makes_up = saving.lead(is_leader=True).is_due
+    makes_up = saving.lead(is_leader=True, is_first_here=True).is_due
     boundary(saving)
     saving.settle()
     return seen, makes_up, runtime.saved_steps, runtime.log()
@@ -609,7 +609,7 @@ def _takes_over(me, folder, generation, age_s):
             os.utime(path, (time.time() - age_s,) * 2)
     state.committed_step = 5
     runtime.slot.set(Cell.GENERATION, generation)
-    assert not saving.lead(is_leader=True).is_due
+    assert not saving.lead(is_leader=True, is_first_here=True).is_due
     boundary(saving)
     saving.settle()
     return runtime.saved_steps

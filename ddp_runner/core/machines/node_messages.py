@@ -21,15 +21,16 @@ STACKS_BYTES_MAX = 128 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parked:
-    """Ranks that a node has kept with their memory while it was cut off.
+    """Ranks that a node has kept with their memory while it was cut off, or a copy of their state that is left.
 
-    ``node``: the number that it had; ``term`` and ``generation``: of their newest Form. ``inexact_reasons``: of the
-    run, as the coordinator has said last.
+    ``node``: the number that it had; ``term``, ``generation`` and ``run_id``: of its ranks' newest Form. ``inexact_reasons``:
+    of the run, as the coordinator has said last.
     """
 
     node: int
     term: str
     generation: int
+    run_id: str
     inexact_reasons: list[str] = field(default_factory=list)
 
 
@@ -41,6 +42,7 @@ class Hello:
     given on its command line, if any.
     ``ranks``: how many it has. ``run_id``: of ``--rdzv-id``. ``meaning``: what the run means, by key;
     it must be the coordinator's. ``versions``: of Python, torch and this package, which must be too.
+    ``copied``: as ``parked``, of the newest copy of the state in its memory, which is of step ``copied_step``.
     """
 
     host: str
@@ -58,6 +60,8 @@ class Hello:
     # Settings that hold for all machines and were asked for here, or are of an earlier Welcome.
     asked: dict[str, Any] = field(default_factory=dict)
     parked: Parked | None = None
+    copied: Parked | None = None
+    copied_step: int = EMPTY_STEP
     was_there: bool = False  # this process has been a node of the run before
 
 
@@ -89,7 +93,7 @@ class Welcome:
     """Coordinator -> follower: it is node ``node``, whose ranks begin with ``first_rank``.
 
     ``node`` below 0: it is a spare, with no ranks, until another Welcome follows; ``waits_for`` says for
-    what. ``keeps_parked``: what its parked ranks have in memory is still of use.
+    what. ``keeps_parked``: what its parked ranks have in memory is still of use; ``keeps_copied``: the copy that it has.
     """
 
     node: int
@@ -100,6 +104,7 @@ class Welcome:
     term: str  # the coordinator's, of which there is one at a time
     silent_s: float  # after which each of the two takes the other for lost
     keeps_parked: bool = False
+    keeps_copied: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # the coordinator's, which hold for all
     waits_for: str = ""
     # Where the coordinator is, and its folders there.

@@ -70,8 +70,8 @@ class ReturnFacts:
     """The facts about a node that returns with parked ranks. ``term``: of the coordinator that last formed them.
 
     ``generation``: the newest that they were asked to form. ``is_same_node``: it gets the number that it
-    had; ``are_members``: the run has not continued without its ranks. ``ours``: the term of this
-    coordinator; ``formed_in``: the newest generation that has formed here. ``may_resume``: nothing has
+    had; ``is_same_run``: the newest checkpoint here is of their run, or there is none; ``are_members``: the run has not
+    continued without its ranks. ``ours``: the term of this coordinator; ``formed_in``: the newest generation that has formed here. ``may_resume``: nothing has
     trained here yet, and earlier training is to be resumed. ``before``: the term that had the checkpoint
     folder before, and the numbers of the nodes that it continued without; None: unknown.
     """
@@ -79,6 +79,7 @@ class ReturnFacts:
     term: str
     generation: int
     is_same_node: bool
+    is_same_run: bool
     are_members: bool
     ours: str
     formed_in: int
@@ -98,8 +99,10 @@ def keeps_memory(facts: ReturnFacts) -> bool:
         return facts.formed_in <= facts.generation
     if not facts.may_resume:
         return False
-    if facts.before is None:
-        return True
+    if (
+        facts.before is None
+    ):  # a folder that no coordinator had, such as an empty one, proves no term
+        return facts.is_same_run
     term, without = facts.before
     return term == facts.term and facts.number not in without
 

@@ -139,6 +139,10 @@ class SharedByRanks:
             "saver_trouble": "".join(self._trouble.paths) if self.has_saver else "",
         }
 
+    def descriptors(self, name: str) -> tuple[int, ...]:
+        """Return the descriptors, in this process, of the memory that stands under this name in the node's plan."""
+        return self._held[name].descriptors
+
     def saver_spec(self, folder: str) -> SaverSpec:
         """Return the specification that the process that writes checkpoints into ``folder`` is forked with."""
         return SaverSpec(

@@ -16,7 +16,10 @@ def never() -> bool:
 
 
 def may_not_publish(slot: Slot, now_ns: int) -> bool:
-    """Return whether this rank was declared dead, or its machine's lease from the coordinator has ended."""
+    """Return whether this rank was declared dead, or its machine's lease from the coordinator has ended.
+
+    ``now_ns``: by the clock that goes on while the machine is suspended, as others do meanwhile.
+    """
     # INVARIANT lease: what a machine that is cut off publishes, it publishes before anybody can have
     # taken its place. Broken if: a file is renamed or removed after the lease has ended.
     # Guarded by: test_nothing_is_published_behind_a_fence_or_a_lease.

@@ -9,7 +9,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from ddp_runner.kernel.rules.faults import (
     FaultKind,
 )
 from ddp_runner.kernel.step.runtime import Generation, Log, RankInfo, without_secrets_in
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.system.folder_owner import FolderOwner
@@ -269,7 +269,7 @@ class SupervisedRuntime:
     def may_not_publish(self) -> bool:
         """Return whether this rank is dead, cut off, or its folder is another coordinator's. Any thread may ask."""
         is_anothers = self._owner is not None and self._owner.is_other()
-        return may_not_publish(self._fence, time.monotonic_ns()) or is_anothers
+        return may_not_publish(self._fence, SYSTEM_CLOCK.boottime_ns()) or is_anothers
 
     def _on_signal(self, number: signal.Signals) -> None:
         """SIGTERM or SIGUSR1 to this rank alone asks the whole run to stop."""

@@ -58,11 +58,14 @@ class Durable(Protocol):
     """Keeps a rank's state beside training, and gives it back. All calls come from the training thread.
 
     Every rank has one and calls it at the same places, unless a method says otherwise; that of the
-    group's rank 0, which leads, keeps the state.
+    group's rank 0, which leads, keeps the state, and that of the first rank of each other machine keeps copies there.
     """
 
-    def lead(self, *, is_leader: bool) -> Owed:
-        """Lead from here on, or no longer: take over what a former leader has begun, or end what this one has."""
+    def lead(self, *, is_leader: bool, is_first_here: bool) -> Owed:
+        """Lead from here on, or no longer: take over what a former leader has begun, or end what this one has.
+
+        ``is_first_here``: this rank is the first of its machine in the generation.
+        """
         ...
 
     def vote(self, *, is_asked: bool) -> KeepVotes:

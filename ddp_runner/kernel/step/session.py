@@ -219,7 +219,13 @@ class Session:
         self._evaluated_step = EMPTY_STEP  # for whose evaluation the run ends, if it does
         runtime.slot.begin_between(state.committed_step)
         # Until it is made up for.
-        self._owed: Owed | None = self._durable.lead(is_leader=group.rank == 0)
+        self._owed: Owed | None = self._lead()
+
+    def _lead(self) -> Owed:
+        group = self.group
+        return self._durable.lead(
+            is_leader=group.rank == 0, is_first_here=group.membership.local_rank == 0
+        )
 
     def close(self) -> None:
         """Unwrap the model; what was not proven to be sound is not saved."""
@@ -362,7 +368,7 @@ class Session:
     def _make_up(self) -> StopReason | None:
         """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
         step = self._state.committed_step
-        owed = self._owed or self._durable.lead(is_leader=self.group.rank == 0)
+        owed = self._owed or self._lead()
         self._owed = None
         mine = json.dumps(
             [

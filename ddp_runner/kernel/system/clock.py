@@ -16,4 +16,22 @@ class Clock(Protocol):
         """Nanoseconds since that moment, the unit of the board."""
 
 
-SYSTEM_CLOCK: Clock = time
+class LeaseClock(Clock, Protocol):
+    """A clock that also knows how long the machine was suspended."""
+
+    def boottime_ns(self) -> int:
+        """Nanoseconds since the machine started, also those in which it was suspended."""
+
+
+class _SystemClock:
+    """The operating system's."""
+
+    monotonic = staticmethod(time.monotonic)
+    monotonic_ns = staticmethod(time.monotonic_ns)
+
+    @staticmethod
+    def boottime_ns() -> int:
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+SYSTEM_CLOCK: LeaseClock = _SystemClock()

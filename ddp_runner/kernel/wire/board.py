@@ -53,7 +53,7 @@ class Cell(IntEnum):
     SCRIPT_SAVES = 28  # of a script: how often it has saved with torch
     SCRIPT_LOADS = 29  # and how often it has read with torch
     SCRIPT_HEARTBEATS = 30  # and how often it has said that it is at work
-    LEASE_NS = 31  # written by its supervisor: until when it may publish; 0: as long as it lives
+    LEASE_NS = 31  # written by its supervisor: until when it may publish, by LeaseClock; 0: as long as it lives
     BUILD_NS = (
         32  # how long it took this process to build its data and its model; 0: not built here
     )

@@ -122,7 +122,8 @@ def place_for(hello: Hello, nodes: Sequence[RemoteNode]) -> RemoteNode | None:
         return next((node for node in free if node.number == hello.node_rank), None)
     # One that was there before gets its number again; else the first that nobody ever had.
     same = [node for node in free if node.supervisor == hello.supervisor]
-    was = [node for node in free if hello.parked and node.number == hello.parked.node]
+    kept = hello.parked or hello.copied
+    was = [node for node in free if kept and node.number == kept.node]
     known = [node for node in free if node.host == hello.host]
     new = [node for node in free if not node.host]
     return next(iter((*same, *was, *known, *new, *free)), None)

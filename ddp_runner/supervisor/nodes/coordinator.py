@@ -34,6 +34,7 @@ from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunState
@@ -97,6 +98,7 @@ class CoordinatorSupervisor(Supervisor):
         self._owner = owner
         self._owner_before = owner.read()
         self._looked_at_owner_s = 0.0
+        self.has_successor = False  # another coordinator has taken the checkpoints
         self._without: tuple[int, ...] = ()  # as it stands in the folder
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
         self._has_parked = False  # whether ranks of others came with a memory
@@ -122,11 +124,13 @@ class CoordinatorSupervisor(Supervisor):
     def keeps(self, parked: Parked, node: RemoteNode) -> bool:
         """Return whether the state in memory on a returning node still belongs to this run."""
         before = self._owner_before
+        newest = Catalog(Path(self._settings.run.checkpoint_dir)).newest()
         may_resume = not self.facts.ever_formed and self._settings.run.resume == "auto"
         return keeps_memory(
             ReturnFacts(
                 term=parked.term,
                 is_same_node=parked.node == node.number,
+                is_same_run=newest is None or newest.run_id == parked.run_id,
                 are_members=all(self.world.ranks[r].membership in IN_WORLD for r in node.ranks),
                 ours=self._owner.term,
                 generation=parked.generation,
@@ -186,6 +190,7 @@ class CoordinatorSupervisor(Supervisor):
         if not self._owner.is_other():
             self._note_who_is_without()
         else:
+            self.has_successor = True
             line = f"another coordinator has taken {self._owner.folder}: this one ends"
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
 
@@ -286,7 +291,7 @@ class CoordinatorSupervisor(Supervisor):
                 self.recorder.say(f"{node.name} is lost: {why}")
             case NodeJoined(node=node, keeps_parked=keeps_parked, was_spare=was_spare) as joined:
                 self._spares -= was_spare
-                if keeps_parked:
+                if node.keeps_memory:
                     self._take_over(joined.inexact_reasons)
                 self._note_other_code(joined.other_code)
                 if not keeps_parked:
@@ -300,7 +305,7 @@ class CoordinatorSupervisor(Supervisor):
                 self._on_node_message(node, message)
 
     def _take_over(self, inexact_reasons: Sequence[str]) -> None:
-        """Ranks come with their memory: the run goes on, and is what it was."""
+        """Ranks come with their memory, or a copy of it is left: the run goes on, and is what it was."""
         self._has_parked = True
         self._record.took_over = True
         reasons = self.facts.inexact_reasons
@@ -316,14 +321,18 @@ class CoordinatorSupervisor(Supervisor):
         """Have the newest state of all loaded, also where it is on another machine alone."""
         settings, first = self._settings.run, node.ranks[0]
         self._repair.loaders_elsewhere.discard(first)
-        if self.facts.ever_formed or node.newest is None:
+        if self.facts.ever_formed:
             return
-        ours = Catalog(Path(settings.checkpoint_dir)).newest()
-        if loads_own(node.newest, ours, resume=settings.resume):
+        ours, what = Catalog(Path(settings.checkpoint_dir)).newest(), ""
+        if node.newest is not None and loads_own(node.newest, ours, resume=settings.resume):
+            what = f"checkpoint, of step {node.newest.step}"
+        if node.copied_step > max(
+            (one.step for one in (ours, node.newest) if one), default=EMPTY_STEP
+        ):
+            what = f"copy of the state in memory, of step {node.copied_step}"
+        if what:
             self._repair.loaders_elsewhere.add(first)
-            self.recorder.say(
-                f"node {node.number} has a newer checkpoint, of step {node.newest.step}: it loads it"
-            )
+            self.recorder.say(f"node {node.number} has a newer {what}: it loads it")
 
     def _on_node_message(self, node: RemoteNode, message: NodeNews) -> None:
         match message:

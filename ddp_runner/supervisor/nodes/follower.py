@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ddp_runner.checkpoint.slot_header import clear_slots, step_in_memory
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.machines.node_messages import (
     LOOK_EVERY_S,
@@ -45,11 +46,13 @@ from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.processes.rank_start import RankStart
 from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.lifecycle import MembershipEvent, RankEvent, RankState
 from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
-from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.system.clock import LeaseClock
 from ddp_runner.kernel.system.folder_owner import FolderOwner
+from ddp_runner.kernel.system.run_files import open_to_append
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed, RepairedInPlace
@@ -133,13 +136,14 @@ class Follower:
         lease_s: float,
         report: Report,
         show: Callable[[str, str], None],
-        clock: Clock,
+        clock: LeaseClock,
     ) -> None:
         self.lease_s = lease_s
         self._node = node
         self._report = report
         self._clock = clock
         self._log_dir = Path(plan.settings.run.log_dir)
+        self._copies = node.shared.descriptors("memory_slots")
         # The coordinator may not know the secrets of this machine's environment.
         self._hidden = hidden_texts(plan.settings.task, os.environ)
         self._checkpoint_dir = Path(plan.settings.run.checkpoint_dir)
@@ -168,14 +172,16 @@ class Follower:
         self._parked: set[int] = set()  # ranks that wait, with their memory, for a coordinator
         self._parked_since_s = 0.0
         self._moved: set[int] = set()  # of those, who is still to be shown where the store is
+        self._leaving: set[int] = set()  # taken back, and still in the generation that was cut off
         self._generation = 0  # the newest that ranks here were asked to form
         self._run_id = self._term = ""  # of that
         self._is_fault_free = False
         self._looks = 0
         # Looks that no beat has answered, and when they were sent.
         self._looked_ns: dict[int, int] = {}
-        # From when the newest look was sent that the coordinator has heard.
-        self.lease_from_ns = clock.monotonic_ns()
+        # From when the newest look was sent that the coordinator has heard; as those above, by the clock that goes on
+        # while this machine is suspended.
+        self._lease_from_ns = clock.boottime_ns()
         self._looked_at_s = self._round_trip_s = 0.0
         self.followed: FollowedRun | None = None  # to be noted where it is not on this machine
         self._tail: LogTail | None = None
@@ -228,24 +234,34 @@ class Follower:
             case _:
                 raise WireError(f"unexpected {type(message).__name__}")
 
+    @property
+    def unanswered_s(self) -> float:
+        """How long the coordinator has heard nothing of this machine, as far as it has said."""
+        return (self._clock.boottime_ns() - self._lease_from_ns) / 1e9
+
     def _renew_lease(self, number: int) -> None:
         """The coordinator has heard look ``number``, and takes this machine for there from then on."""
         sent_ns = self._looked_ns.get(number)
         if sent_ns is None:
             return
-        self.lease_from_ns = sent_ns
-        self._round_trip_s = round((self._clock.monotonic_ns() - sent_ns) / 1e9, 4)
+        self._lease_from_ns = sent_ns
+        self._round_trip_s = round((self._clock.boottime_ns() - sent_ns) / 1e9, 4)
         self._looked_ns = {look: at for look, at in self._looked_ns.items() if look > number}
         for handle in self.handles:
             handle.slot.set(Cell.LEASE_NS, sent_ns + int(self.lease_s * 1e9))
 
-    def welcomed(self, *, keeps_parked: bool) -> None:
-        """A coordinator is there, to which no look has been sent. ``keeps_parked``: as in a Welcome."""
+    def welcomed(self, *, keeps_parked: bool, keeps_copied: bool) -> None:
+        """A coordinator is there, to which no look has been sent. ``keeps_parked`` and ``keeps_copied``: as in a Welcome."""
         self._looked_ns.clear()
-        self.lease_from_ns = self._clock.monotonic_ns()
+        self._lease_from_ns = self._clock.boottime_ns()
         self._process = dict.fromkeys(self._process, NOBODY)
         if not keeps_parked:
             self.end_ranks()
+        # INVARIANT copies-have-a-term: a copy in the memory of a machine that was cut off is taken only where nobody went
+        # on without it. Broken if: it stays when the coordinator has refused it, and all ranks are lost then.
+        # Guarded by: test_a_copy_in_memory_is_offered_and_cleared_where_refused.
+        if not keeps_copied:
+            clear_slots(self._copies)
 
     def _start(self, handle: RankHandle, start: RankStart, process: int, now_s: float) -> None:
         if handle.rank in self._parked and handle.is_alive:
@@ -272,6 +288,11 @@ class Follower:
         self._started(handle)
         if handle.state is RankState.READY and handle.ready is not None:
             self._from_rank(handle.rank, self._as_ready(handle.rank, handle.ready))
+        else:
+            # INVARIANT past-is-not-news: what a rank says of a generation that was cut off is no news to whoever takes it
+            # back. Broken if: that it has lost its peers there comes in as a fault of the run that goes on.
+            # Guarded by: test_what_a_rank_taken_back_says_of_before_is_not_passed_on.
+            self._leaving.add(handle.rank)
 
     def _started(self, handle: RankHandle) -> None:
         assert handle.pid is not None
@@ -352,6 +373,7 @@ class Follower:
             message = decode(packet)
             self._note(self._world.ranks[rank], message)
             if isinstance(message, Ready):
+                self._leaving.discard(rank)
                 packet = self._as_ready(rank, message)
         self._from_rank(rank, packet)
 
@@ -380,7 +402,8 @@ class Follower:
         return encode(replace(ready, run_id=self._run_id) if rank in self._moved else ready)
 
     def _from_rank(self, rank: int, packet: bytes) -> None:
-        if rank not in self._parked:  # to the coordinator it is none of this run's as yet
+        # Who waits or leaves is to the coordinator none of this run's as yet.
+        if rank not in self._parked and rank not in self._leaving:
             self._report(FromRank(rank=rank, process=self._process[rank], packet=packet))
 
     def on_ended(self, ended: Ended) -> None:
@@ -449,7 +472,7 @@ class Follower:
         """Say how everything stands here."""
         self._looked_at_s = now_s
         self._looks += 1
-        self._looked_ns[self._looks] = self._clock.monotonic_ns()
+        self._looked_ns[self._looks] = self._clock.boottime_ns()
         self._report(
             Look(
                 number=self._looks,
@@ -479,14 +502,27 @@ class Follower:
     @property
     def parked(self) -> Parked | None:
         """The report to a coordinator about ranks that wait here; None if there are none."""
-        ranks = self._node.ranks
         if not self._parked:
             return None
-        number = ranks[0] // len(ranks)
+        return self._of_before()
+
+    @property
+    def copied_step(self) -> int:
+        """The step of the newest copy of the state in the memory of this machine; EMPTY_STEP if there is none."""
+        return step_in_memory(self._copies) if self._term else EMPTY_STEP
+
+    @property
+    def copied(self) -> Parked | None:
+        """The report to a coordinator about that copy; None if there is none."""
+        return None if self.copied_step == EMPTY_STEP else self._of_before()
+
+    def _of_before(self) -> Parked:
+        ranks = self._node.ranks
         return Parked(
-            node=number,
+            node=ranks[0] // len(ranks),
             term=self._term,
             generation=self._generation,
+            run_id=self._run_id,
             inexact_reasons=list(self._facts.inexact_reasons),
         )
 
@@ -497,7 +533,7 @@ class Follower:
         # Guarded by: test_ranks_of_a_node_that_is_cut_off_train_and_publish_nothing.
         now_s = self._clock.monotonic()
         for handle in self.handles:
-            handle.slot.set(Cell.LEASE_NS, self._clock.monotonic_ns())
+            handle.slot.set(Cell.LEASE_NS, self._clock.boottime_ns())
             if self._may_park(handle):
                 self._parked.add(handle.rank)
             elif handle.is_alive:
@@ -548,6 +584,7 @@ class Follower:
         wrote = wrote.without(self._hidden)
         now_ns = self._clock.monotonic_ns()
         self._parked.discard(rank)
+        self._leaving.discard(rank)
         self._world.ranks[rank].member.advance(MembershipEvent.TO_REPLACE)
         self._report(
             RankGone(
@@ -570,6 +607,6 @@ class Follower:
         if text and self._log_dir.is_dir():
             with (
                 contextlib.suppress(OSError),
-                (self._log_dir / f"rank_{rank}.log").open("a", encoding="utf-8") as log,
+                os.fdopen(open_to_append(self._log_dir / f"rank_{rank}.log"), "ab") as log,
             ):
-                log.write(f"{text}\n")
+                log.write(f"{text}\n".encode(errors="replace"))

@@ -36,7 +36,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode, StopReason
 from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
 from ddp_runner.kernel.system import parent_death
-from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, Clock
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, LeaseClock
 from ddp_runner.kernel.system.folder_owner import new_term
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.events import RunEnds
@@ -111,7 +111,7 @@ class _FollowerLoop:
         signals: SignalBox,
         selector: selectors.BaseSelector,
         display: Display,
-        clock: Clock,
+        clock: LeaseClock,
     ) -> None:
         self._plan = plan
         self._meeting = meeting
@@ -128,6 +128,7 @@ class _FollowerLoop:
         self._ends: RunEnds | None = None
         self._lost = ""  # why the link is of no more use
         self._name = new_term()
+        self._said_own = ""  # which folders here are not the coordinator's
         # Asks for GPUs once there are ranks here, of which it then says what they use.
         self._watch: RunWatch | None = None
         selector.register(signals, selectors.EVENT_READ, None)
@@ -148,8 +149,7 @@ class _FollowerLoop:
                 return self._end_as_asked(self._ends)
             if self._is_in_a_hurry or self._stop.is_at_once or self._leaves_as_spare:
                 break
-            waiting = "the ranks here wait for it, with their memory"
-            self._say(f"the coordinator is lost: {why}; {waiting}", level="WARNING")
+            self._say(f"the coordinator is lost: {why}; {self._what_waits()}", level="WARNING")
             wait_s = self._plan.settings.recovery.coordinator_wait_s
         if self._stop.is_at_once:
             return int(ExitCode.FAILED)
@@ -176,6 +176,14 @@ class _FollowerLoop:
 
     def _say(self, text: str, level: str = "INFO") -> None:
         self._display.line(text, level=level)
+
+    def _what_waits(self) -> str:
+        """Return what of the run this machine keeps for a coordinator, in words."""
+        if self._follower is not None and self._follower.parked is not None:
+            return "the ranks here wait for it, with their memory"
+        step = EMPTY_STEP if self._follower is None else self._follower.copied_step
+        copied = f", with a copy of the state of step {step}" if step > EMPTY_STEP else ""
+        return f"this machine waits for it{copied}"
 
     def _meet(self, wait_s: float) -> bool:
         """Connect and be welcomed. False where nobody was there in time, or a stop was asked for."""
@@ -251,6 +259,8 @@ class _FollowerLoop:
             newest_step=EMPTY_STEP if newest is None else newest.step,
             newest_run_id="" if newest is None else newest.run_id,
             parked=None if self._follower is None else self._follower.parked,
+            copied=None if self._follower is None else self._follower.copied,
+            copied_step=EMPTY_STEP if self._follower is None else self._follower.copied_step,
             was_there=self._welcome is not None,
         )
         give_up_s = self._clock.monotonic() + WELCOME_TIME_S
@@ -290,7 +300,7 @@ class _FollowerLoop:
         else:
             self._store_at.move(self._store_host(welcome), welcome.store_port)
         self._node.term = welcome.term
-        self._look_at_folders(self._node, welcome.term)
+        self._look_at_folders(self._node, welcome)
         if self._follower is None or self._node.ranks != tuple(ranks):
             if self._follower is not None:
                 self._end_ranks(self._follower)
@@ -306,7 +316,9 @@ class _FollowerLoop:
         self._follower.followed = FollowedRun(
             host=welcome.host, log_dir=welcome.log_dir, checkpoint_dir=welcome.checkpoint_dir
         )
-        self._follower.welcomed(keeps_parked=welcome.keeps_parked)
+        self._follower.welcomed(
+            keeps_parked=welcome.keeps_parked, keeps_copied=welcome.keeps_copied
+        )
         if count:
             self._watch_as(welcome.node)
         if self._stop.is_at_once:
@@ -348,13 +360,25 @@ class _FollowerLoop:
             if self._link is not None:
                 self._link.flush()
 
-    def _look_at_folders(self, node: Node, term: str) -> None:
-        run = self._plan.settings.run
+    def _look_at_folders(self, node: Node, welcome: Welcome) -> None:
+        run, term = self._plan.settings.run, welcome.term
         node.shares_checkpoints = is_shared(Path(run.checkpoint_dir), term)
         node.shares_logs = is_shared(Path(run.log_dir), term)
         self._report(
             Folders(shares_checkpoints=node.shares_checkpoints, shares_logs=node.shares_logs)
         )
+        own = [
+            f"a {what} ({mine})"
+            for what, mine, is_both in (
+                ("checkpoint folder", run.checkpoint_dir, node.shares_checkpoints),
+                ("log folder", run.log_dir, node.shares_logs),
+            )
+            if not is_both
+        ]
+        line = f"this machine has {' and '.join(own)} of its own, not the coordinator's on {welcome.host}"
+        if own and line != self._said_own:
+            self._said_own = line
+            self._say(line)
 
     def _store_host(self, welcome: Welcome) -> str:
         """Return the store's address as seen from here; the coordinator's own name for it may mean another host."""
@@ -404,8 +428,7 @@ class _FollowerLoop:
         self._link.flush()
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.wants_to_write else 0)
         self._selector.modify(self._link, mask, (self._link, None))
-        since_s = self._clock.monotonic() - follower.lease_from_ns / 1e9
-        if since_s > follower.lease_s:
+        if (since_s := follower.unanswered_s) > follower.lease_s:
             raise LinkLostError(f"it has not answered for {since_s:.1f} s")
 
     def _reap(self, follower: Follower) -> None:

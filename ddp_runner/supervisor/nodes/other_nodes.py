@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import time
@@ -31,6 +32,7 @@ from ddp_runner.core.machines.node_messages import (
     Watched,
     Welcome,
 )
+from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.events import OfFault, RunEnds
@@ -54,6 +56,10 @@ LAST_WORDS_S = 2.0  # for nodes to hear that the run has ended
 # oldest is dropped, of that address if it has so many.
 STRANGERS_MAX = 64
 STRANGERS_OF_ADDRESS_MAX = 32
+# What accept(2) fails with where no descriptor is left. Who knocks stays in the queue, so that the door would be
+# ready again at once, for ever: it is looked at again after that time.
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SHUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +140,12 @@ class Door:
 
 
 class Coordinates(Protocol):
-    """Who decides about other machines: :class:`~.coordinator.CoordinatorSupervisor`."""
+    """Who decides about other machines: :class:`~.coordinator.CoordinatorSupervisor`.
+
+    ``has_successor``: another one decides about them by now.
+    """
+
+    has_successor: bool
 
     def beat(self, number: int) -> Beat:
         """Return how the run stands, as the answer to look ``number``."""
@@ -174,8 +185,17 @@ class OtherNodes:
         self._heard_last: RemoteNode | None = None  # most often the next frame is of the same
         self._strangers: dict[NodeLink, _Stranger] = {}  # in the order in which they came
         self._watched: dict[int, Watched] = {}  # that nobody has asked for yet
+        self._shut_until_s = 0.0  # the door, which is open while this is 0
         self._listening.setblocking(False)
-        selector.register(self._listening, selectors.EVENT_READ, (self, None))
+        self._open()
+
+    def _open(self) -> None:
+        self._selector.register(self._listening, selectors.EVENT_READ, (self, None))
+
+    @property
+    def _is_shut(self) -> bool:
+        """True if nobody can be taken in for a moment: this process has no descriptor left."""
+        return self._shut_until_s > 0
 
     def read(self, link: NodeLink | None) -> Iterator[NodeEvent]:
         """The door, or a link, is ready."""
@@ -208,6 +228,9 @@ class OtherNodes:
 
     def look(self, now_s: float) -> Iterator[NodeEvent]:
         """Yield the loss of each node that is silent for too long, and drop connections that prove nothing."""
+        if self._is_shut and now_s >= self._shut_until_s:
+            self._shut_until_s = 0.0
+            self._open()
         for node in (*self.nodes, *self.spares):
             if node.link is None:
                 continue
@@ -264,11 +287,18 @@ class OtherNodes:
         # INVARIANT memory-outlasts-a-start: a coordinator that fails before it has formed a world ends no
         # ranks that others have kept. Broken if: they hear that the run has ended.
         # Guarded by: test_a_coordinator_that_cannot_start_leaves_others_their_memory.
-        if not self._is_announced:
-            self._is_announced = True
-            for node in (*self.nodes, *self.spares):
-                if not (but_parked and node.keeps_parked):
-                    node.order(ends)
+        if self._is_announced:
+            return
+        self._is_announced = True
+        for node in (*self.nodes, *self.spares):
+            # INVARIANT superseded-orders-nobody: a coordinator whose folder another one has taken ends no machine: each
+            # looks for the new one, with its memory. Broken if: they hear that the run has ended.
+            # Guarded by: test_a_superseded_coordinator_leaves_the_others_to_the_new_one.
+            if self._coordinator.has_successor:
+                if node.link is not None:
+                    node.link.say_no_more()
+            elif not (but_parked and node.keeps_memory):
+                node.order(ends)
 
     def end(self, ends: RunEnds) -> None:
         """Say how the run has ended, as far as that goes at once, and hang up."""
@@ -280,7 +310,8 @@ class OtherNodes:
                 self.lose(node, "the run has ended")
         for link in list(self._strangers):
             self._drop(link)
-        self._selector.unregister(self._listening)
+        if not self._is_shut:
+            self._selector.unregister(self._listening)
         self._listening.close()
 
     @staticmethod
@@ -330,7 +361,10 @@ class OtherNodes:
     def _accept(self) -> None:
         try:
             connection, (address, *_) = self._listening.accept()
-        except OSError:  # it has gone again
+        except OSError as error:  # it has gone again
+            if error.errno in _NO_DESCRIPTOR:
+                self._selector.unregister(self._listening)
+                self._shut_until_s = self._clock.monotonic() + SHUT_S
             return
         self._make_room_for(address)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -401,19 +435,29 @@ class OtherNodes:
         return f"it was lost {times} times, and the run does without it for {left_s:.0f} s"
 
     def _take_in(self, node: RemoteNode, link: NodeLink, hello: Hello) -> NodeJoined:
-        keeps_parked = hello.parked is not None and self._coordinator.keeps(hello.parked, node)
+        keeps_parked, keeps_copied = (
+            kept is not None and self._coordinator.keeps(kept, node)
+            for kept in (hello.parked, hello.copied)
+        )
+        kept = hello.parked or hello.copied
         node.joined(link, hello)
         node.keeps_parked = keeps_parked
-        self._welcome(node, keeps_parked=keeps_parked)
+        node.copied_step = hello.copied_step if keeps_copied else EMPTY_STEP
+        self._welcome(node, keeps_parked=keeps_parked, keeps_copied=keeps_copied)
         return NodeJoined(
             node=node,
             keeps_parked=keeps_parked,
-            inexact_reasons=() if hello.parked is None else tuple(hello.parked.inexact_reasons),
+            inexact_reasons=() if kept is None else tuple(kept.inexact_reasons),
             other_code=other_code(hello, self._meeting),
         )
 
     def _welcome(
-        self, node: RemoteNode, *, keeps_parked: bool = False, waits_for: str = ""
+        self,
+        node: RemoteNode,
+        *,
+        keeps_parked: bool = False,
+        keeps_copied: bool = False,
+        waits_for: str = "",
     ) -> None:
         host, port = self._store
         run = self._plan.settings.run
@@ -427,6 +471,7 @@ class OtherNodes:
                 term=self._term,
                 silent_s=self._meeting.silent_s,
                 keeps_parked=keeps_parked,
+                keeps_copied=keeps_copied,
                 settings=dict(self._meeting.shared),
                 waits_for=waits_for,
                 host=socket.gethostname(),
@@ -445,7 +490,9 @@ class OtherNodes:
             link, hello = spare.link, spare.hello
             assert link is not None
             assert hello is not None
-            hello = replace(hello, parked=None)  # which it ended when it became a spare
+            hello = replace(
+                hello, parked=None, copied=None
+            )  # which it gave up when it became a spare
             self.spares.remove(spare)
             spare.link = None
             yield replace(self._take_in(node, link, hello), was_spare=True)

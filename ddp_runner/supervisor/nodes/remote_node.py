@@ -109,6 +109,7 @@ class RemoteNode:
         self.link: NodeLink | None = None
         self.broken = ""  # why nothing more can be sent to it
         self.newest: NewestCheckpoint | None = None  # of its folder, when it came
+        self.copied_step = EMPTY_STEP  # of the copy in its memory that is of use, when it came
         self.heard_at_s = self.looked_at_s = self.round_trip_s = 0.0
         self.behind_ns = 0  # what its clock is behind ours, by its newest look
         self._started = dict.fromkeys(ranks, 0)  # processes that were asked for, of each rank
@@ -128,6 +129,11 @@ class RemoteNode:
     def is_there(self) -> bool:
         """True if its supervisor is connected."""
         return self.link is not None
+
+    @property
+    def keeps_memory(self) -> bool:
+        """True if it came with a state in memory that this run may take up: its ranks', or a copy."""
+        return self.keeps_parked or self.copied_step > EMPTY_STEP
 
     @property
     def can_fork(self) -> bool:

@@ -130,6 +130,15 @@ class SaveRoom:
             self._left.release()
             self._left = None
 
+    def forget_later_than(self, step: int) -> None:
+        """The ranks stand at ``step``: a later copy here is of a course that was left while this machine looked away."""
+        # INVARIANT copies-of-this-course: no copy on any machine is of a later step than all ranks have agreed on. Broken
+        # if: the run goes on from a file on one machine, and a later copy on another one stays.
+        # Guarded by: test_a_copy_later_than_what_all_agreed_on_is_cleared.
+        newest = None if self.slots is None else self.slots.newest_step
+        if newest is not None and newest > step:
+            self.forget()
+
     def forget(self) -> None:
         """The state is to be an older one: nothing of the course that is left may be gone back to."""
         for slots in (self.slots, self._left):

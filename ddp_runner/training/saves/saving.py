@@ -78,6 +78,7 @@ class Saving:
         self._last = LastSave(settings, store, runtime, disk_faults=self._disk_faults)
         self._room = room
         self._is_leader = True
+        self._keeps_copies = False  # in the memory of this machine, which is not the leader's
         self._is_copying = False  # the save under way is no file
         self._begun_step = 0  # of the newest save
         self._compare_s: float | None = (
@@ -99,9 +100,12 @@ class Saving:
     def _saver(self) -> BackgroundSaver:
         return self._room.saver
 
-    def lead(self, *, is_leader: bool) -> Owed:
+    def lead(self, *, is_leader: bool, is_first_here: bool) -> Owed:
         """Implement the port: the save that a rank before has left to be written is waited for as an own one."""
         self._is_leader = is_leader
+        self._keeps_copies = is_first_here and not is_leader
+        if is_first_here:
+            self._room.forget_later_than(self._state.committed_step)
         if is_leader:
             self._take_over()
         else:
@@ -124,12 +128,18 @@ class Saving:
         """Implement the port. ``step_s`` is without what the step waited for a save."""
         if self._is_leader:
             self._stepped(step_s)
+        if self._is_leader or self._keeps_copies:
+            self._reserve()
         if is_wanted:
             self.policy.heard(step, is_mine=is_mine, fulfils=self._is_leader)
 
     def keep(self, how: Keep) -> None:
         """Implement the port: as a file or a copy beside the next step, or at once."""
         if not self._is_leader:
+            if self._keeps_copies and how in (Keep.FILE, Keep.COPY):
+                self._begin_copy()
+                if self._room.slots is None:  # the leader's file of before is there by now
+                    self._room.file_is_there()
             return
         match how:
             case Keep.FILE:
@@ -310,6 +320,8 @@ class Saving:
             beside_file=self._saver.is_busy and not self._is_copying,
             beside_copy=self._saver.is_busy and self._is_copying,
         )
+
+    def _reserve(self) -> None:
         if self._reserves:  # after the first step, when the optimizer has its state
             self._reserves = False
             self._room.reserve(storage_sizes(self._for_file()))
