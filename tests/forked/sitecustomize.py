@@ -48,6 +48,7 @@ def _stand_for(words, path, *, is_program):
             waiting.append(number)
 
     passed = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    ignored = [number for number in passed if signal.getsignal(number) is signal.SIG_IGN]
     for number in passed:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
@@ -59,6 +60,7 @@ def _stand_for(words, path, *, is_program):
         "env": dict(os.environ),
         "is_bound": True,
         "is_program": is_program,
+        "ignored": ignored,
     }
     text = json.dumps(asked).encode()
     link.sendmsg(

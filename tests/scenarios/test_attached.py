@@ -15,6 +15,7 @@ import torch
 
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.training.components.tensor_hash import tensor_hash
+from tests import ready
 from tests.scenarios.conftest import PATIENT, filled_once
 from tests.scenarios.harness import ROOT, Run
 from tests.test_documented import blocks_of
@@ -564,7 +565,7 @@ def test_a_program_that_is_spawned_again_is_one_line(tmp_path):
     """In the process that is spawned, and in the one whose loader would spawn workers."""
     own = tmp_path / "spawns.py"
     own.write_text(SPAWNS, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ready.environment(programs=True)}
     words = [sys.executable, str(own)]
     ended = subprocess.run(
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -589,7 +590,7 @@ def test_a_loop_with_another_count_of_ranks_is_refused(tmp_path):
 def test_it_runs_under_plain_python(tmp_path):
     """One rank, without a supervisor; what it raises is the user's own error, and it is resumed."""
     plant(tmp_path, r0_s15_forward=RAISE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ready.environment(programs=True), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(CLASSIFIER)]
     first = subprocess.run(
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
