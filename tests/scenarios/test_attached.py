@@ -392,14 +392,17 @@ def test_buffers_of_every_kind_and_synced_norms_are_trained(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "at"), [("before", 9), ("inside", 9), ("within", 9), ("within", 7)]
+    ("where", "steps"), [("before", (9,)), ("inside", (9,)), ("within", (7, 10))]
 )
-def test_parameters_are_unfrozen_anywhere_before_the_net_is_called(tmp_path, fault_free, where, at):
+def test_parameters_are_unfrozen_anywhere_before_the_net_is_called(
+    tmp_path, fault_free, where, steps
+):
     """As where a loop does so between two steps: no step goes by without their sums over ranks."""
-    plant(tmp_path, **{f"r1_s{at}_backward": KILL, f"r0_s{at + 1}_forward": RAISE})
+    for at in steps:
+        plant(tmp_path, **{f"r1_s{at}_backward": KILL, f"r0_s{at + 1}_forward": RAISE})
     with run_loop(tmp_path, "--unfreeze", where) as run:
         expected = fault_free("--unfreeze", "behind")
-        assert_as_if_nothing_happened(run, tmp_path, expected, repaired=2)
+        assert_as_if_nothing_happened(run, tmp_path, expected, repaired=2 * len(steps))
 
 
 def test_a_replaced_rank_draws_the_same_from_a_dataloader(tmp_path, fault_free):

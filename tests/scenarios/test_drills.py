@@ -61,8 +61,10 @@ def test_the_product_drills_by_itself(fault_free, tmp_path):
 @pytest.mark.parametrize(
     ("name", "differs"),
     [
-        ("HoldsAGlobal", "0.weight"),
-        ("HoldsAClosure", "0.weight"),
+        (
+            "HoldsAGlobal",
+            "0.weight",
+        ),  # as a closure: memory that a fresh process has as it was at first
         ("HoldsAFile", "0.weight"),
         ("HoldsALayer", "4.bias"),
     ],
