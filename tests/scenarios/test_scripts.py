@@ -313,7 +313,7 @@ def test_a_module_runs_as_python_m_does(tmp_path):
         "open(f'out_{os.environ[\"RANK\"]}', 'w').write(f'{parent} {__name__} {sys.argv[1:]}')\n",
         encoding="utf-8",
     )
-    with run_script(tmp_path, "-m", "mine.go", "--lr", "1", command=RUN) as run:
+    with run_script(tmp_path, "-m", "mine.go", "--lr", "1") as run:
         assert run.wait() == 0, run.console
     assert (tmp_path / "out_1").read_text() == "mine __main__ ['--lr', '1']"
     assert (run.logs / "attempt_0" / "rank_1.log").exists()
