@@ -58,13 +58,14 @@ _ROOM = {"_ROOM": "0" * 16384}
 class Launcher:
     """The process that forks launches, and the way to it. Ends with this process, or when closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, **variables: str) -> None:
+        """``variables`` are added to those of its interpreter."""
         self._folder = tempfile.TemporaryDirectory(prefix="launcher_")
         self.path = str(Path(self._folder.name) / "socket")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.ready", self.path, str(os.getpid())],
             cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT, **_ROOM},
+            env={**os.environ, **ENVIRONMENT, **_ROOM, **variables},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -77,11 +78,15 @@ class Launcher:
         self._process.stdout.close()
         self._folder.cleanup()
 
-    def start(self, words, *, cwd, output, env):
-        """The command with these words, as ``subprocess.Popen`` would start it."""
+    def start(self, words, *, cwd, output, env, namespaces=()):
+        """The command with these words, as ``subprocess.Popen`` would start it.
+
+        ``namespaces``: files of those that it enters first, that of its users before others.
+        """
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link.connect(self.path)
-        asked = json.dumps({"words": words, "cwd": str(cwd), "env": env}).encode()
+        asked = {"words": words, "cwd": str(cwd), "env": env, "namespaces": namespaces}
+        asked = json.dumps(asked).encode()
         fds = array("i", [output.fileno()]).tobytes()
         link.sendmsg(
             [len(asked).to_bytes(4, "little")],
@@ -204,6 +209,10 @@ def _end_with(link, pid) -> None:
 def _launch(asked, outputs) -> None:
     """Be the command. Its zygote waits, as a child that knows nothing, for what it is to be."""
     os.setsid()
+    for path in asked.get("namespaces", ()):
+        _enter(path)
+    for number in asked.get("ignored", ()):
+        signal.signal(number, signal.SIG_IGN)
     os.chdir(asked["cwd"])
     _become(asked["env"], outputs)
     if asked.get("is_program"):
@@ -233,6 +242,14 @@ def _launch(asked, outputs) -> None:
                 os.kill(zygote_pid, signal.SIGKILL)
                 os.waitpid(zygote_pid, 0)
         os._exit(code)
+
+
+def _enter(namespace: str) -> None:
+    descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), namespace)
+    os.close(descriptor)
 
 
 def _be_program(words) -> None:

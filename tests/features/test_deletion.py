@@ -18,10 +18,13 @@ pytestmark = pytest.mark.whole_run
 FEATURES = sorted(
     path.parent.name for path in (ROOT / "ddp_runner" / "features").glob("*/__init__.py")
 )
-BROUGHT = {
-    feature: {path.name for path in (ROOT / "ddp_runner" / "features" / feature).glob("*.py")}
-    for feature in FEATURES
-}
+IN_A_RUN = sorted(
+    {
+        path.parent.name
+        for name in ("parent", "child")
+        for path in (ROOT / "ddp_runner" / "features").glob(f"*/{name}.py")
+    }
+)
 CHECK_S, TRAIN_S = 200, 300
 # What asks for a feature by a setting.
 SETTINGS = {
@@ -87,31 +90,47 @@ def asked_for(features):
     yield from (VARIABLES[feature] for feature in features if feature in VARIABLES)
 
 
+@pytest.fixture
+def without(tmp_path):
+    """``without(features)``: runs an interpreter with a copy of the package from which they are deleted."""
+
+    def made(features):
+        copy = tmp_path / "copy"
+        shutil.copytree(ROOT / "ddp_runner", copy / "ddp_runner")
+        for feature in features:
+            shutil.rmtree(copy / "ddp_runner" / "features" / feature)
+        environment = {**os.environ, "PYTHONPATH": str(copy), "HOME": str(tmp_path)}
+
+        def done(*words, limit_s):
+            ended = subprocess.run(
+                [sys.executable, *words],
+                env=environment,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
+            assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+
+        return done
+
+    return made
+
+
 @pytest.mark.parametrize("deleted", [*FEATURES, "all"])
-def test_without_a_feature_all_others_work(tmp_path, deleted):
-    """Modules, helps and, where it takes part in a run, one; who asks for it reads one line, exit code 2."""
-    copy = tmp_path / "copy"
-    shutil.copytree(ROOT / "ddp_runner", copy / "ddp_runner")
+def test_without_a_feature_all_others_answer(tmp_path, without, deleted):
+    """Modules and helps; who asks for it reads one line, exit code 2."""
     features = FEATURES if deleted == "all" else [deleted]
-    for feature in features:
-        shutil.rmtree(copy / "ddp_runner" / "features" / feature)
-    environment = {**os.environ, "PYTHONPATH": str(copy), "HOME": str(tmp_path)}
+    asked = json.dumps([*asked_for(features)])
+    without(features)("-c", CHECK, str(tmp_path / "copy"), asked, deleted, limit_s=CHECK_S)
 
-    def done(*words, limit_s):
-        ended = subprocess.run(
-            [sys.executable, *words],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
 
-    done("-c", CHECK, str(copy), json.dumps([*asked_for(features)]), deleted, limit_s=CHECK_S)
-    if not any({"parent.py", "child.py"} & BROUGHT[feature] for feature in features):
-        return  # it is no part of a run
+@pytest.mark.parametrize(
+    "deleted", [IN_A_RUN[::2], IN_A_RUN[1::2], FEATURES], ids=["half", "other half", "all"]
+)
+def test_without_features_a_run_trains(tmp_path, without, deleted):
+    """Each that takes part in a run is deleted beside half of the others, which know nothing of it."""
     few = ("--cpu", "-n", "1", "--max-steps", "3", "recovery.warm_spare=false")
-    done("-m", "ddp_runner", "train", "--test", *few, limit_s=TRAIN_S)
+    without(deleted)("-m", "ddp_runner", "train", "--test", *few, limit_s=TRAIN_S)
     assert (tmp_path / "logs").is_dir()

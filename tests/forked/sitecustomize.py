@@ -8,9 +8,14 @@ import os
 import sys
 
 
+def _given():
+    """Return the interpreter's words, but for what torchrun adds for prompt output."""
+    return sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-u"] else sys.orig_argv[1:]
+
+
 def _program():
     """Return the words of the program that this interpreter was started for; None for anything else."""
-    given = [word for word in sys.orig_argv[1:] if word != "-u"]
+    given = _given()
     is_torchrun = given[:2] == ["-m", "torch.distributed.run"]
     return given if is_torchrun or (given and _is_of_others(given[0])) else None
 
@@ -21,7 +26,7 @@ def _is_of_others(file):
 
 def _launch():
     """Return the words of the launch that this interpreter was started for; None for anything else."""
-    given = sys.orig_argv[1:]
+    given = _given()
     if given[:2] == ["-m", "ddp_runner"]:
         words = given[2:]
     elif given[:1] == ["-c"] and given[1].endswith("sys.exit(main(sys.argv[2:]))"):  # launch()
@@ -48,6 +53,7 @@ def _stand_for(words, path, *, is_program):
             waiting.append(number)
 
     passed = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    ignored = [number for number in passed if signal.getsignal(number) is signal.SIG_IGN]
     for number in passed:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
@@ -59,6 +65,7 @@ def _stand_for(words, path, *, is_program):
         "env": dict(os.environ),
         "is_bound": True,
         "is_program": is_program,
+        "ignored": ignored,
     }
     text = json.dumps(asked).encode()
     link.sendmsg(

@@ -62,7 +62,7 @@ def test_a_machine_that_can_start_no_ranks_ends_and_says_why(nodes):
     words = (SLOW, "max_steps=20")
     how = {"task": f"{task}:PacedTask", "ranks": 1}
     first = nodes.start(0, *words, **how)
-    broken = nodes.start(1, *words, environment={"BREAKS": "1"}, **how)
+    broken = nodes.start(1, *words, variables={"BREAKS": "1"}, **how)
     assert broken.wait() == 1, broken.console
     assert "no ranks can be started" in broken.console
     poll(lambda: "node 1: no ranks can be started" in first.console, what="the reason")

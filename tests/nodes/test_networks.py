@@ -8,12 +8,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
+from tests import ready
 from tests.nodes.conftest import SETTINGS, TOKEN
 from tests.processes import poll
 from tests.scenarios.harness import NO_DRILLS, ONE_THREAD, ROOT, WORKLOAD, processes_with
@@ -57,6 +57,7 @@ class Network:
             text=True,
             start_new_session=True,
         )
+        self.started = []
         self.run(NETWORK.replace("set -e", ""))
 
     def run(self, line):
@@ -69,23 +70,20 @@ class Network:
     def start(self, number, folder, *words):
         """A supervisor on machine ``number``."""
         folder.mkdir(exist_ok=True)
-        environment = f"PYTHONPATH={ROOT} TMPDIR={folder} DDP_RUNNER_TOKEN={TOKEN} {self.mark}"
-        command = [
-            sys.executable,
-            "-m",
-            "ddp_runner",
-            "train",
-            "--cpu",
-            "-n",
-            "1",
-            NO_DRILLS,
-            ONE_THREAD,
-        ]
-        command += ["--task", f"{WORKLOAD}:PacedTask", "-l", folder / "logs", "-c", folder / "kept"]
-        words = " ".join(map(str, (*command, *SETTINGS, *words)))
-        self.run(
-            f"cd {folder}; {environment} ip netns exec node{number} {words} >> console.txt 2>&1 &"
-        )
+        name, value = self.mark.split("=")
+        variables = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "DDP_RUNNER_TOKEN": TOKEN}
+        command = ("train", "--cpu", "-n", 1, NO_DRILLS, ONE_THREAD)
+        command += ("--task", f"{WORKLOAD}:PacedTask", "-l", folder / "logs", "-c", folder / "kept")
+        shell = f"/proc/{self.shell.pid}"
+        with (folder / "console.txt").open("ab") as output:
+            process = ready.shared().start(
+                [str(word) for word in (*command, *SETTINGS, *words)],
+                cwd=folder,
+                output=output,
+                env={**os.environ, **variables, name: value},
+                namespaces=(f"{shell}/ns/user", f"{shell}/root/run/netns/node{number}"),
+            )
+        self.started.append(process)
 
     def end(self):
         with self.shell:  # which closes its pipes and waits
@@ -102,6 +100,8 @@ def network():
     for process in processes_with(made.mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
+    for process in made.started:
+        process.wait()
 
 
 @pytest.mark.whole_run

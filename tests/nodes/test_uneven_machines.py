@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import ready
 from tests.disks import small_disk
 from tests.nodes.test_two_nodes import SLOW
-from tests.scenarios.harness import TRAIN, poll
+from tests.scenarios.harness import poll
 
 DAY_S = 86_400
 
@@ -56,13 +57,19 @@ def test_a_disk_that_is_full_for_a_while_costs_no_bit(nodes, one_machine, where)
 
 @pytest.fixture(scope="module")
 def other_clock(tmp_path_factory):
-    """What a process preloads to have another wall clock."""
+    """How launches start that have another wall clock: as forks of a process that has preloaded it."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     library = tmp_path_factory.mktemp("clock") / "other_clock.so"
     source = Path(__file__).with_name("other_clock.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
-    return lambda seconds: {"LD_PRELOAD": str(library), "OTHER_CLOCK_S": str(seconds)}
+    launcher = ready.Launcher(LD_PRELOAD=str(library))
+    preloads = {"LD_PRELOAD": str(library)}  # what it starts is no fork
+    yield lambda seconds: {
+        "launcher": launcher,
+        "variables": {**preloads, "OTHER_CLOCK_S": str(seconds)},
+    }
+    launcher.close()
 
 
 def hours_wrong(run, *, line):
@@ -77,7 +84,7 @@ def test_a_clock_that_is_a_day_wrong_costs_nothing(nodes, one_machine, other_clo
 
     Then the coordinator, whose ranks' state it has kept.
     """
-    ahead, behind = ({"command": TRAIN, "variables": other_clock(by)} for by in (DAY_S, -DAY_S))
+    ahead, behind = other_clock(DAY_S), other_clock(-DAY_S)
     words = ("task.pace_s=0.1", "recovery.coordinator_wait_s=60")
     first, second = nodes.start(0, *words), nodes.start(1, *words, **ahead)
     first.wait_for_step(8)

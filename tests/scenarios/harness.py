@@ -109,9 +109,10 @@ class Run(Outputs):
     """One launch of ``python -m ddp_runner train``, or of another ``verb``, in a folder of its own.
 
     Without a ``command``, which is everything up to the options, and an ``environment``, the command and its
-    zygote are forks of a process that has imported torch (see tests.ready). ``task`` None trains the
-    built-in one in the folders that the command chooses itself. Without a word about them there are no
-    fire drills. ``world`` None: ``variables``, which are added to those of the test, say it.
+    zygote are forks of a process that has imported torch (see tests.ready): of ``launcher``, where one is
+    given. ``task`` None trains the built-in one in the folders that the command chooses itself. Without a
+    word about them there are no fire drills. ``world`` None: ``variables``, which are added to those of
+    the test, say it.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Run(Outputs):
         command=None,
         environment=None,
         variables=None,
+        launcher=None,
     ):
         super().__init__(folder)
         self.folder.mkdir(exist_ok=True, parents=True)
@@ -161,7 +163,8 @@ class Run(Outputs):
         with self.output_path.open("ab") as output:
             if is_ready:
                 words = words[len(PYTHON_M) :]
-                self.process = ready.shared().start(words, cwd=folder, output=output, env=env)
+                launcher = launcher or ready.shared()
+                self.process = launcher.start(words, cwd=folder, output=output, env=env)
             else:
                 self.process = subprocess.Popen(
                     words,

@@ -15,6 +15,7 @@ import torch
 
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.training.components.tensor_hash import tensor_hash
+from tests import ready
 from tests.scenarios.conftest import PATIENT, filled_once
 from tests.scenarios.harness import ROOT, Run
 from tests.test_documented import blocks_of
@@ -391,14 +392,17 @@ def test_buffers_of_every_kind_and_synced_norms_are_trained(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "at"), [("before", 9), ("inside", 9), ("within", 9), ("within", 7)]
+    ("where", "steps"), [("before", (9,)), ("inside", (9,)), ("within", (7, 10))]
 )
-def test_parameters_are_unfrozen_anywhere_before_the_net_is_called(tmp_path, fault_free, where, at):
+def test_parameters_are_unfrozen_anywhere_before_the_net_is_called(
+    tmp_path, fault_free, where, steps
+):
     """As where a loop does so between two steps: no step goes by without their sums over ranks."""
-    plant(tmp_path, **{f"r1_s{at}_backward": KILL, f"r0_s{at + 1}_forward": RAISE})
+    for at in steps:
+        plant(tmp_path, **{f"r1_s{at}_backward": KILL, f"r0_s{at + 1}_forward": RAISE})
     with run_loop(tmp_path, "--unfreeze", where) as run:
         expected = fault_free("--unfreeze", "behind")
-        assert_as_if_nothing_happened(run, tmp_path, expected, repaired=2)
+        assert_as_if_nothing_happened(run, tmp_path, expected, repaired=2 * len(steps))
 
 
 def test_a_replaced_rank_draws_the_same_from_a_dataloader(tmp_path, fault_free):
@@ -564,7 +568,7 @@ def test_a_program_that_is_spawned_again_is_one_line(tmp_path):
     """In the process that is spawned, and in the one whose loader would spawn workers."""
     own = tmp_path / "spawns.py"
     own.write_text(SPAWNS, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ready.environment(programs=True)}
     words = [sys.executable, str(own)]
     ended = subprocess.run(
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -589,7 +593,7 @@ def test_a_loop_with_another_count_of_ranks_is_refused(tmp_path):
 def test_it_runs_under_plain_python(tmp_path):
     """One rank, without a supervisor; what it raises is the user's own error, and it is resumed."""
     plant(tmp_path, r0_s15_forward=RAISE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ready.environment(programs=True), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(CLASSIFIER)]
     first = subprocess.run(
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests import ready
 from tests.scenarios.harness import Run
 from tests.scenarios.test_outside import TORCHRUN
 
@@ -82,7 +83,8 @@ def test_a_longer_run_whose_steps_had_its_rates_is_exact(tmp_path):
 def test_under_an_outside_launcher_a_change_is_reported_too(tmp_path):
     """There the ranks have no supervisor: rank 0 says it, and writes the summary."""
     launched(tmp_path, "--max-steps", 12, "ema_decay=0.9")
-    second = launched(tmp_path, "--max-steps", 24, "learning_rate=1e-3", command=TORCHRUN)
+    how = {"command": TORCHRUN, "environment": ready.environment(programs=True)}
+    second = launched(tmp_path, "--max-steps", 24, "learning_rate=1e-3", **how)
     lines = {RATE, LONGER, AVERAGE}
     for line in lines:
         assert second.console.count(line) == 1, second.console

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from tests import ready
+
 from .harness import Outputs, Run
 from .test_names import SHORT, TASK
 from .test_refusals import contents
@@ -114,7 +116,8 @@ def test_python_gets_the_kept_result(complete):
         print(json.dumps({"kept": kept, "alone": found}))
     """
     (complete.folder / "program.py").write_text(textwrap.dedent(program))
-    with Run(complete.folder, task=None, command=PYTHON) as run:
+    forks = ready.environment(programs=True)
+    with Run(complete.folder, task=None, command=PYTHON, environment=forks) as run:
         assert run.wait() == 0, run.console
     reported = json.loads(run.console.strip().splitlines()[-1])
     assert reported["kept"] == before
@@ -136,7 +139,7 @@ def test_under_an_outside_launcher_the_account_of_then_stands(complete):
     job.logs = complete.folder / "logs" / "job"
     ends = []
     for _ in range(2):
-        with Run(complete.folder, *words, task=None, world=1, environment=rank) as run:
+        with Run(complete.folder, *words, task=None, world=1, variables=rank) as run:
             assert run.wait() == 0, run.console
         ends.append((job.logs / "summary.json").read_bytes())
     assert ends[0] == ends[1]

@@ -78,8 +78,10 @@ def test_steps_at_random_are_drilled_and_each_repair_is_proved(fault_free, tmp_p
 @pytest.mark.parametrize(
     ("name", "differs"),
     [
-        ("HoldsAGlobal", "0.weight"),
-        ("HoldsAClosure", "0.weight"),
+        (
+            "HoldsAGlobal",
+            "0.weight",
+        ),  # as a closure: memory that a fresh process has as it was at first
         ("HoldsAFile", "0.weight"),
         ("HoldsALayer", "4.bias"),
     ],

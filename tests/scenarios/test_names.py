@@ -8,7 +8,9 @@ import subprocess
 import sys
 import textwrap
 
-from .harness import ROOT, Outputs, Run
+from tests import ready
+
+from .harness import Outputs, Run
 
 TASK = """
 import torch
@@ -41,7 +43,7 @@ def command(folder, *words):
     return subprocess.run(
         [sys.executable, "-m", "ddp_runner", *words],
         cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder)},
+        env={**ready.environment(), "PATH": "/usr/bin:/bin", "HOME": str(folder)},
         capture_output=True,
         text=True,
         timeout=200,

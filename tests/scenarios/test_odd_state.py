@@ -22,40 +22,40 @@ SETTINGS = (
 )
 
 
-def _calm(folder, task):
-    with Run(folder / "calm", *SETTINGS, task=f"{TASKS}:{task}") as run:
-        assert run.wait() == 0, run.console
-    assert run.summary()["exact"] is True, run.summary()["inexact_reasons"]
-    return run.digest
+@pytest.fixture
+def calm(made_once):
+    """``calm(task)``: the digest without a fault."""
+
+    def of(task):
+        run = made_once(*SETTINGS, task=f"{TASKS}:{task}")
+        assert run.summary()["exact"] is True, run.summary()["inexact_reasons"]
+        return run.digest
+
+    return of
 
 
-def _killed(folder, task, *words):
-    """Each rank once, by a signal, at whatever point it is."""
+def _killed(folder, task, *words, stopped_at=None):
+    """Each rank once, by a signal, at whatever point it is; then, where asked for, stopped and started again."""
     with Run(folder / "killed", *SETTINGS, *words, task=f"{TASKS}:{task}") as run:
-        for rank, step in ((1, 8), (0, 40)):
+        for rank, step in ((1, 8), (0, 30)):
             run.wait_for_step(step)
             run.signal(signal.SIGKILL, run.rank_pid(rank))
-        assert run.wait() == 0, run.console
+        if stopped_at is not None:
+            run.wait_for_step(stopped_at)
+            run.signal(signal.SIGTERM)
+        assert run.wait() == (0 if stopped_at is None else 75), run.console
     assert run.summary()["faults"], run.console
+    if stopped_at is not None:
+        with Run(folder / "killed", *SETTINGS, *words, task=f"{TASKS}:{task}") as run:
+            assert run.wait() == 0, run.console
     return run
 
 
-@pytest.mark.parametrize("task", ["Odd", "Rude"])
-def test_odd_state_is_the_same_whoever_is_killed(tmp_path, task):
-    """Followed, or, where nobody changes it, let be."""
-    run = _killed(tmp_path, task)
-    assert (run.digest, run.summary()["exact"]) == (_calm(tmp_path, task), True)
-
-
-def test_a_stopped_run_resumes_with_state_in_odd_places(tmp_path):
-    """By way of the file; nothing has failed here."""
-    for end in (75, 0):
-        with Run(tmp_path / "run", *SETTINGS, task=f"{TASKS}:Odd") as run:
-            if end:
-                run.wait_for_step(12)
-                run.signal(signal.SIGTERM)
-            assert run.wait() == end, run.console
-    assert (run.digest, run.summary()["exact"]) == (_calm(tmp_path, "Odd"), True)
+@pytest.mark.parametrize(("task", "stopped_at"), [("Odd", 50), ("Rude", None)])
+def test_odd_state_is_the_same_whoever_is_killed(tmp_path, calm, task, stopped_at):
+    """Followed, or, where nobody changes it, let be; by way of a peer, and of the file."""
+    run = _killed(tmp_path, task, stopped_at=stopped_at)
+    assert (run.digest, run.summary()["exact"]) == (calm(task), True)
 
 
 def test_a_table_too_long_to_keep_is_named_after_a_kill(tmp_path):
@@ -86,7 +86,7 @@ def test_a_dataset_that_counts_its_reads_is_named_after_a_kill(tmp_path, workers
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_that_keeps_what_it_reads_is_not_named(tmp_path, workers):
+def test_a_dataset_that_keeps_what_it_reads_is_not_named(tmp_path, calm, workers):
     """Control: its attributes change in every read, and none of them is counted up."""
     run = _killed(tmp_path, "ReadsCached", f"num_workers={workers}")
-    assert (run.digest, run.summary()["exact"]) == (_calm(tmp_path, "ReadsCached"), True)
+    assert (run.digest, run.summary()["exact"]) == (calm("ReadsCached"), True)

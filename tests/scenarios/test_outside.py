@@ -17,6 +17,7 @@ import pytest
 
 from ddp_runner.features.launchers.restart_log import read_restart_log, restart_log_path
 from ddp_runner.kernel.wire.messages import RestartProgress
+from tests import ready
 from tests.scenarios.conftest import SETTINGS, STEPS
 from tests.scenarios.harness import DEADLINE_S, Run, assert_every_sample_once, poll
 from tests.scenarios.workload import TROUBLE_NAME
@@ -128,7 +129,8 @@ def test_torchrun_restarts_after_a_hang_and_no_bit_differs(fault_free, tmp_path,
 def test_what_was_learnt_of_memory_outlives_a_restart_of_torchrun(tmp_path):
     """Half the micro-batch from the fault on, not the same fault again and again; the summary says so."""
     memory = (*SETTINGS, "num_workers=0", "task.pace_s=0")
-    with Run(tmp_path, *memory, task=HUNGRY, command=TORCHRUN) as run:
+    how = {"command": TORCHRUN, "environment": ready.environment(programs=True)}
+    with Run(tmp_path, *memory, task=HUNGRY, **how) as run:
         assert run.wait(TWO_STARTS_S) == 0, run.console
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (False, STEPS)

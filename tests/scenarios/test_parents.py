@@ -10,6 +10,7 @@ import sys
 import psutil
 import pytest
 
+from tests import ready
 from tests.scenarios.conftest import PATIENT, SETTINGS
 from tests.scenarios.harness import ROOT, TRAIN, Run, poll
 from tests.scenarios.workload import TROUBLE_NAME
@@ -25,19 +26,18 @@ class HeldTask(PacedTask):
     pass
 """
 SHELL = ("bash", str(ROOT / "launch_training.sh"), "train")
+CHECKOUT = {"DDP_RUNNER_PYTHON": sys.executable}
 
 
-@pytest.mark.parametrize(
-    ("how", "world"),
-    [({}, 3), ({"command": SHELL, "environment": {"DDP_RUNNER_PYTHON": sys.executable}}, 2)],
-    ids=["supervisor", "shell"],
-)
+@pytest.mark.parametrize(("shell", "world"), [(None, 3), (SHELL, 2)], ids=["supervisor", "shell"])
 def test_a_killed_supervisor_leaves_no_process_and_a_run_that_resumes(
-    fault_free, tmp_path, how, world
+    fault_free, tmp_path, shell, world
 ):
     """Everything is gone soon; the same command resumes, and no lock is stale."""
     # The kill must come well before the end, however long the disk takes.
     settings = (*SETTINGS, "task.pace_s=0.1")
+    forks = CHECKOUT | ready.environment()
+    how = {"command": shell, "environment": forks} if shell else {}
     with Run(tmp_path, *settings, world=world, **how) as run:
         run.wait_for_checkpoint(20)
         run.signal(signal.SIGKILL)

@@ -67,9 +67,12 @@ def run(
     how: str = "fault_free",
     workers: int = 0,
     drills: bool = True,
+    spare: bool = True,
 ) -> Outcome:
     """Train to the end: through what ``how`` injects, and stopped and started again where it says so."""
     calm = () if INJECTED[how] else CALM
+    if not spare:
+        calm = (*calm, "recovery.warm_spare=false")
     if not drills:
         calm = (*calm, NO_DRILLS)
     settings = (*SETTINGS, f"num_workers={workers}", *calm, *stranger.settings)

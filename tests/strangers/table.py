@@ -91,13 +91,22 @@ TWINS = {
 # What shows the same in tests/scenarios, under kills and, where it matters, over a resume.
 SHOWN = {
     **dict.fromkeys(
-        ("Normalized", "FirstItem", "Popped", "ThroughNumpy", "InPlace", "DataInPlace"),
+        (
+            *("Normalized", "FirstItem", "Popped", "ThroughNumpy", "InPlace", "DataInPlace"),
+            *("NumpyBatches", "WordList"),
+        ),
         "test_batches: a loss may change its batch",
     ),
-    "Critic": "test_changing: Clips",
+    **dict.fromkeys(("Critic", "Clamped"), "test_changing: Clips"),
     **dict.fromkeys(("Growing", "Wider", "NotSaved"), "test_changing: Grows"),
     "BatchNorms": "the model of PacedTask",
-    "UnfreezeLater": "test_changing: Unfreezes",
+    **dict.fromkeys(("UnfreezeLater", "FreezeThenThaw"), "test_changing: Unfreezes"),
+    "Prototypes": "PlainTensor, here",
+    "RecentLosses": "RunningLoss, here",
+    "MeanTeacher": "Moco, here",
+    "DropPath": "the dropout of PacedTask",
+    "GradientPenalty": "test_plain: it has no state, so that a fault finds nothing of it",
+    "Perplexity": "test_careless: figures that raise",
     "TaskGenerator": "test_changing: Counts",
     "GlobalCount": "test_drills: HoldsAGlobal; test_changing: HasAGlobal",
     "FileCount": "test_drills: HoldsAFile",

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.whole_run
 
 
 def cases():
-    """Each task once: the workers without faults, and those beside the faults, by turns."""
+    """Each task once: the workers without faults, those beside the faults, and the spare, by turns."""
     for number, (key, stranger) in enumerate(TABLE.items()):
         reason = f"waits for part {stranger.waits_for}"
         marks = [pytest.mark.xfail(reason=reason, strict=False)] if stranger.waits_for else []
@@ -42,6 +42,7 @@ def test_a_task_ends_with_the_fault_free_weights_or_says_why_not(tmp_path, stran
         tmp_path / "hit",
         how="everything",
         workers=workers[(number + 1) % len(workers)],
+        spare=number // 2 % 2 == 0,
     )
     result = verdict(stranger, hit, calm=calm)
     assert result in stranger.allowed, f"{result}\n{hit.console}"

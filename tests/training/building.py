@@ -27,16 +27,16 @@ TOTAL_STEPS = 20
 MICRO_BATCH = 4
 
 
-def build_model():
-    """Batch statistics, dropout and more than one DDP bucket."""
+def build_model(width=WIDTH):
+    """Batch statistics, dropout and, as wide as that, more than one DDP bucket."""
     torch.manual_seed(11)
     return nn.Sequential(
-        nn.Linear(FEATURES, WIDTH),
-        nn.BatchNorm1d(WIDTH),
+        nn.Linear(FEATURES, width),
+        nn.BatchNorm1d(width),
         nn.ReLU(),
-        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(width, width),
         nn.Dropout(0.2),
-        nn.Linear(WIDTH, 1),
+        nn.Linear(width, 1),
     )
 
 

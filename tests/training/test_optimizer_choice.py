@@ -31,6 +31,7 @@ from .building import (
 )
 
 CPU = torch.device("cpu")
+NARROW = 24  # Muon multiplies matrices in bf16, where many processors take seconds for a wide one
 COMMON = {"learning_rate": 0.02, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.95}
 HAS_MUON = hasattr(torch.optim, "Muon")
 needs_muon = pytest.mark.skipif(not HAS_MUON, reason="this torch has no Muon: it came with 2.9")
@@ -131,7 +132,7 @@ def test_momentum_of_a_parameter_that_is_used_late():
 def advanced(kind, steps, **changes):
     torch.manual_seed(3)
     optim = made(optimizer=kind, **changes)
-    state = build_state(optim=optim)
+    state = build_state(optim=optim, model=build_model(NARROW))
     for number in range(steps):
         more(state, number)
     return state
@@ -170,7 +171,7 @@ def test_a_state_of_each_optimizer_goes_on_from_its_file(kind, tmp_path):
 def partly_frozen(kind):
     """Matrices of two layers are trained, and no vector is: groups of parameters come later."""
     torch.manual_seed(3)
-    built = build_model()
+    built = build_model(NARROW)
     for name, one in built.named_parameters():
         one.requires_grad_(name in ("3.weight", "5.weight"))
     return build_state(optim=made(optimizer=kind), model=built)
