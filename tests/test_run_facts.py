@@ -67,13 +67,13 @@ IS_SO = [
 ]
 IS_NOT_SO = [
     (TRAIN, "nnodes", 2, "this run is on one machine: the option --nnodes N, on each of them"),
-    (RUN, "nnodes", 2, "this run is on one machine, as run always is; train has the option"),
+    (RUN, "nnodes", 2, "this run is on one machine: the option --nnodes N, on each of them"),
     (LAUNCHED, "num_nodes", 3, "this run is on 2 machines, as it was started: leave it out"),
     (TRAIN, "node_rank", 1, "this run is on one machine: leave it out"),
     (SEVERAL, "machine_rank", 0, "this machine is number 1: leave it out"),
     (JOINING, "node_rank", 0, "machines are numbered as they join: the option --node-rank R"),
     (TRAIN, "master_addr", "10.0.0.1", "the ranks of one machine find each other: leave it out"),
-    (RUN, "main_process_ip", "h", "find each other: leave it out; train has --nnodes N for more"),
+    (RUN, "main_process_ip", "h", "find each other: leave it out; --nnodes N has more"),
     (SEVERAL, "master_addr", "other", "the ranks of this run meet at node0:29400: leave it out"),
     (SEVERAL, "init_method", "tcp://node0:1", "the ranks of this run meet at node0:29400"),
     (LAUNCHED, "rdzv_endpoint", "x:2", "the ranks of this run meet at node0:29500: leave it out"),
@@ -146,8 +146,8 @@ def test_a_launch_is_held_against_its_facts(words, tmp_path, monkeypatch):
     ("words", "line"),
     [
         (["--world-size", "3"], "--world-size=3: this run has 2 ranks: --nproc-per-node N"),
-        (["nnodes=2"], "nnodes=2: this run is on one machine, as run always is; train has"),
-        (["--nnodes", "2"], "--nnodes=2: must be 1: run is on one machine; train has this"),
+        (["nnodes=2"], "--rdzv-endpoint: is needed with several machines"),
+        (["--nnodes", "2"], "--rdzv-endpoint: is needed with several machines"),
         (["--test-model"], "--test-model: is for a task: what a program with a loop of its own"),
         (["training_mode=dataparallel"], "run.mode=data_parallel: is for a task; the script has 2"),
         (["-n", "auto", "mode=single"], "run.mode=single: is for a task; the script has 2 ranks"),

@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 import platform
+import shlex
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from ddp_runner.config.fields import known_fields
 from ddp_runner.config.identity import is_sealed, shared_settings
 from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.rules.secrets import HIDDEN
+from ddp_runner.kernel.rules.secrets import HIDDEN, masked_words
 from ddp_runner.kernel.system.interfaces import (
     address_leading_out,
     address_towards,
@@ -33,13 +34,20 @@ from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import moving_endpoint
-from ddp_runner.system.code_files import digest_of, own_code, task_code, version_of
+from ddp_runner.system.code_files import (
+    digest_of,
+    own_code,
+    program_code,
+    task_code,
+    version_of,
+)
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
     from ddp_runner.core.machines.node_options import NodeOptions
+    from ddp_runner.supervisor.assembly import MakesAgent
 
 TOKEN_VARIABLE = "DDP_RUNNER_TOKEN"  # noqa: S105 - a name
 TOKEN_BYTES_MIN = 16
@@ -62,8 +70,11 @@ class Door:
     address: str
 
 
-def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
-    """Train as the coordinator, or as its follower, and return the exit code. Raises BadInputError."""
+def train_on_several(plan: LaunchPlan, *, token_file: str, agent: MakesAgent | None = None) -> int:
+    """Train as the coordinator, or as its follower, and return the exit code. Raises BadInputError.
+
+    ``agent``: makes who decides on the coordinator in place of its supervisor.
+    """
     options = plan.nodes
     assert options is not None
     given = given_token(os.environ, token_file)
@@ -95,7 +106,7 @@ def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
         address=door.address,
         store_host=door.address,
     )
-    return supervise(plan, place)
+    return supervise(plan, place, agent=agent)
 
 
 def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
@@ -122,7 +133,11 @@ def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
 
 def code_here(plan: LaunchPlan) -> dict[str, str]:
     """Return the code of this machine: digests of files by name, and versions of other packages that compute."""
-    task = task_code(plan.settings.run.task, folder=Path.cwd())
+    program = plan.opaque or plan.loop
+    if program is None:
+        task = task_code(plan.settings.run.task, folder=Path.cwd())
+    else:
+        task = program_code(program.code, folder=Path.cwd())
     packages = {"numpy": version_of("numpy"), **task.packages}
     packages.pop("torch", None)  # which versions_here() has
     return {**task.files, **own_code(), **packages}
@@ -157,6 +172,8 @@ def _meaning(plan: LaunchPlan, token: bytes) -> dict[str, object]:
     found["--nnodes"] = str(most) if least == most else f"{least}:{most}"
     found["devices"] = plan.devices[0].device.partition(":")[0]
     found["devices of a rank"] = 1 + len(plan.devices[0].others)
+    if (program := plan.opaque or plan.loop) is not None:
+        found["run"] = shlex.join([program.name, *masked_words(program.arguments)])
     if plan.devices[0].visible_index is None:  # sums on a GPU are of no threads here
         found["run.threads_per_rank"] = plan.threads_per_rank
     return found

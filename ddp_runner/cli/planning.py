@@ -84,8 +84,12 @@ class Starter:
         launcher = plain_rank(environment)
         several = None
         if launcher is None:  # who is one rank has its machines from its launcher
-            said = _said_of_machines(arguments, environment) if is_task else {}
-            several = node_options(dict(arguments.nodes), environment, settings=said)
+            several = node_options(
+                dict(arguments.nodes),
+                environment,
+                settings=_said_of_machines(arguments, environment),
+                own_host="" if is_task else gethostname(),
+            )
         return cls(is_task=is_task, launcher=launcher, several=several)
 
     @property
@@ -260,7 +264,7 @@ def _refuse_untrue(
 ) -> None:
     """Raise BadInputError where what was said in other launchers' words is not so."""
     given = resolved.facts
-    if starter.is_rank or not starter.is_task:  # its machines are not chosen here
+    if starter.is_rank:  # its machines are not chosen here
         given = _of_run(given, home_files(environment))
     held = replace(resolved, facts=_held_against_run(given, arguments, environment))
     held.refuse_untrue(starter.facts(places, arguments, environment))

@@ -45,8 +45,8 @@ ALWAYS: Mapping[str, str] = {
     "headless": "every run is headless, and needs no terminal",
 }
 SAID = ("headless",)  # of these, those that are answered also where they are asked for
-_NODES = "train has the option --nnodes N, with --node-rank R; run is on one machine"
-_ENDPOINT = "machines meet at train's option --rdzv-endpoint HOST:PORT; those of one need none"
+_NODES = "here that is the option --nnodes N, with --node-rank R"
+_ENDPOINT = "machines meet at the option --rdzv-endpoint HOST:PORT; those of one need none"
 _NUMBERED = "who starts the ranks numbers them: leave it out"
 _OPTION_ONLY = "is an option of the command, and no setting: --rdzv-id, --rdzv-conf"
 _BY_THEMSELVES = "the ranks find each other by themselves: leave it out"

@@ -153,14 +153,9 @@ def _machines(word: str, facts: RunFacts) -> str:
     if word in (str(most), f"{least}:{most}"):
         return ""
     has = f"this run is on {'one machine' if most == 1 else f'{most} machines'}"
-    return (
-        has
-        + {
-            "train": ": the option --nnodes N, on each of them, says how many",
-            "run": ", as run always is; train has the option --nnodes N",
-            "launcher": ", as it was started: leave it out",
-        }[facts.starter]
-    )
+    if facts.starter == "launcher":
+        return f"{has}, as it was started: leave it out"
+    return f"{has}: the option --nnodes N, on each of them, says how many"
 
 
 def _node_rank(word: str, facts: RunFacts) -> str:
@@ -181,8 +176,7 @@ def _endpoint(word: str, facts: RunFacts) -> str:
     if facts.machines == 1 and facts.starter != "launcher":
         if is_here:
             return ""
-        more = "train has --nnodes N for more" if facts.starter == "run" else "--nnodes N has more"
-        return f"the ranks of one machine find each other: leave it out; {more}"
+        return "the ranks of one machine find each other: leave it out; --nnodes N has more"
     if (host, port) in ((facts.host, facts.port), (facts.host, "")) or not facts.host:
         return ""
     return f"the ranks of this run meet at {facts.host}:{facts.port}: leave it out"

@@ -66,6 +66,11 @@ class LoopPlan:
         """The name that people see: that of the file or of the module."""
         return self.module or self.path.rpartition("/")[2]
 
+    @property
+    def code(self) -> str:
+        """Its file, or its module as in ``module:``."""
+        return self.path or f"{self.module}:"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpaqueProgram:
@@ -73,11 +78,14 @@ class OpaqueProgram:
 
     Nothing is saved for it, and no epochs are known; an agent of its own decides in such a run. ``name`` is the one
     that people see. ``module``: of the package, whose ``run()`` is each of its ranks. ``preload``: what the zygote imports ahead.
+    ``code``: its file, or its module as in ``module:``; empty: it is no Python. ``arguments``: those that it is given.
     """
 
     name: str
     module: str
     preload: tuple[str, ...] = ()
+    code: str = ""
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

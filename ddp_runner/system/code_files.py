@@ -39,15 +39,29 @@ def task_code(spec: str, *, folder: Path) -> TaskCode:
     """
     head, colon, name = spec.rpartition(":")
     written = spec if spec.endswith(".py") else head
-    path = Path(written).expanduser()
     if written.endswith(".py"):
-        path = (folder / path).resolve()
-        search = _Search([*sys.path, str(path.parent)])
-        search.follow_file(path.name, path, package="")
-    else:
-        search = _Search([*sys.path, str(folder)])
-        if colon and name:
-            search.follow_module(head)
+        return _code_of_file(folder / Path(written).expanduser())
+    return _code_of_modules([head] if colon and name else [], folder)
+
+
+def program_code(spec: str, *, folder: Path) -> TaskCode:
+    """Return the code of a program of the user's in the same way: a file of any name, ``module:``, or nothing."""
+    if spec.endswith(":"):
+        return _code_of_modules([spec[:-1], f"{spec[:-1]}.__main__"], folder)
+    return _code_of_file(folder / spec) if spec else _code_of_modules([], folder)
+
+
+def _code_of_file(path: Path) -> TaskCode:
+    path = path.resolve()
+    search = _Search([*sys.path, str(path.parent)])
+    search.follow_file(path.name, path, package="")
+    return TaskCode(files=search.files, packages=_versions(search.installed))
+
+
+def _code_of_modules(names: Sequence[str], folder: Path) -> TaskCode:
+    search = _Search([*sys.path, str(folder)])
+    for name in names:
+        search.follow_module(name)
     return TaskCode(files=search.files, packages=_versions(search.installed))
 
 

@@ -5,6 +5,7 @@ Nothing is looked up: no name is resolved and no address is contacted here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,9 +25,17 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
     "--local-addr": ("PET_LOCAL_ADDR",),
 }
 # What is given as an option, and not by a launcher's variables, is meant.
-_OF_SEVERAL = ("--rdzv-endpoint", "--node-rank")
+_OF_SEVERAL = ("--rdzv-endpoint", "--master-addr", "--node-rank")
 # Host and port of rank 0, as launchers name them that know no endpoint.
+OF_MASTER = ("--master-addr", "--master-port")
 _MASTERS = (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT"))
+_HERE = r"localhost|127\.0\.0\.1|0\.0\.0\.0|\[?::1\]?"
+# What they may say of a run on one machine, which is so in any case.
+_SO_OF_ONE = {
+    "--node-rank": "0",
+    "--master-addr": _HERE,
+    "--rdzv-endpoint": rf"({_HERE})(:\d+)?",
+}
 _BACKENDS = ("c10d", "static")
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 _PORT_MAX = 65_535
@@ -62,18 +71,20 @@ def node_options(
     environment: Mapping[str, str],
     *,
     settings: Mapping[str, tuple[str, str]] = _NONE,
+    own_host: str = "",
 ) -> NodeOptions | None:
     """Return the machines that the options, else the environment, else the settings ask for; None for one machine.
 
     ``options`` has ``--nnodes`` and the others. ``settings``: by option, how it was written there and its text.
-    Raises BadInputError, which names the option, the variable or the setting.
+    ``own_host``: the name of this machine, where options may say of one machine what is so in any case; empty:
+    they may not. Raises BadInputError, which names the option, the variable or the setting.
     """
     asked = _Asked(options, environment, settings)
     least, most = asked.range_of_nodes()
     if most > 1 or "--rdzv-backend" in options:
         asked.refuse_backend()
     if most == 1:
-        asked.refuse_alone()
+        asked.refuse_alone(own_host)
         return None
     host, port = asked.endpoint()
     conf = asked.conf()
@@ -147,12 +158,12 @@ class _Asked:
             raise BadInputError(name, text, f"must not begin above its end: {most}:{least}")
         return least, most
 
-    def refuse_alone(self) -> None:
+    def refuse_alone(self, own_host: str) -> None:
         """Options of several machines where nothing says how many: each would train by itself."""
         is_said = bool(self.text("--nnodes")[0])
         for option in _OF_SEVERAL:
             value = self._options.get(option)
-            if value and not is_said:
+            if value and not is_said and not (own_host and _is_so_of_one(option, value, own_host)):
                 expected = (
                     "is for several machines: give --nnodes as well, such as 2, on all of them"
                 )
@@ -172,6 +183,9 @@ class _Asked:
 
     def endpoint(self) -> tuple[str, int]:
         name, text = self.text("--rdzv-endpoint")
+        if name != "--rdzv-endpoint" and (host := self._options.get(OF_MASTER[0], "")):
+            port = self._options.get(OF_MASTER[1], "")
+            return _checked_host(OF_MASTER[0], host, host), _port(OF_MASTER[1], port, port)
         is_setting = name not in ("--rdzv-endpoint", *VARIABLES["--rdzv-endpoint"])
         if name and not (is_setting and any(self._environment.get(one) for one, _ in _MASTERS)):
             host, port = _split(text)
@@ -211,6 +225,11 @@ class _Asked:
                     "is not known here; known are join_timeout=S, last_call_timeout=S and is_host=1",
                 )
         return _Conf(**found)  # type: ignore[arg-type] # each name with its own type, above
+
+
+def _is_so_of_one(option: str, value: str, own_host: str) -> bool:
+    said = value.replace(own_host, "localhost")
+    return re.fullmatch(_SO_OF_ONE[option], said) is not None
 
 
 def _whole(name: str, text: str, part: str, expected: str, *, at_least: int) -> int:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
@@ -87,11 +88,13 @@ from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.system.run_directories import RunDirectories
 
 
-def supervise(plan: LaunchPlan, script: ScriptPlan | None) -> int:
+def supervise(plan: LaunchPlan, script: ScriptPlan | None, *, token_file: str = "") -> int:
     """Run a program to its end and return the exit code. ``script``: None where its loop attaches, and it is repaired in place."""
-    return assembly.supervise(
-        plan, agent=None if script is None else partial(ScriptAgent, script=script)
-    )
+    agent = None if script is None else partial(ScriptAgent, script=script)
+    if plan.nodes is None:
+        return assembly.supervise(plan, agent=agent)
+    several = import_module("ddp_runner.cli.nodes")  # which no other run needs
+    return int(several.train_on_several(plan, token_file=token_file, agent=agent))
 
 
 class ScriptAgent:

@@ -10,7 +10,6 @@ import shutil
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from socket import gethostname
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand, option_lines
@@ -23,6 +22,7 @@ from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.config.sources import named_file
 from ddp_runner.core.launch_plan import OpaqueProgram
+from ddp_runner.core.machines.node_options import OF_MASTER
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.script.accelerate_config import ON_CPU, accelerate_variables
@@ -52,6 +52,7 @@ from ddp_runner.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ddp_runner.cli.parser import TrainArguments
     from ddp_runner.core.launch_plan import LaunchPlan
     from ddp_runner.core.settings import Settings
 
@@ -95,16 +96,21 @@ def run(words: Sequence[str]) -> int:
     _take_of_environment(sorted_words, os.environ)
     script = _script(sorted_words)
     said = _take_of_accelerate(sorted_words, script)
-    arguments = parse_train(_settings(sorted_words, script))
+    arguments = _with_master(parse_train(_settings(sorted_words, script)), sorted_words.own)
+    script = replace(script, rdzv_id=_rdzv_id(arguments, os.environ))
     keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words, has_modes=False)
     refuse_stages(plan.settings, "are for a task")
     plan = replace(plan, notes=(*keys, *said, *plan.notes))
+    token_file = dict(arguments.nodes).get("--token-file", "")
+    if plan.nodes is not None:
+        plan = _on_several(plan, sorted_words.own)
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     if attaches(script):
         _refuse_of_scripts(sorted_words)
-        return _supervise(with_loop(plan, script), words, None)
+        _refuse_several(plan, "in this version for tasks, and not for loops that call attach()")
+        return _supervise(with_loop(plan, script), words, None, token_file)
     if refused := sorted(set(OF_ATTACHED) & {one.partition("=")[0] for one in sorted_words.shared}):
         raise BadInputError(
             refused[0], "", "needs a loop that calls ddp_runner.attach(), which the script does not"
@@ -122,9 +128,16 @@ def run(words: Sequence[str]) -> int:
             *_thread_notes(plan.threads_per_rank),
             *_torchrun_notes(sorted_words.own),
         ),
-        opaque=OpaqueProgram(name=script.name, module=RANK, preload=script.preload),
+        opaque=OpaqueProgram(
+            name=script.name,
+            module=RANK,
+            preload=script.preload,
+            code="" if script.is_program else script.path or f"{script.module}:",
+            arguments=script.arguments,
+        ),
     )
-    return _supervise(plan, words, script)
+    _refuse_several(plan, "in this version if its loop calls attach(), which this script does not")
+    return _supervise(plan, words, script, token_file)
 
 
 def settings_of(words: Sequence[str]) -> Settings:
@@ -133,14 +146,42 @@ def settings_of(words: Sequence[str]) -> Settings:
     return asked_settings(parse_train(_settings(found, _script(found))), dict(os.environ))
 
 
-def _supervise(plan: LaunchPlan, words: Sequence[str], script: ScriptPlan | None) -> int:
+def _refuse_several(plan: LaunchPlan, expected: str) -> None:
+    if plan.nodes is not None:
+        raise BadInputError("--nnodes", plan.nodes.most, f"is taken {expected}")
+
+
+def _supervise(
+    plan: LaunchPlan, words: Sequence[str], script: ScriptPlan | None, token_file: str
+) -> int:
     """``script``: None where it is a loop that attaches, and its run a training."""
     plan = replace(plan, command=(*plan.command[:3], "run", *masked_words(words)))
     allow_open_files(plan.world_size)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
     from ddp_runner.features.script import parent  # noqa: PLC0415
 
-    return parent.supervise(plan, script)
+    return parent.supervise(plan, script, token_file=token_file)
+
+
+def _with_master(arguments: TrainArguments, own: Mapping[str, str]) -> TrainArguments:
+    """``arguments`` with what torchrun's static rendezvous is given, for a run on several machines."""
+    given = tuple((option, own[option]) for option in OF_MASTER if own.get(option))
+    return replace(arguments, nodes=(*arguments.nodes, *given))
+
+
+def _rdzv_id(arguments: TrainArguments, environment: Mapping[str, str]) -> str:
+    return dict(arguments.nodes).get("--rdzv-id", "") or environment.get("PET_RDZV_ID", "")
+
+
+def _on_several(plan: LaunchPlan, own: Mapping[str, str]) -> LaunchPlan:
+    """``plan`` for several machines: a port of the endpoint's is not that of the store."""
+    assert plan.nodes is not None
+    if "--standalone" in own:
+        raise BadInputError("--standalone", "", f"is for one machine, and not {plan.nodes.most}")
+    if plan.settings.ddp.port != plan.nodes.port:
+        return plan
+    settings = replace(plan.settings, ddp=replace(plan.settings.ddp, port=0))
+    return replace(plan, settings=settings)
 
 
 def _refuse_of_scripts(words: _Words) -> None:
@@ -245,7 +286,7 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if long in ("--help", "-h", "--version"):
         found.own["--help" if long == "-h" else long] = ""
         return True
-    if long in REFUSED or is_fact(long[2:]):
+    if long in REFUSED or (is_fact(long[2:]) and long not in (*OWN, *SHARED)):
         _take_of_others(long, attached, rest, found)
         return False
     option = OWN.get(long) or (OPTIONS[long] if long in SHARED else None)
@@ -283,8 +324,7 @@ def _refuse_unless_so_anyhow(long: str, attached: str, rest: list[str]) -> None:
     value = attached
     if not value and rest and not rest[0].startswith("-") and long not in REFUSED_SWITCHES:
         value = rest.pop(0)
-    said = value.replace(gethostname(), "localhost") if value else value
-    if long not in ACCEPTED_VALUES or not re.fullmatch(ACCEPTED_VALUES[long], said):
+    if long not in ACCEPTED_VALUES or not re.fullmatch(ACCEPTED_VALUES[long], value):
         raise BadInputError(long, value, REFUSED[long])
 
 
@@ -330,7 +370,6 @@ def _script(words: _Words) -> ScriptPlan:
         plain_saves="--plain-saves" in words.own,
         preload=_preload(words.own.get("--preload", "")),
         role=words.own.get("--role", "default"),
-        rdzv_id=words.own.get("--rdzv-id", ""),
     )
 
 

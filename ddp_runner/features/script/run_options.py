@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddp_runner.core.machines.node_options import VARIABLES
 from ddp_runner.core.settings.declaration import Option
 
 # As torchrun has it: stdout, stderr, both or none of all ranks, or of some.
@@ -11,6 +12,8 @@ SHARED = (
     *("--nproc-per-node", "--gpus", "--cpu", "--name", "--log-dir"),
     *("--config", "--max-restarts", "--debug"),
     *("--resume", "--checkpoint-dir", "--inject"),
+    *VARIABLES,
+    "--token-file",
 )
 # Of these, what needs a loop that calls ddp_runner.attach(): a script has its own checkpoints.
 OF_ATTACHED = ("--resume", "--checkpoint-dir", "--inject")
@@ -22,6 +25,9 @@ SAYS_OF_SHARED = {
     "--resume": "of an attached loop: auto, last, best, none or a file [auto]",
     "--checkpoint-dir": "of an attached loop [checkpoints/NAME]",
     "--inject": "of an attached loop: cause faults, to see them repaired",
+    "--rdzv-id": "of the run; TORCHELASTIC_RUN_ID in each rank",
+    "--token-file": "with the secret that all machines know; otherwise DDP_RUNNER_TOKEN, or a file that the "
+    "coordinator makes in a folder of logs that they share",
 }
 OWN_OPTIONS = (
     Option("--module", short="-m", metavar="MODULE", says="run a module, as python -m does"),
@@ -44,6 +50,11 @@ OWN_OPTIONS = (
         "--preload",
         metavar="A,B",
         says="modules to import once, before the ranks are forked, such as transformers",
+    ),
+    Option(
+        "--master-addr",
+        metavar="HOST",
+        says="with several machines: as --rdzv-endpoint HOST:PORT with --master-port PORT",
     ),
     Option("--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"),
     Option(
@@ -79,10 +90,8 @@ OWN_OPTIONS = (
         metavar="SECONDS",
         says="accepted: the end of a rank is noticed at once",
     ),
-    Option("--standalone", says="accepted: there is one machine"),
+    Option("--standalone", says="there is one machine"),
     Option("--role", metavar="NAME", says="what ROLE_NAME is in each rank [default]"),
-    Option("--rdzv-id", metavar="ID", says="what TORCHELASTIC_RUN_ID is in each rank"),
-    Option("--rdzv-conf", metavar="A=B", says="accepted: nobody is waited for"),
 )
 # As accelerate and others call them.
 ALSO_CALLED = {
@@ -117,14 +126,7 @@ PYTHON_ONLY = (
     "--mixed-precision",
 )
 # Of torchrun, with no meaning here, or none that could be kept. Values that say what is so in any case are taken.
-_ONE_MACHINE_ONLY = "is for several machines, and run is on one; train is on several, too"
 REFUSED = {
-    "--nnodes": "must be 1: run is on one machine; train has this option, too",
-    "--node-rank": _ONE_MACHINE_ONLY,
-    "--rdzv-endpoint": _ONE_MACHINE_ONLY,
-    "--rdzv-backend": _ONE_MACHINE_ONLY,
-    "--master-addr": _ONE_MACHINE_ONLY,
-    "--local-addr": _ONE_MACHINE_ONLY,
     "--start-method": "must be spawn, fork or forkserver",
     "--redirects": "must be 0 to 3, or rank:0 to 3 for some, as in 0:3,1:3",
     "--run-path": "is not needed: a Python file runs in a fork of this command's own Python",
@@ -138,22 +140,15 @@ REFUSED = {
     "--virtual-local-rank": "is not in this version",
 }
 REFUSED_SWITCHES = ("--run-path", "--virtual-local-rank")
-_HERE = r"localhost|127\.0\.0\.1|0\.0\.0\.0|\[?::1\]?"  # and the name of this machine
 # Values with which they say what is so in any case, as regular expressions.
 ACCEPTED_VALUES = {
-    "--nnodes": "1|1:1",
-    "--node-rank": "0",
-    "--master-addr": _HERE,
-    "--local-addr": _HERE,
-    "--rdzv-backend": "c10d|static",
-    "--rdzv-endpoint": rf"({_HERE})(:\d+)?",
     "--start-method": "spawn|fork|forkserver",
     "--redirects": WHICH_STREAMS,
 }
 # Where the command line has none of these, the environment's PET_<name> is read, as torchrun does.
 OF_ENVIRONMENT = (
     *("--nproc-per-node", "--max-restarts", "--log-dir", "--tee", "--local-ranks-filter"),
-    *("--master-port", "--role", "--rdzv-id"),
+    *("--master-port", "--role"),
 )
 EXAMPLES = (
     ("train.py --lr 1e-3", "two ranks on the CPU, or one per GPU"),
@@ -166,4 +161,5 @@ EXAMPLES = (
     ("--hang-timeout 600 --tee 3 train.py", "hangs are faults, and all ranks are shown"),
     ("-m package.train --epochs 3", "a module, as python -m"),
     ("--no-python bash worker.sh", "a program that is no Python"),
+    ("--nnodes 2 --rdzv-endpoint node0:29400 --max-restarts 3 train.py", "on each of two machines"),
 )
