@@ -16,9 +16,11 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.features.script.attempt_files import AttemptFiles, error_file
+from ddp_runner.core.machines.node_messages import Beat, Parked
+from ddp_runner.features.script.attempt_files import AttemptFiles
 from ddp_runner.features.script.hangs import ScriptHangs
 from ddp_runner.features.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
+from ddp_runner.features.script.machines import LEFT, ScriptMachines
 from ddp_runner.features.script.other_summary import AttemptRecord, ScriptSummary
 from ddp_runner.features.script.own_checkpoint import words_to_resume
 from ddp_runner.features.script.rules import (
@@ -82,6 +84,9 @@ from ddp_runner.kernel.wire.messages import (
     decode,
 )
 from ddp_runner.supervisor import assembly
+from ddp_runner.supervisor.assembly import OtherMachines
+from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.start_progress import Start
@@ -114,10 +119,11 @@ class ScriptAgent:
         directories: RunDirectories,
         clock: Clock,
         published: Published | None = None,
+        machines: OtherMachines | None = None,
     ) -> None:
         self.plan = plan
         self.node = node
-        self.world = World(node)
+        self.world = World(node, () if machines is None else machines.nodes)
         self.outputs = outputs
         self.directories = directories
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
@@ -130,12 +136,15 @@ class ScriptAgent:
             host_of=self.world.host_of,
         )
         self.facts: RunFacts = self.recorder.facts
+        self._machines = None  # the others, where there are several
+        if machines is not None:
+            self._machines = ScriptMachines(self, machines, plan=plan, clock=clock)
         self.start = Start(
             node=node,
             world=self.world,
             recorder=self.recorder,
             debug=plan.settings.run.debug,
-            waits_for=str,
+            waits_for=str if self._machines is None else self._machines.waits_for,
         )
         recovery = plan.settings.recovery
         zygotes = ZygoteKeeper(
@@ -155,6 +164,7 @@ class ScriptAgent:
         self._records: list[AttemptRecord] = []
         self._has_saved = False  # in an attempt that has failed
         self._attempt = LiveAttempt(0, now_s=clock.monotonic())
+        self._is_gathering = True  # none of its ranks was asked for
         self._again_at_s = 0.0  # when the ranks of this attempt may be started
         self._hangs = ScriptHangs(script.hang_timeout_s, world=self.world)  # of this attempt
 
@@ -162,9 +172,12 @@ class ScriptAgent:
 
     def on_packet(self, packet: bytes, rank: int | None) -> None:
         """Take a packet in; ``rank`` is that of the process that sent it, None for one that is no rank."""
+        self.on_message(decode(packet), rank)
+
+    def on_message(self, message: Message, rank: int | None) -> None:
+        """Hear a message, of whichever machine."""
         if self.ending is not None:
             return
-        message = decode(packet)
         if rank is not None:
             self._on_rank_message(message, self.world.ranks[rank])
         elif (ended := self._keeper.on_message(message, self.start)) is not None:
@@ -173,6 +186,8 @@ class ScriptAgent:
     def _on_rank_message(self, message: Message, handle: RankHandle) -> None:
         match message:
             case Ready():
+                if not self.world.is_here(handle):
+                    handle.slot.clear()  # which may still mirror what the process before has done
                 handle.ready = message
                 handle.machine.advance(RankEvent.GOT_READY)
             case events.RankFormed():
@@ -196,6 +211,8 @@ class ScriptAgent:
         self.facts.ever_formed = True
         self.start.formed(self._clock.monotonic())
         self.machine.advance(RunEvent.WORLD_FORMED)
+        if self._machines is not None:
+            self._machines.trains()
 
     def on_ended(self, ended: Ended) -> None:
         """Note that a child process was reaped. What it still had to say is heard first."""
@@ -311,11 +328,13 @@ class ScriptAgent:
         self.node.kernel_kills.look_sometimes(now_s)
         self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
         self._keeper.look(now_s)
+        if self._has_lost_folder(now_s):
+            return
         self._look_for_stopped(now_s)
         self._end_after_fault()
         if self._attempt.rest_ends_by_s is not None:
             self._wait_for_rest(now_s, self._attempt.rest_ends_by_s)
-        elif all(handle.has_finished for handle in self.world.ranks):
+        elif all(handle.has_finished for handle in self.world.present):
             self._complete()
         else:
             self._spawn(now_s)
@@ -392,7 +411,7 @@ class ScriptAgent:
 
     def _judge(self, now_s: float) -> None:
         """Start all ranks again, or end the run: the attempt is over."""
-        steps = {one.rank: one.slot.get(Cell.COMMITTED_STEP) for one in self.world.ranks}
+        steps = {one.rank: one.slot.get(Cell.COMMITTED_STEP) for one in self.world.present}
         failed = self._attempt.judged(
             self.world.ranks,
             self._files.recorded(self._attempt.number, steps, hidden=self.outputs.hidden),
@@ -410,8 +429,12 @@ class ScriptAgent:
             counts_steps=counts_steps,
         )
         culprit = failed.fault
-        what = failure_line(culprit, steps=failed.steps if counts_steps else None)
-        log = f"; see {self._log(culprit.rank)}" if culprit.rank >= 0 else ""
+        what = failure_line(
+            culprit,
+            steps=failed.steps if counts_steps else None,
+            place="" if self._machines is None else self._machines.place(culprit.rank),
+        )
+        log = f"; see {self._log_for_people(culprit.rank)}" if culprit.rank >= 0 else ""
         trace = self._traceback_to_show(culprit)
         match decided:
             case EndRun(reason=why, status=status, exit_code=code):
@@ -422,9 +445,11 @@ class ScriptAgent:
             case StartAgain(delay_s=delay_s):
                 if trace:
                     self.recorder.say(trace, level="ERROR")
-                ranks, number = len(self.world.ranks), len(self._failed)
+                who, number = f"all {len(self.world.ranks)} ranks start", len(self._failed)
+                if self._machines is not None:  # how many are there, the next start says
+                    who = "all ranks start"
                 self.recorder.say(
-                    f"{what} -> all {ranks} ranks start again (attempt {number}){log}",
+                    f"{what} -> {who} again (attempt {number}){log}",
                     level="WARNING",
                 )
                 self._start_again(now_s, delay_s)
@@ -432,11 +457,14 @@ class ScriptAgent:
     def _start_again(self, now_s: float, delay_s: float) -> None:
         """Begin the next attempt; nothing of the one that is over is left but its record."""
         self._attempt = LiveAttempt(len(self._failed), now_s=now_s)
+        self._is_gathering = True
+        if self._machines is not None:
+            self._machines.let_go(Ending.of(RunStatus.PREEMPTED, LEFT))
         self._again_at_s = now_s + delay_s
         self._hangs = ScriptHangs(self._script.hang_timeout_s, world=self.world)
         self.world.forget_stacks()
         self.world.renew_store()  # torch keeps no prefix for each attempt in it
-        for handle in self.world.ranks:
+        for handle in self.world.present:
             handle.member.advance(MembershipEvent.TO_REPLACE)
             handle.slot.clear()
 
@@ -453,30 +481,44 @@ class ScriptAgent:
             return
         if store is None:
             self.world.start_store()
-        missing = [handle for handle in self.world.ranks if handle.needs_process]
+        if self._is_gathering and not self._gather(now_s):
+            return
+        missing = [handle for handle in self.world.present if handle.needs_process]
         if not missing or any(handle.state not in NO_PROCESS_LEFT for handle in missing):
             return
+        self._is_gathering = False
         self._attempt.began_s = now_s
         resume_words, notes = words_to_resume(self._script.resume_with)
         for line in notes:
             self.recorder.say(line, level="WARNING")
         for handle in missing:
-            log = self._log(handle.rank)
-            call = self._call((*self._script.arguments, *resume_words), handle.rank)
-            start = RankStart(call=asdict(call), log_file=log, reads_stdin=handle.rank == 0)
+            call = self._call((*self._script.arguments, *resume_words))
+            start = RankStart(
+                call=asdict(call),
+                log_name=self._files.name(self._attempt.number, handle.rank),
+                reads_stdin=handle.rank == 0,
+            )
             if self.world.spawn_rank(handle, start, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
 
-    def _call(self, arguments: tuple[str, ...], rank: int) -> ScriptCall:
-        script, log = self._script, self._log(rank)
+    def _gather(self, now_s: float) -> bool:
+        """Return whether all machines are there that take part in this attempt; it may end the run for want of them."""
+        if self._machines is None:
+            return True
+        verdict = self._machines.gather(now_s, has_trained=self.facts.ever_formed)
+        if verdict.gives_up:
+            self._end(Ending.of(RunStatus.PREEMPTED, verdict.gives_up))
+            return False
+        return all(self.world.can_start(handle) for handle in self.world.present)
+
+    def _call(self, arguments: tuple[str, ...]) -> ScriptCall:
+        script = self._script
         return ScriptCall(
             path=script.path,
             module=script.module,
             arguments=arguments,
             is_program=script.is_program,
             plain_saves=script.plain_saves,
-            log_file=str(log),
-            error_file=str(error_file(log)),
             run_id=script.rdzv_id or self._run_id,
             role=script.role,
             attempt=self._attempt.number,
@@ -485,14 +527,16 @@ class ScriptAgent:
 
     def _form(self, now_s: float) -> None:
         # A rank may be ready before its zygote has reported who it is. Until then nobody could end it.
-        ranks = self.world.ranks
+        ranks = self.world.present
         are_ready = self.world.counts.are_all_present(RankState.READY)
         if not are_ready or any(one.pid is None for one in ranks) or not self.world.has_ready_store:
             return
         if not self.recorder.may_write and not self._begin():
             return
-        numbers, number = range(len(ranks)), self._attempt.number
+        numbers, number = range(len(self.world.ranks)), self._attempt.number
         self._files.make(number, numbers)
+        if number and self._machines is not None:
+            self.recorder.say(f"attempt {number}: {self._who()}")
         shown = self._script.shown_ranks
         self.outputs.follow(
             [self._log(rank) for rank in numbers],
@@ -509,7 +553,9 @@ class ScriptAgent:
         self.facts.run_id = self._run_id
         try:
             self.directories.claim()
-        except BadInputError as error:
+            if self._machines is not None:
+                self._machines.take_folder()
+        except (BadInputError, OSError) as error:
             line = str(error)
             code = ExitCode.BAD_USAGE
             self._end(Ending.of(RunStatus.FAILED, line, exit_code=code, error_line=line))
@@ -518,7 +564,7 @@ class ScriptAgent:
         threads = self.plan.threads_per_rank
         lines = (
             *self.plan.notes,
-            f"{self._script.name} on {len(self.world.ranks)} ranks, {threads} threads each",
+            f"{self._who()}, {threads} threads each",
             f"what they write: {self._files.folder(self._attempt.number)}/rank_<r>.log",
         )
         self.recorder.record(
@@ -533,9 +579,13 @@ class ScriptAgent:
         )
         return True
 
+    def _who(self) -> str:
+        on = f" of {machines}" if (machines := self.world.machines()) else ""
+        return f"{self._script.name} on {len(self.world.present)} ranks{on}"
+
     def _name_late_ones(self, now_s: float) -> None:
         """Name the ranks that still run when others have ended for a while: perhaps for ever, at their own end."""
-        ranks = self.world.ranks
+        ranks = self.world.present
         left = [handle.rank for handle in ranks if not handle.has_finished]
         if self._attempt.are_others_late(len(left), of=len(ranks), now_s=now_s):
             line = f"not ended, {LATE_S:g} s after others have: {rank_list(left)}"
@@ -543,11 +593,16 @@ class ScriptAgent:
 
     def _end_if_it_does_not_resume(self) -> None:
         """End a script that would train again what is trained, and overwrite what it has saved."""
-        if self._script.from_scratch or not does_not_resume(
-            attempt=self._attempt.number,
-            saved_before=self._has_saved,
-            steps=max(self.world.present_cells(Cell.COMMITTED_STEP)),
-            loads=max(self.world.present_cells(Cell.SCRIPT_LOADS)),
+        have_begun = all(handle.has_formed for handle in self.world.present)
+        if (
+            self._script.from_scratch
+            or not have_begun
+            or not does_not_resume(
+                attempt=self._attempt.number,
+                saved_before=self._has_saved,
+                steps=max(self.world.present_cells(Cell.COMMITTED_STEP)),
+                loads=max(self.world.present_cells(Cell.SCRIPT_LOADS)),
+            )
         ):
             return
         line = (
@@ -560,6 +615,10 @@ class ScriptAgent:
     def _log(self, rank: int) -> Path:
         return self._files.log(self._attempt.number, rank)
 
+    def _log_for_people(self, rank: int) -> str:
+        folder = str(self._files.folder(self._attempt.number))
+        return self.world.log_of(self.world.ranks[rank], folder)
+
     def _keep_record(self, failed: Attempt | None) -> None:
         """Add the attempt to those that summary.json holds; ``failed``: as what, None where it has not."""
         first_ns = min((ns for ns in self.world.present_cells(Cell.FIRST_STEP_NS) if ns), default=0)
@@ -571,11 +630,77 @@ class ScriptAgent:
                 seconds=round(self._clock.monotonic() - began_s, 3),
                 first_step_s=round(first_ns / 1e9 - began_s, 3) if first_ns else None,
                 rank=None if fault is None else fault.rank,
+                host="" if fault is None else self.world.host_of(fault.rank),
                 cause="" if fault is None else fault.cause,
                 detail="" if fault is None else fault.detail,
                 exit_code=None if failed is None else failed.exit_code,
             )
         )
+
+    # Other machines.
+
+    def beat(self, number: int) -> Beat:
+        """Return the state of the run, for a node."""
+        trains = self.world.counts.are_all_present(RankState.TRAINING)
+        return Beat(
+            number=number,
+            generation=self.facts.generation,
+            committed_step=self.facts.committed_step,
+            is_fault_free=trains and not self._attempt.is_ending,
+        )
+
+    def keeps(self, parked: Parked, node: RemoteNode) -> bool:
+        """Return False: what a script has in memory is of no use to others."""
+        del parked, node
+        return False
+
+    def on_node_event(self, event: NodeEvent) -> None:
+        """Something has come from another node, or of it."""
+        assert self._machines is not None
+        self._machines.on_event(event)
+
+    def node_joined(self, joined: NodeJoined) -> None:
+        """Take a machine in, for the next start of all ranks."""
+        if joined.other_code:
+            self.recorder.say(f"different code: {joined.other_code}", level="WARNING")
+
+    def node_lost(self, node: RemoteNode, why: str) -> None:
+        """Take note that a machine is lost, and with it the attempt."""
+        assert self._machines is not None
+        fault = self._machines.lost(node, why)
+        if fault is not None and self._stop is None and not node.is_leaving:
+            self._report(fault)
+
+    def let_go(self, node: RemoteNode) -> bool:
+        """Have all ranks end in order, and start again without a machine that was asked to stop."""
+        assert self._machines is not None
+        if self._stop is not None or not self._script.restarts:
+            return False
+        self._machines.is_leaving(node)
+        if self._is_gathering:
+            self._machines.let_go(Ending.of(RunStatus.PREEMPTED, LEFT))
+        elif not self._attempt.is_ending:
+            self._report(self._machines.fault_of(node, f"{node.name} was asked to stop"))
+            self.machine.advance(RunEvent.INCIDENT_BEGAN)
+            self._end_rest(self._script.grace_period_s)
+        return True
+
+    def rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+        """Take note of how a rank of another machine has ended."""
+        self._on_rank_ended(handle, ended, wrote)
+
+    def rank_not_started(self, handle: RankHandle) -> None:
+        """Have a process started that did not come."""
+        self.schedule_respawn(handle)
+
+    def _has_lost_folder(self, now_s: float) -> bool:
+        """Return whether another coordinator has taken the folder, so that this run has ended."""
+        if self._machines is None or not self.recorder.may_write:
+            return False
+        line = self._machines.why_not_owner(now_s)
+        if line:
+            self._end(Ending.of(RunStatus.PREEMPTED, line))
+        return bool(line)
 
     # How it ends.
 
@@ -620,7 +745,7 @@ class ScriptAgent:
             exit_code=int(ending.exit_code),
             script=self._script.name,
             arguments=self._script.arguments,
-            world_size=self.plan.world_size,
+            world_size=len(self.world.present),
             steps=self.facts.committed_step,
             wall_s=round(self._clock.monotonic() - self.recorder.accounting.began_s, 3),
             attempts=tuple(self._records),

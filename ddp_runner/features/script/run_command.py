@@ -105,11 +105,15 @@ def run(words: Sequence[str]) -> int:
     token_file = dict(arguments.nodes).get("--token-file", "")
     if plan.nodes is not None:
         plan = _on_several(plan, sorted_words.own)
+        if script.path:  # each machine has its own working folder
+            script = replace(script, path=sorted_words.rest[0])
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     if attaches(script):
         _refuse_of_scripts(sorted_words)
-        _refuse_several(plan, "in this version for tasks, and not for loops that call attach()")
+        if plan.nodes is not None:
+            expected = "is for tasks and scripts: a loop that calls attach() is on one machine"
+            raise BadInputError("--nnodes", plan.nodes.most, expected)
         return _supervise(with_loop(plan, script), words, None, token_file)
     if refused := sorted(set(OF_ATTACHED) & {one.partition("=")[0] for one in sorted_words.shared}):
         raise BadInputError(
@@ -136,7 +140,6 @@ def run(words: Sequence[str]) -> int:
             arguments=script.arguments,
         ),
     )
-    _refuse_several(plan, "in this version if its loop calls attach(), which this script does not")
     return _supervise(plan, words, script, token_file)
 
 
@@ -144,11 +147,6 @@ def settings_of(words: Sequence[str]) -> Settings:
     """The settings of the run that ``words`` ask for. Raises BadInputError."""
     found = _sort(words)
     return asked_settings(parse_train(_settings(found, _script(found))), dict(os.environ))
-
-
-def _refuse_several(plan: LaunchPlan, expected: str) -> None:
-    if plan.nodes is not None:
-        raise BadInputError("--nnodes", plan.nodes.most, f"is taken {expected}")
 
 
 def _supervise(
