@@ -57,7 +57,7 @@ from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.run_directories import RunDirectories
 
 
-class OwnAgent(Shown, Agent, Coordinates, HearsNodes, Protocol):
+class OwnAgent(Shown, Agent, Protocol):
     """An agent of a feature's, which decides in a run in place of a :class:`Supervisor`, and has all that is shown of it."""
 
     def summary(self, ending: Ending) -> Summary:
@@ -84,8 +84,27 @@ class MakesAgent(Protocol):
         outputs: Outputs,
         directories: RunDirectories,
         clock: Clock,
-        machines: OtherMachines | None = None,
     ) -> OwnAgent:
+        """Make it; no process has been started."""
+
+
+class OwnCoordinator(OwnAgent, Coordinates, HearsNodes, Protocol):
+    """The same, on several machines, in place of a :class:`CoordinatorSupervisor`."""
+
+
+class MakesCoordinator(Protocol):
+    """Makes the agent of a run on several machines."""
+
+    def __call__(
+        self,
+        plan: LaunchPlan,
+        node: Node,
+        *,
+        outputs: Outputs,
+        directories: RunDirectories,
+        clock: Clock,
+        machines: OtherMachines,
+    ) -> OwnCoordinator:
         """Make it; no process has been started."""
 
 
@@ -253,11 +272,12 @@ def supervise(
     *,
     ahead: ZygoteAhead | None = None,
     agent: MakesAgent | None = None,
+    coordinator: MakesCoordinator | None = None,
 ) -> int:
     """Run ``plan`` to its end and return the exit code.
 
     ``place``: this machine's in a run on several, of which it is the coordinator. ``ahead``: a zygote that imports torch already, if one was started.
-    ``agent``: makes who decides in place of a :class:`Supervisor`.
+    ``agent``: makes who decides in place of a :class:`Supervisor`; with a ``place`` ``coordinator`` does.
     Must be called from the main thread. Raises BadInputError before any process was started; after that, every ending is an exit code.
     """
     directories = RunDirectories(plan.settings.run)
@@ -268,7 +288,7 @@ def supervise(
     with signals.installed(), selectors.DefaultSelector() as selector:
         at = _Here(plan, signals=signals, selector=selector, directories=directories)
         if place is not None:
-            return at.coordinate(place, agent)
+            return at.coordinate(place, coordinator)
         return at.supervise(ahead, agent)
 
 
@@ -315,7 +335,7 @@ class _Here:
         with self._cleared(node):
             return self._driven(run, supervisor, summary=_summary(run, supervisor)).exit_code
 
-    def coordinate(self, place: Place, agent: MakesAgent | None) -> int:
+    def coordinate(self, place: Place, coordinator: MakesCoordinator | None) -> int:
         """Run with ranks on other machines too."""
         plan = self._plan
         node = self._node_at(place)
@@ -327,7 +347,7 @@ class _Here:
             probe.write()
         others = _other_machines(plan, node, place)
         machines = OtherMachines(nodes=tuple(others), owner=owner, probes=tuple(probes))
-        coordinating = self._coordinator(node, machines, agent)
+        coordinating = self._coordinator(node, machines, coordinator)
         supervisor = coordinating.agent
         links = OtherNodes(
             plan,
@@ -358,13 +378,13 @@ class _Here:
         return ending.exit_code
 
     def _coordinator(
-        self, node: Node, machines: OtherMachines, agent: MakesAgent | None
+        self, node: Node, machines: OtherMachines, coordinator: MakesCoordinator | None
     ) -> _Coordinating:
         """Return who decides, on this machine, in a run on several."""
         plan, directories = self._plan, self._directories
         outputs = Outputs(plan.settings, ranks=plan.world_size, seal=node.log_seal)
-        if agent is not None:
-            own = agent(
+        if coordinator is not None:
+            own = coordinator(
                 plan,
                 node,
                 outputs=outputs,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, MembershipEvent, RankEvent
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.supervisor.nodes.coordinator import LEAVES, OWNER_EVERY_S, missing_nodes
+from ddp_runner.supervisor.nodes.coordinator import LEAVES, OWNER_EVERY_S
 from ddp_runner.supervisor.nodes.missing_nodes import MissingNodes, Verdict
 from ddp_runner.supervisor.nodes.node_events import NodeEvents, TakesNodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ddp_runner.core.launch_plan import LaunchPlan
     from ddp_runner.kernel.parent.rank_handle import RankHandle
     from ddp_runner.kernel.parent.run_facts import Ending
@@ -37,7 +34,7 @@ class ScriptMachines:
     ) -> None:
         assert plan.nodes is not None
         self._nodes, self._owner, self._probes = machines.nodes, machines.owner, machines.probes
-        self._world = world = agent.world
+        self._world = agent.world
         self._clock = clock
         self._ranks_per_node = plan.ranks_per_node
         self._looked_at_owner_s = 0.0
@@ -52,9 +49,6 @@ class ScriptMachines:
         self.on_event = NodeEvents(
             agent, machines.nodes, least=plan.nodes.least, clock=clock
         ).on_event
-        self.waits_for: Callable[[], str] = partial(
-            missing_nodes, machines.nodes, plan.nodes, world
-        )
 
     def take_folder(self) -> None:
         """Make this coordinator the owner of the run's folder. Raises OSError."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -16,11 +16,9 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.machines.node_messages import Beat, Parked
 from ddp_runner.features.script.attempt_files import AttemptFiles
 from ddp_runner.features.script.hangs import ScriptHangs
 from ddp_runner.features.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
-from ddp_runner.features.script.machines import LEFT, ScriptMachines
 from ddp_runner.features.script.other_summary import AttemptRecord, ScriptSummary
 from ddp_runner.features.script.own_checkpoint import words_to_resume
 from ddp_runner.features.script.rules import (
@@ -38,6 +36,7 @@ from ddp_runner.features.script.rules import (
     was_asked_to_end,
 )
 from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
+from ddp_runner.kernel.parent.ports import Host
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
 from ddp_runner.kernel.parent.world import World
@@ -84,9 +83,6 @@ from ddp_runner.kernel.wire.messages import (
     decode,
 )
 from ddp_runner.supervisor import assembly
-from ddp_runner.supervisor.assembly import OtherMachines
-from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined
-from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.start_progress import Start
@@ -95,11 +91,20 @@ from ddp_runner.system.run_directories import RunDirectories
 
 def supervise(plan: LaunchPlan, script: ScriptPlan | None, *, token_file: str = "") -> int:
     """Run a program to its end and return the exit code. ``script``: None where its loop attaches, and it is repaired in place."""
-    agent = None if script is None else partial(ScriptAgent, script=script)
     if plan.nodes is None:
+        agent = None if script is None else partial(ScriptAgent, script=script)
         return assembly.supervise(plan, agent=agent)
-    several = import_module("ddp_runner.cli.nodes")  # which no other run needs
+    # What no other run needs.
+    several = import_module("ddp_runner.cli.nodes")
+    coordinator = import_module("ddp_runner.features.script.coordinator").ScriptCoordinator
+    agent = None if script is None else partial(coordinator, script=script)
     return int(several.train_on_several(plan, token_file=token_file, agent=agent))
+
+
+def no_machine(world: World) -> str:
+    """Return that the run waits for no machine: all its ranks are here."""
+    del world
+    return ""
 
 
 class ScriptAgent:
@@ -119,11 +124,13 @@ class ScriptAgent:
         directories: RunDirectories,
         clock: Clock,
         published: Published | None = None,
-        machines: OtherMachines | None = None,
+        others: Sequence[Host] = (),
+        waits_for: Callable[[World], str] = no_machine,
     ) -> None:
+        """``others``: the other machines of the run; ``waits_for``: those that it cannot begin without, in words."""
         self.plan = plan
         self.node = node
-        self.world = World(node, () if machines is None else machines.nodes)
+        self.world = World(node, others)
         self.outputs = outputs
         self.directories = directories
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
@@ -136,15 +143,12 @@ class ScriptAgent:
             host_of=self.world.host_of,
         )
         self.facts: RunFacts = self.recorder.facts
-        self._machines = None  # the others, where there are several
-        if machines is not None:
-            self._machines = ScriptMachines(self, machines, plan=plan, clock=clock)
         self.start = Start(
             node=node,
             world=self.world,
             recorder=self.recorder,
             debug=plan.settings.run.debug,
-            waits_for=str if self._machines is None else self._machines.waits_for,
+            waits_for=partial(waits_for, self.world),
         )
         recovery = plan.settings.recovery
         zygotes = ZygoteKeeper(
@@ -164,7 +168,7 @@ class ScriptAgent:
         self._records: list[AttemptRecord] = []
         self._has_saved = False  # in an attempt that has failed
         self._attempt = LiveAttempt(0, now_s=clock.monotonic())
-        self._is_gathering = True  # none of its ranks was asked for
+        self._has_not_begun = True  # none of its ranks was asked for
         self._again_at_s = 0.0  # when the ranks of this attempt may be started
         self._hangs = ScriptHangs(script.hang_timeout_s, world=self.world)  # of this attempt
 
@@ -211,8 +215,6 @@ class ScriptAgent:
         self.facts.ever_formed = True
         self.start.formed(self._clock.monotonic())
         self.machine.advance(RunEvent.WORLD_FORMED)
-        if self._machines is not None:
-            self._machines.trains()
 
     def on_ended(self, ended: Ended) -> None:
         """Note that a child process was reaped. What it still had to say is heard first."""
@@ -328,8 +330,6 @@ class ScriptAgent:
         self.node.kernel_kills.look_sometimes(now_s)
         self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
         self._keeper.look(now_s)
-        if self._has_lost_folder(now_s):
-            return
         self._look_for_stopped(now_s)
         self._end_after_fault()
         if self._attempt.rest_ends_by_s is not None:
@@ -432,7 +432,7 @@ class ScriptAgent:
         what = failure_line(
             culprit,
             steps=failed.steps if counts_steps else None,
-            place="" if self._machines is None else self._machines.place(culprit.rank),
+            place=self._place_of(culprit.rank),
         )
         log = f"; see {self._log_for_people(culprit.rank)}" if culprit.rank >= 0 else ""
         trace = self._traceback_to_show(culprit)
@@ -445,11 +445,9 @@ class ScriptAgent:
             case StartAgain(delay_s=delay_s):
                 if trace:
                     self.recorder.say(trace, level="ERROR")
-                who, number = f"all {len(self.world.ranks)} ranks start", len(self._failed)
-                if self._machines is not None:  # how many are there, the next start says
-                    who = "all ranks start"
+                ranks, number = len(self.world.present), len(self._failed)
                 self.recorder.say(
-                    f"{what} -> {who} again (attempt {number}){log}",
+                    f"{what} -> all {ranks} ranks start again (attempt {number}){log}",
                     level="WARNING",
                 )
                 self._start_again(now_s, delay_s)
@@ -457,9 +455,7 @@ class ScriptAgent:
     def _start_again(self, now_s: float, delay_s: float) -> None:
         """Begin the next attempt; nothing of the one that is over is left but its record."""
         self._attempt = LiveAttempt(len(self._failed), now_s=now_s)
-        self._is_gathering = True
-        if self._machines is not None:
-            self._machines.let_go(Ending.of(RunStatus.PREEMPTED, LEFT))
+        self._has_not_begun = True
         self._again_at_s = now_s + delay_s
         self._hangs = ScriptHangs(self._script.hang_timeout_s, world=self.world)
         self.world.forget_stacks()
@@ -481,12 +477,12 @@ class ScriptAgent:
             return
         if store is None:
             self.world.start_store()
-        if self._is_gathering and not self._gather(now_s):
+        if self._has_not_begun and not self._may_begin(now_s):
             return
         missing = [handle for handle in self.world.present if handle.needs_process]
         if not missing or any(handle.state not in NO_PROCESS_LEFT for handle in missing):
             return
-        self._is_gathering = False
+        self._has_not_begun = False
         self._attempt.began_s = now_s
         resume_words, notes = words_to_resume(self._script.resume_with)
         for line in notes:
@@ -501,15 +497,10 @@ class ScriptAgent:
             if self.world.spawn_rank(handle, start, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
 
-    def _gather(self, now_s: float) -> bool:
-        """Return whether all machines are there that take part in this attempt; it may end the run for want of them."""
-        if self._machines is None:
-            return True
-        verdict = self._machines.gather(now_s, has_trained=self.facts.ever_formed)
-        if verdict.gives_up:
-            self._end(Ending.of(RunStatus.PREEMPTED, verdict.gives_up))
-            return False
-        return all(self.world.can_start(handle) for handle in self.world.present)
+    def _may_begin(self, now_s: float) -> bool:
+        """Return whether the attempt may begin now."""
+        del now_s
+        return True
 
     def _call(self, arguments: tuple[str, ...]) -> ScriptCall:
         script = self._script
@@ -535,8 +526,6 @@ class ScriptAgent:
             return
         numbers, number = range(len(self.world.ranks)), self._attempt.number
         self._files.make(number, numbers)
-        if number and self._machines is not None:
-            self.recorder.say(f"attempt {number}: {self._who()}")
         shown = self._script.shown_ranks
         self.outputs.follow(
             [self._log(rank) for rank in numbers],
@@ -552,9 +541,7 @@ class ScriptAgent:
         """Claim the folders and open the files: every rank is there."""
         self.facts.run_id = self._run_id
         try:
-            self.directories.claim()
-            if self._machines is not None:
-                self._machines.take_folder()
+            self._claim()
         except (BadInputError, OSError) as error:
             line = str(error)
             code = ExitCode.BAD_USAGE
@@ -578,6 +565,15 @@ class ScriptAgent:
             )
         )
         return True
+
+    def _claim(self) -> None:
+        """Take the folders of the run. Raises BadInputError and OSError."""
+        self.directories.claim()
+
+    def _place_of(self, rank: int) -> str:
+        """Return the machine of a rank, for people; empty where there is only one."""
+        del rank
+        return ""
 
     def _who(self) -> str:
         on = f" of {machines}" if (machines := self.world.machines()) else ""
@@ -636,71 +632,6 @@ class ScriptAgent:
                 exit_code=None if failed is None else failed.exit_code,
             )
         )
-
-    # Other machines.
-
-    def beat(self, number: int) -> Beat:
-        """Return the state of the run, for a node."""
-        trains = self.world.counts.are_all_present(RankState.TRAINING)
-        return Beat(
-            number=number,
-            generation=self.facts.generation,
-            committed_step=self.facts.committed_step,
-            is_fault_free=trains and not self._attempt.is_ending,
-        )
-
-    def keeps(self, parked: Parked, node: RemoteNode) -> bool:
-        """Return False: what a script has in memory is of no use to others."""
-        del parked, node
-        return False
-
-    def on_node_event(self, event: NodeEvent) -> None:
-        """Something has come from another node, or of it."""
-        assert self._machines is not None
-        self._machines.on_event(event)
-
-    def node_joined(self, joined: NodeJoined) -> None:
-        """Take a machine in, for the next start of all ranks."""
-        if joined.other_code:
-            self.recorder.say(f"different code: {joined.other_code}", level="WARNING")
-
-    def node_lost(self, node: RemoteNode, why: str) -> None:
-        """Take note that a machine is lost, and with it the attempt."""
-        assert self._machines is not None
-        fault = self._machines.lost(node, why)
-        if fault is not None and self._stop is None and not node.is_leaving:
-            self._report(fault)
-
-    def let_go(self, node: RemoteNode) -> bool:
-        """Have all ranks end in order, and start again without a machine that was asked to stop."""
-        assert self._machines is not None
-        if self._stop is not None or not self._script.restarts:
-            return False
-        self._machines.is_leaving(node)
-        if self._is_gathering:
-            self._machines.let_go(Ending.of(RunStatus.PREEMPTED, LEFT))
-        elif not self._attempt.is_ending:
-            self._report(self._machines.fault_of(node, f"{node.name} was asked to stop"))
-            self.machine.advance(RunEvent.INCIDENT_BEGAN)
-            self._end_rest(self._script.grace_period_s)
-        return True
-
-    def rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
-        """Take note of how a rank of another machine has ended."""
-        self._on_rank_ended(handle, ended, wrote)
-
-    def rank_not_started(self, handle: RankHandle) -> None:
-        """Have a process started that did not come."""
-        self.schedule_respawn(handle)
-
-    def _has_lost_folder(self, now_s: float) -> bool:
-        """Return whether another coordinator has taken the folder, so that this run has ended."""
-        if self._machines is None or not self.recorder.may_write:
-            return False
-        line = self._machines.why_not_owner(now_s)
-        if line:
-            self._end(Ending.of(RunStatus.PREEMPTED, line))
-        return bool(line)
 
     # How it ends.
 
