@@ -612,8 +612,8 @@ class ScriptAgent:
         return self._files.log(self._attempt.number, rank)
 
     def _log_for_people(self, rank: int) -> str:
-        folder = str(self._files.folder(self._attempt.number))
-        return self.world.log_of(self.world.ranks[rank], folder)
+        name = self._files.name(self._attempt.number, rank)
+        return self.world.log_of(self.world.ranks[rank], self.plan.settings.run.log_dir, name)
 
     def _keep_record(self, failed: Attempt | None) -> None:
         """Add the attempt to those that summary.json holds; ``failed``: as what, None where it has not."""
