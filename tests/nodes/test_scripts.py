@@ -108,7 +108,9 @@ def test_a_rank_lost_on_one_machine_has_all_start_again_on_both(nodes):
     here = socket.gethostname()
     line = f"node 1 ({here}): rank 1 killed (SIGKILL)"
     assert line in first.console, first.console
-    assert "all 2 ranks start again (attempt 1); see attempt_0/rank_1.log on node 1" in first.console
+    assert (
+        "all 2 ranks start again (attempt 1); see attempt_0/rank_1.log on node 1" in first.console
+    )
     for number in (0, 1):
         for attempt in (0, 1):
             step, variables = began(nodes.log(number, attempt))

@@ -47,7 +47,7 @@ class ScriptMachines:
             now_s=clock.monotonic(),
         )
         self.on_event = NodeEvents(
-            agent, machines.nodes, least=plan.nodes.least, clock=clock
+            agent, machines.nodes, least=plan.nodes.least, clock=clock, keeps_checkpoints=False
         ).on_event
 
     def take_folder(self) -> None:

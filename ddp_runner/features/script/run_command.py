@@ -64,6 +64,7 @@ _LONG_OF_SHORT = {
     "-r": "--redirects",
 }
 _OF_DEVICE = ("--cpu", "--gpus", "device=", "run.device=", "gpus=", "run.gpus=")
+_OF_ALL = "--num-processes"  # accelerate's word for the ranks of all machines together
 _CPU_WORDS = ("--cpu", "device=cpu", "run.device=cpu")
 _DEVICE_OF = {"cpu": "cpu", "gpu": "cuda"}  # torchrun's words for as many ranks as there are
 
@@ -174,6 +175,9 @@ def _rdzv_id(arguments: TrainArguments, environment: Mapping[str, str]) -> str:
 def _on_several(plan: LaunchPlan, own: Mapping[str, str]) -> LaunchPlan:
     """``plan`` for several machines: a port of the endpoint's is not that of the store."""
     assert plan.nodes is not None
+    if _OF_ALL in own:
+        expected = "counts the ranks of all machines: give those of each, as --nproc-per-node"
+        raise BadInputError(_OF_ALL, own[_OF_ALL], expected)
     if "--standalone" in own:
         raise BadInputError("--standalone", "", f"is for one machine, and not {plan.nodes.most}")
     if plan.settings.ddp.port != plan.nodes.port:
@@ -287,6 +291,7 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if long in REFUSED or (is_fact(long[2:]) and long not in (*OWN, *SHARED)):
         _take_of_others(long, attached, rest, found)
         return False
+    is_of_all = name.replace("_", "-").lower() == _OF_ALL
     option = OWN.get(long) or (OPTIONS[long] if long in SHARED else None)
     if option is None:
         unknown = "unknown option; run --help lists them. The script's own words follow it"
@@ -295,6 +300,8 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if option.long == "--nproc-per-node" and value in ("cpu", "gpu"):
         found.shared.append(f"run.device={_DEVICE_OF[value]}")
         value = str(os.cpu_count()) if value == "cpu" else "auto"
+    if is_of_all:
+        found.own[_OF_ALL] = value
     if option.long == "--resume-with":
         found.resume_with.append(value)
     elif option.long in OWN:

@@ -148,7 +148,9 @@ class _FollowerLoop:
                 return self._end_as_asked(self._ends)
             if self._is_in_a_hurry or self._stop.is_at_once or self._leaves_as_spare:
                 break
-            waiting = "the ranks here wait for it, with their memory"
+            has_parked = self._follower is not None and self._follower.parked is not None
+            who = "the ranks here wait for it, with their memory"
+            waiting = who if has_parked else "this machine waits for it"
             self._say(f"the coordinator is lost: {why}; {waiting}", level="WARNING")
             wait_s = self._plan.settings.recovery.coordinator_wait_s
         if self._stop.is_at_once:

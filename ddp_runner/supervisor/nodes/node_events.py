@@ -77,15 +77,22 @@ class TakesNodes(Protocol):
 
 
 class NodeEvents:
-    """Owned by who coordinates."""
+    """Owned by who coordinates. ``keeps_checkpoints``: the run has a folder of them, which machines may share."""
 
     def __init__(
-        self, agent: TakesNodes, others: Sequence[RemoteNode], *, least: int, clock: Clock
+        self,
+        agent: TakesNodes,
+        others: Sequence[RemoteNode],
+        *,
+        least: int,
+        clock: Clock,
+        keeps_checkpoints: bool = True,
     ) -> None:
         self._agent = agent
         self._others = tuple(others)
         self._least = least
         self._clock = clock
+        self._keeps_checkpoints = keeps_checkpoints
         self._spares = 0  # machines that wait for a place
 
     def on_event(self, event: NodeEvent) -> None:
@@ -148,7 +155,7 @@ class NodeEvents:
         own = [
             name
             for name, is_shared in (
-                ("checkpoints", folders.shares_checkpoints),
+                ("checkpoints", folders.shares_checkpoints or not self._keeps_checkpoints),
                 ("logs", folders.shares_logs),
             )
             if not is_shared
