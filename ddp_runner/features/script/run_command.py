@@ -300,8 +300,7 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if option.long == "--nproc-per-node" and value in ("cpu", "gpu"):
         found.shared.append(f"run.device={_DEVICE_OF[value]}")
         value = str(os.cpu_count()) if value == "cpu" else "auto"
-    if is_of_all:
-        found.own[_OF_ALL] = value
+    found.own.update({_OF_ALL: value} if is_of_all else {})
     if option.long == "--resume-with":
         found.resume_with.append(value)
     elif option.long in OWN:
