@@ -328,7 +328,7 @@ class ScriptAgent:
         if self.ending is not None:
             return
         self.node.kernel_kills.look_sometimes(now_s)
-        self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
+        self.facts.committed_step = self._steps()
         self._keeper.look(now_s)
         self._look_for_stopped(now_s)
         self._end_after_fault()
@@ -342,6 +342,13 @@ class ScriptAgent:
             self._name_late_ones(now_s)
             self._end_if_it_does_not_resume()
             self._look_for_hung(now_s)
+
+    def _steps(self) -> int:
+        """Return the optimizer steps of this attempt; what another machine still shows of the one before does not count."""
+        ready = [handle for handle in self.world.present if handle.ready is not None]
+        if self._has_not_begun or not ready:
+            return 0
+        return max(handle.slot.get(Cell.COMMITTED_STEP) for handle in ready)
 
     def _look_for_stopped(self, now_s: float) -> None:
         """Report a rank that the system holds stopped: all others wait for it, and nobody may wake it."""
@@ -589,14 +596,16 @@ class ScriptAgent:
 
     def _end_if_it_does_not_resume(self) -> None:
         """End a script that would train again what is trained, and overwrite what it has saved."""
-        have_begun = all(handle.has_formed for handle in self.world.present)
+        steps, now_ns = self._steps(), self._clock.monotonic_ns()
+        known_ns = min(self.world.known_ns(now_ns))
+        are_known = self._attempt.are_loads_known(steps, known_ns=known_ns, now_ns=now_ns)
         if (
             self._script.from_scratch
-            or not have_begun
+            or not are_known
             or not does_not_resume(
                 attempt=self._attempt.number,
                 saved_before=self._has_saved,
-                steps=max(self.world.present_cells(Cell.COMMITTED_STEP)),
+                steps=steps,
                 loads=max(self.world.present_cells(Cell.SCRIPT_LOADS)),
             )
         ):
@@ -611,13 +620,19 @@ class ScriptAgent:
     def _log(self, rank: int) -> Path:
         return self._files.log(self._attempt.number, rank)
 
+    def _first_step_ns(self) -> int:
+        """Return when the first optimizer step of this attempt was done; 0: none is."""
+        began_ns = int(self._attempt.began_s * 1e9)
+        steps_ns = self.world.present_cells(Cell.FIRST_STEP_NS)
+        return min((ns for ns in steps_ns if ns >= began_ns), default=0)
+
     def _log_for_people(self, rank: int) -> str:
         name = self._files.name(self._attempt.number, rank)
         return self.world.log_of(self.world.ranks[rank], self.plan.settings.run.log_dir, name)
 
     def _keep_record(self, failed: Attempt | None) -> None:
         """Add the attempt to those that summary.json holds; ``failed``: as what, None where it has not."""
-        first_ns = min((ns for ns in self.world.present_cells(Cell.FIRST_STEP_NS) if ns), default=0)
+        first_ns = self._first_step_ns()
         began_s, fault = self._attempt.began_s, None if failed is None else failed.fault
         self._records.append(
             AttemptRecord(
