@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -96,15 +96,9 @@ def supervise(plan: LaunchPlan, script: ScriptPlan | None, *, token_file: str = 
         return assembly.supervise(plan, agent=agent)
     # What no other run needs.
     several = import_module("ddp_runner.cli.nodes")
-    coordinator = import_module("ddp_runner.features.script.coordinator").ScriptCoordinator
+    coordinator = import_module("ddp_runner.features.script.script_coordinator").ScriptCoordinator
     agent = None if script is None else partial(coordinator, script=script)
     return int(several.train_on_several(plan, token_file=token_file, agent=agent))
-
-
-def no_machine(world: World) -> str:
-    """Return that the run waits for no machine: all its ranks are here."""
-    del world
-    return ""
 
 
 class ScriptAgent:
@@ -123,11 +117,9 @@ class ScriptAgent:
         outputs: Outputs,
         directories: RunDirectories,
         clock: Clock,
-        published: Published | None = None,
         others: Sequence[Host] = (),
-        waits_for: Callable[[World], str] = no_machine,
     ) -> None:
-        """``others``: the other machines of the run; ``waits_for``: those that it cannot begin without, in words."""
+        """``others``: the other machines of the run."""
         self.plan = plan
         self.node = node
         self.world = World(node, others)
@@ -138,7 +130,7 @@ class ScriptAgent:
         self.recorder = Recorder(
             outputs,
             name=plan.settings.run.name,
-            published=published or Published(Path(plan.settings.run.checkpoint_dir)),
+            published=Published(Path(plan.settings.run.checkpoint_dir)),
             clock=clock,
             host_of=self.world.host_of,
         )
@@ -148,7 +140,7 @@ class ScriptAgent:
             world=self.world,
             recorder=self.recorder,
             debug=plan.settings.run.debug,
-            waits_for=partial(waits_for, self.world),
+            waits_for=self._waits_for,
         )
         recovery = plan.settings.recovery
         zygotes = ZygoteKeeper(
@@ -503,6 +495,10 @@ class ScriptAgent:
             )
             if self.world.spawn_rank(handle, start, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
+
+    def _waits_for(self) -> str:
+        """Return in words which machines the run cannot begin without: none, as all its ranks are here."""
+        return ""
 
     def _may_begin(self, now_s: float) -> bool:
         """Return whether the attempt may begin now."""

@@ -106,8 +106,6 @@ def run(words: Sequence[str]) -> int:
     token_file = dict(arguments.nodes).get("--token-file", "")
     if plan.nodes is not None:
         plan = _on_several(plan, sorted_words.own)
-        if script.path:  # each machine has its own working folder
-            script = replace(script, path=sorted_words.rest[0])
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     if attaches(script):
@@ -120,18 +118,26 @@ def run(words: Sequence[str]) -> int:
         raise BadInputError(
             refused[0], "", "needs a loop that calls ddp_runner.attach(), which the script does not"
         )
+    if plan.nodes is not None and script.path:  # each machine has its own working folder
+        script = replace(script, path=sorted_words.rest[0])
+    plan = _with_script(plan, script, sorted_words.own)
+    return _supervise(plan, words, script, token_file)
+
+
+def _with_script(plan: LaunchPlan, script: ScriptPlan, own: Mapping[str, str]) -> LaunchPlan:
+    """``plan`` for a program that is run as it is."""
     settings = plan.settings
     _refuse_mode(settings, ranks=plan.world_size)
     # There is no checkpoint of ours, and one folder: what looks for both finds it.
     of_run = replace(settings.run, checkpoint_dir=settings.run.log_dir)
     recovery = replace(settings.recovery, warm_spare=False, drill_at=None)
-    plan = replace(
+    return replace(
         plan,
         settings=replace(settings, run=of_run, recovery=recovery),
         notes=(
             *plan.notes,
             *_thread_notes(plan.threads_per_rank),
-            *_torchrun_notes(sorted_words.own),
+            *_torchrun_notes(own),
         ),
         opaque=OpaqueProgram(
             name=script.name,
@@ -141,7 +147,6 @@ def run(words: Sequence[str]) -> int:
             arguments=script.arguments,
         ),
     )
-    return _supervise(plan, words, script, token_file)
 
 
 def settings_of(words: Sequence[str]) -> Settings:
@@ -489,6 +494,7 @@ def run_help() -> str:
         "",
         "Exit codes:",
         "  0 done · 2 bad usage · 3 gave up (--max-restarts) · 130, 143 asked to stop",
+        "  75 a machine is missing, or its coordinator (several machines)",
         "  else that of the rank that failed first; 128 and the number of its signal",
     ]
     return "\n".join(lines)

@@ -9,9 +9,9 @@ import signal
 from dataclasses import replace
 
 from ddp_runner.core.launch_plan import OpaqueProgram
-from ddp_runner.features.script.coordinator import ScriptCoordinator
 from ddp_runner.features.script.parent import ScriptAgent
 from ddp_runner.features.script.rules import RANK, ScriptPlan
+from ddp_runner.features.script.script_coordinator import ScriptCoordinator
 from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.rules.phases import Phase
@@ -25,7 +25,6 @@ from tests.supervisor.simulated import (
     FORM_S,
     STARTUP_S,
     STEP_S,
-    Directory,
     Silence,
     Simulation,
     System,
@@ -141,7 +140,6 @@ class ScriptSimulation(ScriptRanks, Simulation):
             script=self.script,
             outputs=self.outputs,
             directories=_Unclaimed(),
-            published=Directory(self),
             clock=self.clock,
         )
         self.loop = Loop(self.supervisor, signals=Silence(), selector=selector, clock=self.clock)
@@ -160,7 +158,6 @@ class _OnMachines(NodesSimulation):
             script=self.script,
             outputs=self.outputs,
             directories=_Unclaimed(),
-            published=Directory(self),
             clock=self.clock,
             machines=OtherMachines(nodes=tuple(others), owner=owner, probes=()),
         )

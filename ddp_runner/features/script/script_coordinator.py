@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.machines.node_messages import Beat, Parked
-from ddp_runner.features.script.machines import LEFT, ScriptMachines
 from ddp_runner.features.script.parent import ScriptAgent
+from ddp_runner.features.script.script_machines import LEFT, ScriptMachines
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.kernel.rules.lifecycle import RankState, RunEvent, RunState
 from ddp_runner.kernel.wire import events
-from ddp_runner.supervisor.nodes.coordinator import missing_nodes
 
 if TYPE_CHECKING:
-    from ddp_runner.checkpoint.unreported import Published
     from ddp_runner.core.launch_plan import LaunchPlan
     from ddp_runner.features.script.rules import ScriptPlan
     from ddp_runner.kernel.parent.rank_handle import RankHandle
@@ -43,9 +40,7 @@ class ScriptCoordinator(ScriptAgent):
         directories: RunDirectories,
         clock: Clock,
         machines: OtherMachines,
-        published: Published | None = None,
     ) -> None:
-        assert plan.nodes is not None
         super().__init__(
             plan,
             node,
@@ -53,9 +48,7 @@ class ScriptCoordinator(ScriptAgent):
             outputs=outputs,
             directories=directories,
             clock=clock,
-            published=published,
             others=machines.nodes,
-            waits_for=partial(missing_nodes, machines.nodes, plan.nodes),
         )
         self._machines = ScriptMachines(self, machines, plan=plan, clock=clock)
 
@@ -66,6 +59,9 @@ class ScriptCoordinator(ScriptAgent):
             if line:
                 self._end(Ending.of(RunStatus.PREEMPTED, line))
         super().advance()
+
+    def _waits_for(self) -> str:
+        return self._machines.waits_for()
 
     def _may_begin(self, now_s: float) -> bool:
         """Return whether all machines are there that take part in this attempt; it may end the run for want of them."""

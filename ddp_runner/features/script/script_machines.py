@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, MembershipEvent, RankEvent
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.supervisor.nodes.coordinator import LEAVES, OWNER_EVERY_S
+from ddp_runner.supervisor.nodes.coordinator import LEAVES, OWNER_EVERY_S, missing_nodes
 from ddp_runner.supervisor.nodes.missing_nodes import MissingNodes, Verdict
 from ddp_runner.supervisor.nodes.node_events import NodeEvents, TakesNodes
 
@@ -34,7 +34,7 @@ class ScriptMachines:
     ) -> None:
         assert plan.nodes is not None
         self._nodes, self._owner, self._probes = machines.nodes, machines.owner, machines.probes
-        self._world = agent.world
+        self._world, self._options = agent.world, plan.nodes
         self._clock = clock
         self._ranks_per_node = plan.ranks_per_node
         self._looked_at_owner_s = 0.0
@@ -49,6 +49,10 @@ class ScriptMachines:
         self.on_event = NodeEvents(
             agent, machines.nodes, least=plan.nodes.least, clock=clock, keeps_checkpoints=False
         ).on_event
+
+    def waits_for(self) -> str:
+        """Return in words which machines the run cannot begin without; empty: none."""
+        return missing_nodes(self._nodes, self._options, self._world)
 
     def take_folder(self) -> None:
         """Make this coordinator the owner of the run's folder. Raises OSError."""
