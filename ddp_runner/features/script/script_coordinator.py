@@ -69,6 +69,8 @@ class ScriptCoordinator(ScriptAgent):
         if verdict.gives_up:
             self._end(Ending.of(RunStatus.PREEMPTED, verdict.gives_up))
             return False
+        if self._machines.are_some_still_leaving():
+            return False
         return all(self.world.can_start(handle) for handle in self.world.present)
 
     def _on_formed(self, formed: events.RankFormed) -> None:
@@ -121,7 +123,7 @@ class ScriptCoordinator(ScriptAgent):
         """Have all ranks end in order, and start again without a machine that was asked to stop."""
         if self._stop is not None or not self._script.restarts:
             return False
-        self._machines.is_leaving(node)
+        self._machines.asked_to_leave(node)
         if self._has_not_begun:
             self._machines.let_go(Ending.of(RunStatus.PREEMPTED, LEFT))
         elif not self._attempt.is_ending:

@@ -77,10 +77,18 @@ class ScriptMachines:
                     handle.member.advance(MembershipEvent.DROPPED)
         for node in self._nodes:
             for handle in self._ranks_of(node):
-                if node.is_there and handle.membership is Membership.DROPPED:
+                if self._stays(node) and handle.membership is Membership.DROPPED:
                     for event in _BACK:
                         handle.member.advance(event)
         return verdict
+
+    def are_some_still_leaving(self) -> bool:
+        """Return whether a machine is there that was let go: its link ends next."""
+        return any(node.is_there and not self._stays(node) for node in self._nodes)
+
+    @staticmethod
+    def _stays(node: RemoteNode) -> bool:
+        return node.is_there and not node.is_leaving
 
     def trains(self) -> None:
         """Note that all ranks that take part have begun."""
@@ -112,7 +120,7 @@ class ScriptMachines:
             origin=Origin.OUTSIDE,
         )
 
-    def is_leaving(self, node: RemoteNode) -> None:
+    def asked_to_leave(self, node: RemoteNode) -> None:
         """Note that a machine is let go, as soon as all ranks have ended."""
         self._leaving.append(node)
 
