@@ -36,6 +36,7 @@ from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.failure import fault_of
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.system.interfaces import interface_of, interface_to
 from ddp_runner.kernel.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.kernel.wire.board import Board, Cell, Slot
 from ddp_runner.kernel.wire.events import Faulted, RankFormed
@@ -101,6 +102,8 @@ def run(request: Fork, descriptors: list[int]) -> int:
     )
     form = link.join()
     os.environ.update(torchrun_environment(form, spec, call))
+    if form.world_size > form.local_world_size:
+        _lead_gloo(spec)
     if call.is_program:
         _become_program(call.path, call.arguments)
     register_optimizer_step_post_hook(_StepCounter(link.slot))
@@ -141,6 +144,12 @@ def torchrun_environment(form: Form, spec: ProgramSpec, call: ScriptCall) -> dic
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": str(error_file(Path(spec.log_file))),
     }
+
+
+def _lead_gloo(spec: ProgramSpec) -> None:
+    """Have gloo use the interface that leads to the coordinator: it takes what this host's name means, often loopback."""
+    if interface := interface_of(spec.local_addr) or interface_to(spec.store_host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _be_an_ordinary_process(stdin: int | None = None) -> None:
