@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.conftest import SETTINGS, TOKEN
+from tests.nodes.test_scripts import NAMES, SCRIPT, began
 from tests.processes import poll
 from tests.scenarios.harness import NO_DRILLS, ONE_THREAD, ROOT, WORKLOAD, processes_with
 
@@ -83,6 +84,15 @@ class Network:
         ]
         command += ["--task", f"{WORKLOAD}:PacedTask", "-l", folder / "logs", "-c", folder / "kept"]
         words = " ".join(map(str, (*command, *SETTINGS, *words)))
+        self.run(
+            f"cd {folder}; {environment} ip netns exec node{number} {words} >> console.txt 2>&1 &"
+        )
+
+    def run_script(self, number, folder, *words):
+        """``run`` on machine ``number``."""
+        environment = f"PYTHONPATH={ROOT} TMPDIR={folder} DDP_RUNNER_TOKEN={TOKEN} {self.mark}"
+        command = (sys.executable, "-m", "ddp_runner", "run", "--cpu", "-n", 1, "-l", "logs")
+        words = " ".join(map(str, (*command, "log.display=plain", *words)))
         self.run(
             f"cd {folder}; {environment} ip netns exec node{number} {words} >> console.txt 2>&1 &"
         )
@@ -220,3 +230,33 @@ def test_two_followers_that_lose_each_other_end_the_run_saved(network, tmp_path,
         True,
         made_once(*SETTINGS, world=3).digest,
     )
+
+
+@pytest.mark.whole_run
+def test_a_script_goes_on_with_fewer_behind_a_link_that_is_cut(network, tmp_path):
+    """Its ranks find each other though both hosts have one name, and those of the lost machine end."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    words = ("--nnodes", "1:2", "--rdzv-endpoint", "10.9.0.1:29500", "--max-restarts", 3)
+    words += ("recovery.node_patience_s=1", "train.py", 200, tmp_path / "kept.pt", NAMES)
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "train.py").write_text(SCRIPT)
+        network.run_script(number, folder, *words)
+
+    def log(number, attempt):
+        path = folders[number] / "logs" / f"attempt_{attempt}" / f"rank_{number}.log"
+        return path.read_text() if path.exists() else ""
+
+    poll(lambda: "began" in log(1, 0), what="the start")
+    assert began(log(1, 0))[1]["MASTER_ADDR"] == "10.9.0.1"
+    poll((tmp_path / "kept.pt").exists, what="a checkpoint")
+    network.run("ip link set wire1 down")
+    poll(lambda: "began" in log(0, 1), what="the next start")
+    step, variables = began(log(0, 1))
+    assert (step > 0, variables["WORLD_SIZE"]) == (True, "1")
+    assert "ended with" not in log(1, 0)
+    network.run("ip link set wire1 up")
+    poll((folders[0] / "logs" / "summary.json").exists, what="the end")
+    found = json.loads((folders[0] / "logs" / "summary.json").read_text(encoding="utf-8"))
+    assert (found["status"], found["world_size"]) == ("completed", 1)
+    assert "is lost: nothing was heard" in found["attempts"][0]["cause"]
