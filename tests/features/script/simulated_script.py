@@ -38,7 +38,7 @@ class ScriptRanks:
 
     def __init__(self, *, steps=40, is_deaf=False, script=None, **named):
         self.started = []  # attempt and rank of each process that was asked for
-        self.forms = {}  # generation -> rank -> what it was told
+        self.forms = {}  # generation -> rank -> its message
         self.stores = 0
         self.is_deaf = is_deaf  # to SIGTERM
         self.is_endless = False

@@ -29,7 +29,7 @@ def simulate(tmp_path):
 
 
 def sizes(run):
-    """What each generation was told: its ranks as they were numbered, and on how many a machine."""
+    """What each generation was sent: its ranks as they were numbered, and on how many a machine."""
     return [
         [(one.rank, one.local_rank, one.world_size, one.local_world_size) for one in forms.values()]
         for forms in (dict(sorted(forms.items())) for forms in run.forms.values())
