@@ -39,7 +39,7 @@ def submit(tmp_path):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    def run(script, codes, *, restarts=0, state="RUNNING"):
+    def run(script, codes, *, restarts=0, state="RUNNING", words=("--task", "product.py")):
         environment = {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "CODES": codes,
@@ -52,7 +52,7 @@ def submit(tmp_path):
             "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_RESTART_COUNT": str(restarts),
         }
-        words = ["bash", EXAMPLES / script, "--task", "product.py"]
+        words = ["bash", EXAMPLES / script, *words]
         ended = subprocess.run(words, cwd=tmp_path, env=environment, check=False, timeout=30)
         launched = (tmp_path / "launched").read_text().splitlines()
         return ended.returncode, (tmp_path / "requeued").exists(), launched
@@ -107,3 +107,17 @@ def test_jobs_that_share_a_node_have_different_ports(submit):
     assert "--rdzv-endpoint n1:13457" in second
     assert "is_host=0" in second
     assert "--rdzv-endpoint n1:13456" in submit("slurm-array.sbatch", "0")[2][-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "codes"), [("slurm.sbatch", "0 0"), ("slurm-array.sbatch", "0")]
+)
+def test_a_script_is_run_by_the_same_jobs(submit, script, codes):
+    """The command comes before the options of machines, and what is the script's own stays behind it."""
+    words = ("run", "--max-restarts", "9", "train.py", "--lr", "1")
+    code, _, launched = submit(script, codes, words=words)
+    assert code == 0
+    for line in launched:
+        assert line.startswith("run --")
+        assert line.endswith(" --max-restarts 9 train.py --lr 1")
+        assert "--rdzv-endpoint n1:1345" in line

@@ -47,7 +47,7 @@ from ddp_runner.version import VERSION
 if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
     from ddp_runner.core.machines.node_options import NodeOptions
-    from ddp_runner.supervisor.assembly import MakesAgent
+    from ddp_runner.supervisor.assembly import MakesCoordinator
 
 TOKEN_VARIABLE = "DDP_RUNNER_TOKEN"  # noqa: S105 - a name
 TOKEN_BYTES_MIN = 16
@@ -70,7 +70,9 @@ class Door:
     address: str
 
 
-def train_on_several(plan: LaunchPlan, *, token_file: str, agent: MakesAgent | None = None) -> int:
+def train_on_several(
+    plan: LaunchPlan, *, token_file: str, agent: MakesCoordinator | None = None
+) -> int:
     """Train as the coordinator, or as its follower, and return the exit code. Raises BadInputError.
 
     ``agent``: makes who decides on the coordinator in place of its supervisor.
@@ -106,7 +108,7 @@ def train_on_several(plan: LaunchPlan, *, token_file: str, agent: MakesAgent | N
         address=door.address,
         store_host=door.address,
     )
-    return supervise(plan, place, agent=agent)
+    return supervise(plan, place, coordinator=agent)
 
 
 def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:

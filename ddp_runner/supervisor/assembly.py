@@ -42,10 +42,11 @@ from ddp_runner.supervisor.beside.stage_change import StageChange
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.coordinator import (
     CoordinatorSupervisor,
+    HearsNodes,
     NodeTraffic,
     missing_nodes,
 )
-from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes, Place
+from ddp_runner.supervisor.nodes.other_nodes import Coordinates, Door, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
@@ -63,6 +64,15 @@ class OwnAgent(Shown, Agent, Protocol):
         """Return what summary.json holds."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherMachines:
+    """The other machines of a run, and the names of its coordinator in the folders that they may share."""
+
+    nodes: tuple[RemoteNode, ...]
+    owner: FolderOwner
+    probes: tuple[FolderProbe, ...]
+
+
 class MakesAgent(Protocol):
     """Makes the agent of a run."""
 
@@ -75,6 +85,26 @@ class MakesAgent(Protocol):
         directories: RunDirectories,
         clock: Clock,
     ) -> OwnAgent:
+        """Make it; no process has been started."""
+
+
+class OwnCoordinator(OwnAgent, Coordinates, HearsNodes, Protocol):
+    """The same, on several machines, in place of a :class:`CoordinatorSupervisor`."""
+
+
+class MakesCoordinator(Protocol):
+    """Makes the agent of a run on several machines."""
+
+    def __call__(
+        self,
+        plan: LaunchPlan,
+        node: Node,
+        *,
+        outputs: Outputs,
+        directories: RunDirectories,
+        clock: Clock,
+        machines: OtherMachines,
+    ) -> OwnCoordinator:
         """Make it; no process has been started."""
 
 
@@ -242,11 +272,12 @@ def supervise(
     *,
     ahead: ZygoteAhead | None = None,
     agent: MakesAgent | None = None,
+    coordinator: MakesCoordinator | None = None,
 ) -> int:
     """Run ``plan`` to its end and return the exit code.
 
     ``place``: this machine's in a run on several, of which it is the coordinator. ``ahead``: a zygote that imports torch already, if one was started.
-    ``agent``: makes who decides in place of a :class:`Supervisor`.
+    ``agent``: makes who decides in place of a :class:`Supervisor`; with a ``place`` ``coordinator`` does.
     Must be called from the main thread. Raises BadInputError before any process was started; after that, every ending is an exit code.
     """
     directories = RunDirectories(plan.settings.run)
@@ -257,8 +288,21 @@ def supervise(
     with signals.installed(), selectors.DefaultSelector() as selector:
         at = _Here(plan, signals=signals, selector=selector, directories=directories)
         if place is not None:
-            return at.coordinate(place)
+            return at.coordinate(place, coordinator)
         return at.supervise(ahead, agent)
+
+
+class Coordinator(Agent, Coordinates, HearsNodes, Protocol):
+    """Decides in a run on several machines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coordinating:
+    """Who decides in a run on several machines, and what is shown of it."""
+
+    agent: Coordinator
+    shown: Shown
+    summary: Callable[[Ending], Summary | None]
 
 
 class _Here:
@@ -291,7 +335,7 @@ class _Here:
         with self._cleared(node):
             return self._driven(run, supervisor, summary=_summary(run, supervisor)).exit_code
 
-    def coordinate(self, place: Place) -> int:
+    def coordinate(self, place: Place, coordinator: MakesCoordinator | None) -> int:
         """Run with ranks on other machines too."""
         plan = self._plan
         node = self._node_at(place)
@@ -302,25 +346,9 @@ class _Here:
         for probe in probes:
             probe.write()
         others = _other_machines(plan, node, place)
-        assert plan.nodes is not None
-        run = assembled(
-            plan,
-            node,
-            outputs=Outputs(plan.settings, ranks=plan.world_size, seal=node.log_seal),
-            directories=self._directories,
-            clock=SYSTEM_CLOCK,
-            others=others,
-            waits_for=partial(missing_nodes, others, plan.nodes),
-        )
-        supervisor = CoordinatorSupervisor(
-            run.run,
-            run.parts,
-            plan=plan,
-            recorder=run.recorder,
-            others=others,
-            owner=owner,
-            probes=probes,
-        )
+        machines = OtherMachines(nodes=tuple(others), owner=owner, probes=tuple(probes))
+        coordinating = self._coordinator(node, machines, coordinator)
+        supervisor = coordinating.agent
         links = OtherNodes(
             plan,
             Door(
@@ -338,13 +366,53 @@ class _Here:
         with self._cleared(node):
             try:
                 ending = self._driven(
-                    run, supervisor, summary=_summary(run, supervisor), links=links
+                    coordinating.shown,
+                    supervisor,
+                    summary=coordinating.summary,
+                    traffic=NodeTraffic(links, supervisor, clock=SYSTEM_CLOCK),
                 )
             finally:
                 links.end((supervisor.ending or ending).event)
                 for probe in probes:
                     probe.remove()
         return ending.exit_code
+
+    def _coordinator(
+        self, node: Node, machines: OtherMachines, coordinator: MakesCoordinator | None
+    ) -> _Coordinating:
+        """Return who decides, on this machine, in a run on several."""
+        plan, directories = self._plan, self._directories
+        outputs = Outputs(plan.settings, ranks=plan.world_size, seal=node.log_seal)
+        if coordinator is not None:
+            own = coordinator(
+                plan,
+                node,
+                outputs=outputs,
+                directories=directories,
+                clock=SYSTEM_CLOCK,
+                machines=machines,
+            )
+            return _Coordinating(agent=own, shown=own, summary=own.summary)
+        assert plan.nodes is not None
+        run = assembled(
+            plan,
+            node,
+            outputs=outputs,
+            directories=directories,
+            clock=SYSTEM_CLOCK,
+            others=machines.nodes,
+            waits_for=partial(missing_nodes, machines.nodes, plan.nodes),
+        )
+        supervisor = CoordinatorSupervisor(
+            run.run,
+            run.parts,
+            plan=plan,
+            recorder=run.recorder,
+            others=machines.nodes,
+            owner=machines.owner,
+            probes=machines.probes,
+        )
+        return _Coordinating(agent=supervisor, shown=run, summary=_summary(run, supervisor))
 
     def _node_at(self, place: Place) -> Node:
         """Return the node of this machine, one of several."""
@@ -365,7 +433,7 @@ class _Here:
         agent: Agent,
         *,
         summary: Callable[[Ending], Summary | None],
-        links: OtherNodes | None = None,
+        traffic: NodeTraffic | None = None,
     ) -> Ending:
         """Drive ``agent`` to its ending, and conclude what is shown of it."""
         folders = FolderKeeper(
@@ -375,11 +443,8 @@ class _Here:
             recorder=shown.recorder,
             ask_save=agent.ask_save,
         )
-        screen = RunScreen(agent, shown, folders, clock=SYSTEM_CLOCK, others=links)
-        traffic = None
-        if links is not None:
-            assert isinstance(agent, CoordinatorSupervisor)
-            traffic = NodeTraffic(links, agent, clock=SYSTEM_CLOCK)
+        others = None if traffic is None else traffic.source
+        screen = RunScreen(agent, shown, folders, clock=SYSTEM_CLOCK, others=others)
         loop = Loop(
             agent,
             signals=self._signals,

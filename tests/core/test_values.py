@@ -35,7 +35,7 @@ RANK = specs.RankSpec(**AROUND, loads=True, resume="auto", injections_left={0: 2
 SPECS = {
     ForkKind.RANK: RANK,
     ForkKind.LOOP: replace(RANK, program=PROGRAM),
-    ForkKind.PROGRAM: specs.ProgramSpec(**AROUND, call=CALL),
+    ForkKind.PROGRAM: specs.ProgramSpec(**AROUND, call=CALL, log_file="l"),
     ForkKind.STORE: specs.NothingMore(),
     ForkKind.SPARE: specs.SpareSpec(**AROUND, kind=SpareKind.MODEL),
     ForkKind.STANDBY: specs.NothingMore(),

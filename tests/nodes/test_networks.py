@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from tests import ready
 from tests.nodes.conftest import SETTINGS, TOKEN
+from tests.nodes.test_scripts import NAMES, SCRIPT, began
 from tests.processes import poll
 from tests.scenarios.harness import NO_DRILLS, ONE_THREAD, ROOT, WORKLOAD, processes_with
 
@@ -84,6 +86,15 @@ class Network:
                 namespaces=(f"{shell}/ns/user", f"{shell}/root/run/netns/node{number}"),
             )
         self.started.append(process)
+
+    def run_script(self, number, folder, *words):
+        """``run`` on machine ``number``."""
+        environment = f"PYTHONPATH={ROOT} TMPDIR={folder} DDP_RUNNER_TOKEN={TOKEN} {self.mark}"
+        command = (sys.executable, "-m", "ddp_runner", "run", "--cpu", "-n", 1, "-l", "logs")
+        words = " ".join(map(str, (*command, "log.display=plain", *words)))
+        self.run(
+            f"cd {folder}; {environment} ip netns exec node{number} {words} >> console.txt 2>&1 &"
+        )
 
     def end(self):
         with self.shell:  # which closes its pipes and waits
@@ -206,3 +217,32 @@ def test_two_followers_that_lose_each_other_end_the_run_saved(network, tmp_path)
     ]
     assert "cannot reach each other: let TCP through between them" in ends
     assert not [one for one in summary["faults"] if "the store process died" in one["cause"]]
+
+
+def test_a_script_goes_on_with_fewer_behind_a_link_that_is_cut(network, tmp_path):
+    """Its ranks find each other though both hosts have one name, and those of the lost machine end."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    words = ("--nnodes", "1:2", "--rdzv-endpoint", "10.9.0.1:29500", "--max-restarts", 3)
+    words += ("recovery.node_patience_s=1", "train.py", 200, tmp_path / "kept.pt", NAMES)
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "train.py").write_text(SCRIPT)
+        network.run_script(number, folder, *words)
+
+    def log(number, attempt):
+        path = folders[number] / "logs" / f"attempt_{attempt}" / f"rank_{number}.log"
+        return path.read_text() if path.exists() else ""
+
+    poll(lambda: "began" in log(1, 0), what="the start")
+    assert began(log(1, 0))[1]["MASTER_ADDR"] == "10.9.0.1"
+    poll((tmp_path / "kept.pt").exists, what="a checkpoint")
+    network.run("ip link set wire1 down")
+    poll(lambda: "began" in log(0, 1), what="the next start")
+    step, variables = began(log(0, 1))
+    assert (step > 0, variables["WORLD_SIZE"]) == (True, "1")
+    assert "ended with" not in log(1, 0)
+    network.run("ip link set wire1 up")
+    poll((folders[0] / "logs" / "summary.json").exists, what="the end")
+    found = json.loads((folders[0] / "logs" / "summary.json").read_text(encoding="utf-8"))
+    assert (found["status"], found["world_size"]) == ("completed", 1)
+    assert "is lost: nothing was heard" in found["attempts"][0]["cause"]

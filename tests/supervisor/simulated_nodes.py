@@ -395,24 +395,7 @@ class NodesSimulation(Simulation):
             )
             for number in range(1, self._asked.most)
         ]
-        self.run = assembled(
-            plan,
-            self.node,
-            outputs=self.outputs,
-            directories=_Unclaimed(),
-            published=Directory(self),
-            clock=self.clock,
-            others=others,
-            waits_for=partial(missing_nodes, others, plan.nodes),
-        )
-        self.supervisor = CoordinatorSupervisor(
-            self.run.run,
-            self.run.parts,
-            plan=plan,
-            recorder=self.run.recorder,
-            others=others,
-            owner=owner,
-        )
+        self.supervisor = self._coordinator(plan, others, owner)
         store = ("", self.node.store_at.port)
         self.links = OtherNodes(
             plan,
@@ -428,6 +411,27 @@ class NodesSimulation(Simulation):
             selector=selector,
             clock=self.clock,
             traffic=NodeTraffic(self.links, self.supervisor, clock=self.clock),
+        )
+
+    def _coordinator(self, plan, others, owner):
+        """Who decides."""
+        self.run = assembled(
+            plan,
+            self.node,
+            outputs=self.outputs,
+            directories=_Unclaimed(),
+            published=Directory(self),
+            clock=self.clock,
+            others=others,
+            waits_for=partial(missing_nodes, others, plan.nodes),
+        )
+        return CoordinatorSupervisor(
+            self.run.run,
+            self.run.parts,
+            plan=plan,
+            recorder=self.run.recorder,
+            others=others,
+            owner=owner,
         )
 
     # What a test does.

@@ -28,6 +28,10 @@ class AttemptFiles:
         """Return the log of a rank in an attempt."""
         return self.folder(attempt) / f"rank_{rank}.log"
 
+    def name(self, attempt: int, rank: int) -> str:
+        """Return the name of such a log within the folder of logs, of whichever machine."""
+        return f"attempt_{attempt}/rank_{rank}.log"
+
     def make(self, attempt: int, ranks: Sequence[int]) -> None:
         """Make the folder of an attempt; errors that an earlier launch has left in it go."""
         self.folder(attempt).mkdir(exist_ok=True)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ddp_runner.features.script.attempt_files import error_file
 from ddp_runner.features.script.rules import ScriptCall
 from ddp_runner.kernel.rank.runtime import StartupOutput, lossy_text, write_stacks
 from ddp_runner.kernel.rank.signals import RUN_SIGNALS
@@ -35,6 +36,7 @@ from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.failure import fault_of
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.system.interfaces import interface_of, interface_to
 from ddp_runner.kernel.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.kernel.wire.board import Board, Cell, Slot
 from ddp_runner.kernel.wire.events import Faulted, RankFormed
@@ -87,9 +89,8 @@ def run(request: Fork, descriptors: list[int]) -> int:
     call: ScriptCall = built(ScriptCall, spec.call)
     parent_death.set_process_name(f"ddp:rank{request.rank}")
     parent_death.mark_own_children()
-    log = Path(call.log_file)
+    log = Path(spec.log_file)
     startup = StartupOutput(output, log)
-    os.environ.update(torchrun_environment(request, spec, call))
     _be_an_ordinary_process(*stdin)
     link = _Link(
         Channel.from_descriptor(control),
@@ -99,14 +100,18 @@ def run(request: Fork, descriptors: list[int]) -> int:
         log=log,
         seal=spec.log_seal,
     )
-    link.join()
+    form = link.join()
+    os.environ.update(torchrun_environment(form, spec, call))
+    if form.world_size > form.local_world_size:
+        _lead_gloo(spec)
     if call.is_program:
         _become_program(call.path, call.arguments)
     register_optimizer_step_post_hook(_StepCounter(link.slot))
     count_heartbeats(link.slot)
     notice_files(link.slot, whole_saves=not call.plain_saves)
     try:
-        code = run_as_main(call.path, call.module, list(call.arguments), on_error=link.failed)
+        path = call.path and str(Path(call.path).absolute())
+        code = run_as_main(path, call.module, list(call.arguments), on_error=link.failed)
     except SystemExit as error:
         link.leaving(error.code)
         raise
@@ -115,19 +120,19 @@ def run(request: Fork, descriptors: list[int]) -> int:
     return code
 
 
-def torchrun_environment(request: Fork, spec: ProgramSpec, call: ScriptCall) -> dict[str, str]:
-    """Return the variables that torchrun 2.13 sets for each rank.
+def torchrun_environment(form: Form, spec: ProgramSpec, call: ScriptCall) -> dict[str, str]:
+    """Return the variables that torchrun 2.13 sets for each rank. All machines have as many ranks.
 
     Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
-    rank, world_size = str(request.rank), str(spec.world_size)
+    rank, world_size = str(form.rank), str(form.world_size)
     return {
         "RANK": rank,
-        "LOCAL_RANK": str(request.local_rank),
+        "LOCAL_RANK": str(form.local_rank),
         "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-        "GROUP_RANK": str(spec.node),
-        "GROUP_WORLD_SIZE": str(spec.world_size // spec.local_world_size),
+        "LOCAL_WORLD_SIZE": str(form.local_world_size),
+        "GROUP_RANK": str(form.rank // form.local_world_size),
+        "GROUP_WORLD_SIZE": str(form.world_size // form.local_world_size),
         "ROLE_NAME": call.role,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
@@ -137,8 +142,14 @@ def torchrun_environment(request: Fork, spec: ProgramSpec, call: ScriptCall) -> 
         "TORCHELASTIC_RESTART_COUNT": str(call.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(call.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": call.error_file,
+        "TORCHELASTIC_ERROR_FILE": str(error_file(Path(spec.log_file))),
     }
+
+
+def _lead_gloo(spec: ProgramSpec) -> None:
+    """Have gloo use the interface that leads to the coordinator: it takes what this host's name means, often loopback."""
+    if interface := interface_of(spec.local_addr) or interface_to(spec.store_host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _be_an_ordinary_process(stdin: int | None = None) -> None:
@@ -196,8 +207,8 @@ class _Link:
         self._forms: queue.SimpleQueue[Form] = queue.SimpleQueue()
         self._generation = 0
 
-    def join(self) -> None:
-        """Say that this rank is there, and wait until all are: then the log file is open."""
+    def join(self) -> Form:
+        """Say that this rank is there, and wait until all are, and which of them this is: then the log file is open."""
         self.slot.clear()
         self.slot.set_loss(float("nan"))  # nobody reports it
         self.slot.stamp(Phase.STARTUP, time.monotonic_ns())
@@ -212,10 +223,14 @@ class _Link:
                 train_samples=0,
                 parameters=0,
                 device="",
+                ends_in_silence=True,  # it leaves no generation: where its machine is cut off, it ends
             )
         )
         form = self._forms.get()
         self._generation = form.generation
+        with contextlib.suppress(OSError):  # no log is worth a run
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            error_file(self._log).unlink(missing_ok=True)
         self._output.attach()
         self._send(
             RankFormed(
@@ -228,6 +243,7 @@ class _Link:
                 rebuild_s=0.0,
             )
         )
+        return form
 
     def failed(self, error: BaseException) -> None:
         """Say why this rank ends; its exit code is heard of anyway."""

@@ -59,7 +59,13 @@ class ScriptHangs:
             return None
         if self._forced_s is not None and now_s < self._forced_s + FORCED_TIME_S:
             return None
+        if now_s < self._asked_s + ANSWER_TIME_S and not all(map(self._is_place_known, alive)):
+            return None
         return self._verdict(alive, now_s)
+
+    def _is_place_known(self, handle: RankHandle) -> bool:
+        """Return whether it is known where a rank is, as far as it has said so: of another machine it comes later."""
+        return self._world.is_here(handle) or bool(self._world.stack_of(handle))
 
     def _signs(self, handle: RankHandle) -> SignsOfLife:
         answer = self._newest.get(handle.rank)

@@ -31,6 +31,7 @@ class LiveAttempt:
         self._left: dict[int, Leaving] = {}
         self._left_when_asked: set[int] = set()
         self._others_ended_s: float | None = None  # when the first ranks had ended
+        self._stepped_ns: int | None = None  # when its first optimizer step was seen
 
     @property
     def is_ending(self) -> bool:
@@ -83,6 +84,12 @@ class LiveAttempt:
             self._others_ended_s = float("inf")
             return True
         return False
+
+    def are_loads_known(self, steps: int, *, known_ns: int, now_ns: int) -> bool:
+        """Return whether it is known what ranks had read when the first of them made a step. ``known_ns``: of when facts are."""
+        if steps and self._stepped_ns is None:
+            self._stepped_ns = now_ns
+        return self._stepped_ns is not None and known_ns >= self._stepped_ns
 
     def judged(
         self, handles: Sequence[RankHandle], recorded: Sequence[Fault], *, steps: int, now_s: float

@@ -22,6 +22,7 @@ class AttemptRecord:
     ``steps``: optimizer steps it made; ``seconds`` from its start to its end, ``first_step_s`` to the end
     of its first optimizer step, None where it made none. ``rank``, ``cause``, ``detail`` (a traceback,
     if there was one) and ``exit_code`` are of the rank that failed first; None and empty where none did.
+    ``host``: its machine's name, where there are several.
     """
 
     attempt: int
@@ -32,6 +33,7 @@ class AttemptRecord:
     cause: str
     detail: str
     exit_code: int | None
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ def _lines(summary: ScriptSummary) -> Iterator[str]:
     yield from (f"{name:<{_LABEL_COLUMNS}}{value}" for name, value in rows)
     for one in failed[:_FAULTS_SHOWN_MAX]:
         who = "" if one.rank is None or one.cause.startswith("rank ") else f"rank {one.rank}: "
+        who = f"{one.host}: {who}" if one.host else who
         yield (
             f"  attempt {one.attempt}  {who}{one.cause}, after {count(one.steps)} optimizer steps"
             f" in {duration(one.seconds)}"

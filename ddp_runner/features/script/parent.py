@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.features.script.attempt_files import AttemptFiles, error_file
+from ddp_runner.features.script.attempt_files import AttemptFiles
 from ddp_runner.features.script.hangs import ScriptHangs
 from ddp_runner.features.script.live_attempt import LATE_S, LiveAttempt, fault_of_leaving
 from ddp_runner.features.script.other_summary import AttemptRecord, ScriptSummary
@@ -36,6 +36,7 @@ from ddp_runner.features.script.rules import (
     was_asked_to_end,
 )
 from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
+from ddp_runner.kernel.parent.ports import Host
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
 from ddp_runner.kernel.parent.world import World
@@ -90,10 +91,13 @@ from ddp_runner.system.run_directories import RunDirectories
 
 def supervise(plan: LaunchPlan, script: ScriptPlan | None, *, token_file: str = "") -> int:
     """Run a program to its end and return the exit code. ``script``: None where its loop attaches, and it is repaired in place."""
-    agent = None if script is None else partial(ScriptAgent, script=script)
     if plan.nodes is None:
+        agent = None if script is None else partial(ScriptAgent, script=script)
         return assembly.supervise(plan, agent=agent)
-    several = import_module("ddp_runner.cli.nodes")  # which no other run needs
+    # What no other run needs.
+    several = import_module("ddp_runner.cli.nodes")
+    coordinator = import_module("ddp_runner.features.script.script_coordinator").ScriptCoordinator
+    agent = None if script is None else partial(coordinator, script=script)
     return int(several.train_on_several(plan, token_file=token_file, agent=agent))
 
 
@@ -113,11 +117,12 @@ class ScriptAgent:
         outputs: Outputs,
         directories: RunDirectories,
         clock: Clock,
-        published: Published | None = None,
+        others: Sequence[Host] = (),
     ) -> None:
+        """``others``: the other machines of the run."""
         self.plan = plan
         self.node = node
-        self.world = World(node)
+        self.world = World(node, others)
         self.outputs = outputs
         self.directories = directories
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
@@ -125,7 +130,7 @@ class ScriptAgent:
         self.recorder = Recorder(
             outputs,
             name=plan.settings.run.name,
-            published=published or Published(Path(plan.settings.run.checkpoint_dir)),
+            published=Published(Path(plan.settings.run.checkpoint_dir)),
             clock=clock,
             host_of=self.world.host_of,
         )
@@ -135,7 +140,7 @@ class ScriptAgent:
             world=self.world,
             recorder=self.recorder,
             debug=plan.settings.run.debug,
-            waits_for=str,
+            waits_for=self._waits_for,
         )
         recovery = plan.settings.recovery
         zygotes = ZygoteKeeper(
@@ -155,6 +160,7 @@ class ScriptAgent:
         self._records: list[AttemptRecord] = []
         self._has_saved = False  # in an attempt that has failed
         self._attempt = LiveAttempt(0, now_s=clock.monotonic())
+        self._has_not_begun = True  # none of its ranks was asked for
         self._again_at_s = 0.0  # when the ranks of this attempt may be started
         self._hangs = ScriptHangs(script.hang_timeout_s, world=self.world)  # of this attempt
 
@@ -162,9 +168,12 @@ class ScriptAgent:
 
     def on_packet(self, packet: bytes, rank: int | None) -> None:
         """Take a packet in; ``rank`` is that of the process that sent it, None for one that is no rank."""
+        self.on_message(decode(packet), rank)
+
+    def on_message(self, message: Message, rank: int | None) -> None:
+        """Hear a message, of whichever machine."""
         if self.ending is not None:
             return
-        message = decode(packet)
         if rank is not None:
             self._on_rank_message(message, self.world.ranks[rank])
         elif (ended := self._keeper.on_message(message, self.start)) is not None:
@@ -173,6 +182,8 @@ class ScriptAgent:
     def _on_rank_message(self, message: Message, handle: RankHandle) -> None:
         match message:
             case Ready():
+                if not self.world.is_here(handle):
+                    handle.slot.clear()  # which may still mirror what the process before has done
                 handle.ready = message
                 handle.machine.advance(RankEvent.GOT_READY)
             case events.RankFormed():
@@ -309,13 +320,13 @@ class ScriptAgent:
         if self.ending is not None:
             return
         self.node.kernel_kills.look_sometimes(now_s)
-        self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
+        self.facts.committed_step = self._steps()
         self._keeper.look(now_s)
         self._look_for_stopped(now_s)
         self._end_after_fault()
         if self._attempt.rest_ends_by_s is not None:
             self._wait_for_rest(now_s, self._attempt.rest_ends_by_s)
-        elif all(handle.has_finished for handle in self.world.ranks):
+        elif all(handle.has_finished for handle in self.world.present):
             self._complete()
         else:
             self._spawn(now_s)
@@ -323,6 +334,13 @@ class ScriptAgent:
             self._name_late_ones(now_s)
             self._end_if_it_does_not_resume()
             self._look_for_hung(now_s)
+
+    def _steps(self) -> int:
+        """Return the optimizer steps of this attempt; what another machine still shows of the one before does not count."""
+        ready = [handle for handle in self.world.present if handle.ready is not None]
+        if self._has_not_begun or not ready:
+            return 0
+        return max(handle.slot.get(Cell.COMMITTED_STEP) for handle in ready)
 
     def _look_for_stopped(self, now_s: float) -> None:
         """Report a rank that the system holds stopped: all others wait for it, and nobody may wake it."""
@@ -392,7 +410,7 @@ class ScriptAgent:
 
     def _judge(self, now_s: float) -> None:
         """Start all ranks again, or end the run: the attempt is over."""
-        steps = {one.rank: one.slot.get(Cell.COMMITTED_STEP) for one in self.world.ranks}
+        steps = {one.rank: one.slot.get(Cell.COMMITTED_STEP) for one in self.world.present}
         failed = self._attempt.judged(
             self.world.ranks,
             self._files.recorded(self._attempt.number, steps, hidden=self.outputs.hidden),
@@ -410,8 +428,12 @@ class ScriptAgent:
             counts_steps=counts_steps,
         )
         culprit = failed.fault
-        what = failure_line(culprit, steps=failed.steps if counts_steps else None)
-        log = f"; see {self._log(culprit.rank)}" if culprit.rank >= 0 else ""
+        what = failure_line(
+            culprit,
+            steps=failed.steps if counts_steps else None,
+            place=self._place_of(culprit.rank),
+        )
+        log = f"; see {self._log_for_people(culprit.rank)}" if culprit.rank >= 0 else ""
         trace = self._traceback_to_show(culprit)
         match decided:
             case EndRun(reason=why, status=status, exit_code=code):
@@ -422,7 +444,7 @@ class ScriptAgent:
             case StartAgain(delay_s=delay_s):
                 if trace:
                     self.recorder.say(trace, level="ERROR")
-                ranks, number = len(self.world.ranks), len(self._failed)
+                ranks, number = len(self.world.present), len(self._failed)
                 self.recorder.say(
                     f"{what} -> all {ranks} ranks start again (attempt {number}){log}",
                     level="WARNING",
@@ -432,11 +454,12 @@ class ScriptAgent:
     def _start_again(self, now_s: float, delay_s: float) -> None:
         """Begin the next attempt; nothing of the one that is over is left but its record."""
         self._attempt = LiveAttempt(len(self._failed), now_s=now_s)
+        self._has_not_begun = True
         self._again_at_s = now_s + delay_s
         self._hangs = ScriptHangs(self._script.hang_timeout_s, world=self.world)
         self.world.forget_stacks()
         self.world.renew_store()  # torch keeps no prefix for each attempt in it
-        for handle in self.world.ranks:
+        for handle in self.world.present:
             handle.member.advance(MembershipEvent.TO_REPLACE)
             handle.slot.clear()
 
@@ -453,30 +476,43 @@ class ScriptAgent:
             return
         if store is None:
             self.world.start_store()
-        missing = [handle for handle in self.world.ranks if handle.needs_process]
+        if self._has_not_begun and not self._may_begin(now_s):
+            return
+        missing = [handle for handle in self.world.present if handle.needs_process]
         if not missing or any(handle.state not in NO_PROCESS_LEFT for handle in missing):
             return
+        self._has_not_begun = False
         self._attempt.began_s = now_s
         resume_words, notes = words_to_resume(self._script.resume_with)
         for line in notes:
             self.recorder.say(line, level="WARNING")
         for handle in missing:
-            log = self._log(handle.rank)
-            call = self._call((*self._script.arguments, *resume_words), handle.rank)
-            start = RankStart(call=asdict(call), log_file=log, reads_stdin=handle.rank == 0)
+            call = self._call((*self._script.arguments, *resume_words))
+            start = RankStart(
+                call=asdict(call),
+                log_name=self._files.name(self._attempt.number, handle.rank),
+                reads_stdin=handle.rank == 0,
+            )
             if self.world.spawn_rank(handle, start, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
 
-    def _call(self, arguments: tuple[str, ...], rank: int) -> ScriptCall:
-        script, log = self._script, self._log(rank)
+    def _waits_for(self) -> str:
+        """Return in words which machines the run cannot begin without: none, as all its ranks are here."""
+        return ""
+
+    def _may_begin(self, now_s: float) -> bool:
+        """Return whether the attempt may begin now."""
+        del now_s
+        return True
+
+    def _call(self, arguments: tuple[str, ...]) -> ScriptCall:
+        script = self._script
         return ScriptCall(
             path=script.path,
             module=script.module,
             arguments=arguments,
             is_program=script.is_program,
             plain_saves=script.plain_saves,
-            log_file=str(log),
-            error_file=str(error_file(log)),
             run_id=script.rdzv_id or self._run_id,
             role=script.role,
             attempt=self._attempt.number,
@@ -485,13 +521,13 @@ class ScriptAgent:
 
     def _form(self, now_s: float) -> None:
         # A rank may be ready before its zygote has reported who it is. Until then nobody could end it.
-        ranks = self.world.ranks
+        ranks = self.world.present
         are_ready = self.world.counts.are_all_present(RankState.READY)
         if not are_ready or any(one.pid is None for one in ranks) or not self.world.has_ready_store:
             return
         if not self.recorder.may_write and not self._begin():
             return
-        numbers, number = range(len(ranks)), self._attempt.number
+        numbers, number = range(len(self.world.ranks)), self._attempt.number
         self._files.make(number, numbers)
         shown = self._script.shown_ranks
         self.outputs.follow(
@@ -508,8 +544,8 @@ class ScriptAgent:
         """Claim the folders and open the files: every rank is there."""
         self.facts.run_id = self._run_id
         try:
-            self.directories.claim()
-        except BadInputError as error:
+            self._claim()
+        except (BadInputError, OSError) as error:
             line = str(error)
             code = ExitCode.BAD_USAGE
             self._end(Ending.of(RunStatus.FAILED, line, exit_code=code, error_line=line))
@@ -518,7 +554,7 @@ class ScriptAgent:
         threads = self.plan.threads_per_rank
         lines = (
             *self.plan.notes,
-            f"{self._script.name} on {len(self.world.ranks)} ranks, {threads} threads each",
+            f"{self._who()}, {threads} threads each",
             f"what they write: {self._files.folder(self._attempt.number)}/rank_<r>.log",
         )
         self.recorder.record(
@@ -533,9 +569,22 @@ class ScriptAgent:
         )
         return True
 
+    def _claim(self) -> None:
+        """Take the folders of the run. Raises BadInputError and OSError."""
+        self.directories.claim()
+
+    def _place_of(self, rank: int) -> str:
+        """Return the machine of a rank, for people; empty where there is only one."""
+        del rank
+        return ""
+
+    def _who(self) -> str:
+        on = f" of {machines}" if (machines := self.world.machines()) else ""
+        return f"{self._script.name} on {len(self.world.present)} ranks{on}"
+
     def _name_late_ones(self, now_s: float) -> None:
         """Name the ranks that still run when others have ended for a while: perhaps for ever, at their own end."""
-        ranks = self.world.ranks
+        ranks = self.world.present
         left = [handle.rank for handle in ranks if not handle.has_finished]
         if self._attempt.are_others_late(len(left), of=len(ranks), now_s=now_s):
             line = f"not ended, {LATE_S:g} s after others have: {rank_list(left)}"
@@ -543,11 +592,18 @@ class ScriptAgent:
 
     def _end_if_it_does_not_resume(self) -> None:
         """End a script that would train again what is trained, and overwrite what it has saved."""
-        if self._script.from_scratch or not does_not_resume(
-            attempt=self._attempt.number,
-            saved_before=self._has_saved,
-            steps=max(self.world.present_cells(Cell.COMMITTED_STEP)),
-            loads=max(self.world.present_cells(Cell.SCRIPT_LOADS)),
+        steps, now_ns = self._steps(), self._clock.monotonic_ns()
+        known_ns = min(self.world.known_ns(now_ns))
+        are_known = self._attempt.are_loads_known(steps, known_ns=known_ns, now_ns=now_ns)
+        if (
+            self._script.from_scratch
+            or not are_known
+            or not does_not_resume(
+                attempt=self._attempt.number,
+                saved_before=self._has_saved,
+                steps=steps,
+                loads=max(self.world.present_cells(Cell.SCRIPT_LOADS)),
+            )
         ):
             return
         line = (
@@ -560,9 +616,19 @@ class ScriptAgent:
     def _log(self, rank: int) -> Path:
         return self._files.log(self._attempt.number, rank)
 
+    def _first_step_ns(self) -> int:
+        """Return when the first optimizer step of this attempt was done; 0: none is."""
+        began_ns = int(self._attempt.began_s * 1e9)
+        steps_ns = self.world.present_cells(Cell.FIRST_STEP_NS)
+        return min((ns for ns in steps_ns if ns >= began_ns), default=0)
+
+    def _log_for_people(self, rank: int) -> str:
+        name = self._files.name(self._attempt.number, rank)
+        return self.world.log_of(self.world.ranks[rank], self.plan.settings.run.log_dir, name)
+
     def _keep_record(self, failed: Attempt | None) -> None:
         """Add the attempt to those that summary.json holds; ``failed``: as what, None where it has not."""
-        first_ns = min((ns for ns in self.world.present_cells(Cell.FIRST_STEP_NS) if ns), default=0)
+        first_ns = self._first_step_ns()
         began_s, fault = self._attempt.began_s, None if failed is None else failed.fault
         self._records.append(
             AttemptRecord(
@@ -571,6 +637,7 @@ class ScriptAgent:
                 seconds=round(self._clock.monotonic() - began_s, 3),
                 first_step_s=round(first_ns / 1e9 - began_s, 3) if first_ns else None,
                 rank=None if fault is None else fault.rank,
+                host="" if fault is None else self.world.host_of(fault.rank),
                 cause="" if fault is None else fault.cause,
                 detail="" if fault is None else fault.detail,
                 exit_code=None if failed is None else failed.exit_code,
@@ -620,7 +687,7 @@ class ScriptAgent:
             exit_code=int(ending.exit_code),
             script=self._script.name,
             arguments=self._script.arguments,
-            world_size=self.plan.world_size,
+            world_size=len(self.world.present),
             steps=self.facts.committed_step,
             wall_s=round(self._clock.monotonic() - self.recorder.accounting.began_s, 3),
             attempts=tuple(self._records),

@@ -39,7 +39,8 @@ class ResumeWith:
 class ScriptPlan:
     """A program of the user's: a Python file, a module as of ``python -m``, or a program as it is (``is_program``).
 
-    ``path`` of a file is absolute; exactly one of ``path`` and ``module`` is not empty. ``restarts``: it may be
+    ``path`` of a file is absolute, and as it was written with several machines; exactly one of ``path`` and
+    ``module`` is not empty. ``restarts``: it may be
     started again, because the user has said how it resumes, or how often. ``preload``: modules that the
     zygote imports ahead. ``plain_saves``: torch.save is left as it is. ``from_scratch``: it may begin at its
     beginning where an attempt before has saved something. ``hang_timeout_s``: without a sign of any rank; 0: no limit. ``shown_ranks``: whose lines the console has,
@@ -70,15 +71,16 @@ class ScriptPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCall:
-    """What a rank of a script is given, with the values that torchrun passes on. ``is_program``: it is not a Python file."""
+    """What a rank of a script is given, with the values that torchrun passes on. ``is_program``: it is not a Python file.
+
+    ``path``: relative where it was written so, as each of several machines may have its own working folder.
+    """
 
     path: str
     module: str
     arguments: tuple[str, ...]
     is_program: bool
     plain_saves: bool
-    log_file: str
-    error_file: str
     run_id: str
     role: str
     attempt: int
@@ -161,11 +163,16 @@ def was_asked_to_end(
     return by_signal or exit_code in (0, OF_SIGNAL + asked) or stops
 
 
-def failure_line(fault: Fault, *, steps: int | None) -> str:
-    """Return who has failed and how, after so many optimizer steps; None: they are not counted."""
+def failure_line(fault: Fault, *, steps: int | None, place: str = "") -> str:
+    """Return who has failed and how, after so many optimizer steps; None: they are not counted.
+
+    ``place``: the machine of that rank, where there are several.
+    """
     what = fault.cause
-    if fault.rank >= 0 and not what.startswith("rank "):
-        what = f"rank {fault.rank}: {what}"
+    if fault.kind is not FaultKind.NODE_LOST:
+        if fault.rank >= 0 and not what.startswith("rank "):
+            what = f"rank {fault.rank}: {what}"
+        what = f"{place}: {what}" if place else what
     return what if steps is None else f"{what} after {steps:,} optimizer steps"
 
 
@@ -190,7 +197,8 @@ def plan_restart(
         return end("its arguments are wrong")
     if not restarts:
         return end("started again only with --max-restarts or --resume-with")
-    if counts_steps and not any(attempt.steps for attempt in attempts):
+    is_of_script = newest.fault.kind is not FaultKind.NODE_LOST
+    if is_of_script and counts_steps and not any(attempt.steps for attempt in attempts):
         return end("it failed before the first optimizer step")
     kind, origin = newest.fault.kind, newest.fault.origin
     is_own = kind in (FaultKind.RANK_RAISED, FaultKind.RANK_EXITED) or (

@@ -64,6 +64,7 @@ _LONG_OF_SHORT = {
     "-r": "--redirects",
 }
 _OF_DEVICE = ("--cpu", "--gpus", "device=", "run.device=", "gpus=", "run.gpus=")
+_OF_ALL = "--num-processes"  # accelerate's word for the ranks of all machines together
 _CPU_WORDS = ("--cpu", "device=cpu", "run.device=cpu")
 _DEVICE_OF = {"cpu": "cpu", "gpu": "cuda"}  # torchrun's words for as many ranks as there are
 
@@ -114,18 +115,26 @@ def run(words: Sequence[str]) -> int:
         raise BadInputError(
             refused[0], "", "needs a loop that calls ddp_runner.attach(), which the script does not"
         )
+    if plan.nodes is not None and script.path:  # each machine has its own working folder
+        script = replace(script, path=sorted_words.rest[0])
+    plan = _with_script(plan, script, sorted_words.own)
+    return _supervise(plan, words, script, token_file)
+
+
+def _with_script(plan: LaunchPlan, script: ScriptPlan, own: Mapping[str, str]) -> LaunchPlan:
+    """``plan`` for a program that is run as it is."""
     settings = plan.settings
     _refuse_mode(settings, ranks=plan.world_size)
     # There is no checkpoint of ours, and one folder: what looks for both finds it.
     of_run = replace(settings.run, checkpoint_dir=settings.run.log_dir)
     recovery = replace(settings.recovery, warm_spare=False, drill_at=None)
-    plan = replace(
+    return replace(
         plan,
         settings=replace(settings, run=of_run, recovery=recovery),
         notes=(
             *plan.notes,
             *_thread_notes(plan.threads_per_rank),
-            *_torchrun_notes(sorted_words.own),
+            *_torchrun_notes(own),
         ),
         opaque=OpaqueProgram(
             name=script.name,
@@ -135,19 +144,12 @@ def run(words: Sequence[str]) -> int:
             arguments=script.arguments,
         ),
     )
-    _refuse_several(plan, "in this version if its loop calls attach(), which this script does not")
-    return _supervise(plan, words, script, token_file)
 
 
 def settings_of(words: Sequence[str]) -> Settings:
     """The settings of the run that ``words`` ask for. Raises BadInputError."""
     found = _sort(words)
     return asked_settings(parse_train(_settings(found, _script(found))), dict(os.environ))
-
-
-def _refuse_several(plan: LaunchPlan, expected: str) -> None:
-    if plan.nodes is not None:
-        raise BadInputError("--nnodes", plan.nodes.most, f"is taken {expected}")
 
 
 def _supervise(
@@ -175,6 +177,9 @@ def _rdzv_id(arguments: TrainArguments, environment: Mapping[str, str]) -> str:
 def _on_several(plan: LaunchPlan, own: Mapping[str, str]) -> LaunchPlan:
     """``plan`` for several machines: a port of the endpoint's is not that of the store."""
     assert plan.nodes is not None
+    if _OF_ALL in own:
+        expected = "counts the ranks of all machines: give those of each, as --nproc-per-node"
+        raise BadInputError(_OF_ALL, own[_OF_ALL], expected)
     if "--standalone" in own:
         raise BadInputError("--standalone", "", f"is for one machine, and not {plan.nodes.most}")
     if plan.settings.ddp.port != plan.nodes.port:
@@ -288,6 +293,7 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if long in REFUSED or (is_fact(long[2:]) and long not in (*OWN, *SHARED)):
         _take_of_others(long, attached, rest, found)
         return False
+    is_of_all = name.replace("_", "-").lower() == _OF_ALL
     option = OWN.get(long) or (OPTIONS[long] if long in SHARED else None)
     if option is None:
         unknown = "unknown option; run --help lists them. The script's own words follow it"
@@ -296,6 +302,7 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if option.long == "--nproc-per-node" and value in ("cpu", "gpu"):
         found.shared.append(f"run.device={_DEVICE_OF[value]}")
         value = str(os.cpu_count()) if value == "cpu" else "auto"
+    found.own.update({_OF_ALL: value} if is_of_all else {})
     if option.long == "--resume-with":
         found.resume_with.append(value)
     elif option.long in OWN:
@@ -484,6 +491,7 @@ def run_help() -> str:
         "",
         "Exit codes:",
         "  0 done · 2 bad usage · 3 gave up (--max-restarts) · 130, 143 asked to stop",
+        "  75 a machine is missing, or its coordinator (several machines)",
         "  else that of the rank that failed first; 128 and the number of its signal",
     ]
     return "\n".join(lines)

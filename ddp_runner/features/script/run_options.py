@@ -13,7 +13,7 @@ SHARED = (
     *("--config", "--max-restarts", "--debug"),
     *("--resume", "--checkpoint-dir", "--inject"),
     *VARIABLES,
-    "--token-file",
+    *("--token-file", "--allow-different-code"),
 )
 # Of these, what needs a loop that calls ddp_runner.attach(): a script has its own checkpoints.
 OF_ATTACHED = ("--resume", "--checkpoint-dir", "--inject")

@@ -203,8 +203,8 @@ class Node:
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none: the spare, or else a fork, which is owed then."""
         process = self.processes[rank]
-        if start.log_file is not None:
-            process.log_path = start.log_file
+        if start.log_name:
+            process.log_path = self._plan.log_dir / start.log_name
         token = self._take_token()
         theirs, output = process.open_lines(token=token, now_s=self._clock.monotonic())
         assert process.channel is not None
@@ -457,7 +457,12 @@ class Node:
         """Return the specification of a rank's process."""
         surroundings = self.surroundings(rank)
         if self._plan.kind is ForkKind.PROGRAM:
-            return ProgramSpec(**surroundings, call=dict(start.call or {}), log_seal=self.log_seal)
+            return ProgramSpec(
+                **surroundings,
+                call=dict(start.call or {}),
+                log_file=str(self.processes[rank].log_path),
+                log_seal=self.log_seal,
+            )
         return RankSpec(
             **surroundings,
             loads=start.loads,

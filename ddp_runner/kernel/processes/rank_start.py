@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 
 class StartedBy(enum.Enum):
@@ -32,7 +31,8 @@ class RankStart:
     device_free_bytes: int = 0
     # One that is tried again may take its time: it leaves the spare to those that are missed.
     may_take_spare: bool = False
-    # Of an opaque program: what the rank is given beside its surroundings, and the log file of this attempt.
+    # Of an opaque program: what the rank is given beside its surroundings, and the name of its log file in this
+    # attempt, within the folder of logs of its machine.
     call: Mapping[str, object] | None = None
-    log_file: Path | None = None
+    log_name: str = ""
     reads_stdin: bool = False  # it has the standard input of this command

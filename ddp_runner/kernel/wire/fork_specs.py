@@ -93,9 +93,13 @@ class RankSpec(Surroundings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec(Surroundings):
-    """The specification of a rank that is a program of the user's own. ``call``: what that needs to know besides, as a record."""
+    """The specification of a rank that is a program of the user's own. ``call``: what that needs to know besides, as a record.
+
+    ``log_file``: where it writes, on its machine.
+    """
 
     call: dict[str, object]
+    log_file: str
     log_seal: str = field(default="", repr=False)
 
 

@@ -5,29 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.machines.node_messages import (
-    Beat,
-    EndWanted,
-    Folders,
-    Parked,
-    RankGone,
-    RankStarted,
-    Said,
-    SaveWanted,
-    StopWanted,
-)
+from ddp_runner.core.machines.node_messages import Beat, Parked
 from ddp_runner.core.machines.node_options import NodeOptions
-from ddp_runner.core.machines.nodes import (
-    NodesFacts,
-    NodesPlan,
-    ReturnFacts,
-    keeps_memory,
-    loads_own,
-    what_about_missing,
-)
+from ddp_runner.core.machines.nodes import ReturnFacts, keeps_memory, loads_own
+from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
@@ -43,16 +28,10 @@ from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed
-from ddp_runner.supervisor.nodes.other_nodes import (
-    NodeEvent,
-    NodeGone,
-    NodeJoined,
-    NodeNews,
-    NodeSaid,
-    OtherNodes,
-    RankSaid,
-)
-from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
+from ddp_runner.supervisor.nodes.missing_nodes import MissingNodes
+from ddp_runner.supervisor.nodes.node_events import NodeEvents
+from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined, OtherNodes
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.node_link import NodeLink
@@ -104,12 +83,14 @@ class CoordinatorSupervisor(Supervisor):
         self._has_parked = False  # whether ranks of others came with a memory
         assert plan.nodes is not None
         self._others = tuple(others)
-        self._options = plan.nodes
-        self._spares = 0  # machines that wait for a place
-        self._enough_since_s: float | None = None
-        self._begun_s = self._clock.monotonic()
-        # Node -> its first loss since it last trained: one that is lost while it starts gets no new patience.
-        self._lost_since_s: dict[int, float] = {}
+        self._events = NodeEvents(self, others, least=plan.nodes.least, clock=self._clock)
+        self._missing = MissingNodes(
+            others,
+            plan.nodes,
+            patience_s=plan.settings.recovery.node_patience_s,
+            has_left=self._has_done_all,
+            now_s=self._clock.monotonic(),
+        )
 
     def beat(self, number: int) -> Beat:
         """Return the state of the run, for a node."""
@@ -147,7 +128,7 @@ class CoordinatorSupervisor(Supervisor):
         if self.machine.state is RunState.RUNNING:
             for node in self._others:
                 if all(self.world.ranks[one].state is RankState.TRAINING for one in node.ranks):
-                    self._lost_since_s.pop(node.number, None)
+                    self._missing.trains(node)
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
         """Ask for a stop as :meth:`Supervisor.ask_stop` does, after saving the state that other nodes' ranks have kept."""
@@ -211,45 +192,14 @@ class CoordinatorSupervisor(Supervisor):
                 self._without = without
 
     def _look_at_missing(self, now_s: float) -> None:
-        there = 1 + sum(node.is_there or self._has_done_all(node) for node in self._others)
-        if there < self._options.least:
-            self._enough_since_s = None
-        elif self._enough_since_s is None:
-            self._enough_since_s = now_s
+        verdict = self._missing.look(now_s, has_trained=self.facts.ever_formed)
         if self._stop is not None and self.facts.ever_formed:
             self._stop_without_missing(self._stop)
-            return
-        plans = {
-            node: self._about(node, there=there, now_s=now_s)
-            for node in self._others
-            if not (node.is_there or self._has_done_all(node))
-        }
-        if plans and all(plan is NodesPlan.GIVE_UP for plan in plans.values()):
-            line = (
-                f"{there} of at least {self._options.least} nodes are there, and no other has come"
-            )
-            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, line))
-            return
-        for node, plan in plans.items():
-            is_left_out = node.is_leaving or now_s < node.left_out_until_s
-            if plan is NodesPlan.GO_ON or (is_left_out and there >= self._options.least):
+        elif verdict.gives_up:
+            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, verdict.gives_up))
+        else:
+            for node in verdict.without:
                 self._go_on_without(node, now_s)
-
-    def _about(self, node: RemoteNode, *, there: int, now_s: float) -> NodesPlan:
-        """Return the plan for a missing node."""
-        return what_about_missing(
-            NodesFacts(
-                there=there,
-                least=self._options.least,
-                most=self._options.most,
-                has_trained=self.facts.ever_formed,
-                missing_s=now_s - self._lost_since_s.get(node.number, self._begun_s),
-                enough_s=0.0 if self._enough_since_s is None else now_s - self._enough_since_s,
-            ),
-            patience_s=self._settings.recovery.node_patience_s,
-            last_call_s=self._options.last_call_s,
-            join_timeout_s=self._options.join_timeout_s,
-        )
 
     def _stop_without_missing(self, stop: StopReason) -> None:
         """Nobody waits for a node where the run is to end: who is there saves what was committed."""
@@ -278,31 +228,15 @@ class CoordinatorSupervisor(Supervisor):
 
     def on_node_event(self, event: NodeEvent) -> None:
         """Something has come from another node, or of it."""
-        if self.ending is not None:
-            return
-        match event:
-            case RankSaid(message=message, rank=rank):
-                self.on_message(message, rank)
-            case NodeJoined(node=node, waits_for=waits_for) if node.number == SPARE:
-                self._spares += 1
-                self.recorder.say(f"{node.name} is there, and waits: {waits_for}")
-            case NodeGone(node=node, why=why) if node.number == SPARE:
-                self._spares -= 1
-                self.recorder.say(f"{node.name} is lost: {why}")
-            case NodeJoined(node=node, keeps_parked=keeps_parked, was_spare=was_spare) as joined:
-                self._spares -= was_spare
-                if node.keeps_memory:
-                    self._take_over(joined.inexact_reasons)
-                self._note_other_code(joined.other_code)
-                if not keeps_parked:
-                    self._look_at_checkpoints_of(node)
-                there = sum(one.is_there for one in self._others) + 1
-                kept = "; its ranks have kept their memory" if keeps_parked else ""
-                self.recorder.say(f"{node.name} is there: {there} of {len(self._others) + 1}{kept}")
-            case NodeGone(node=node, why=why):
-                self._lose(node, why)
-            case NodeSaid(node=node, message=message) if node.ranks:
-                self._on_node_message(node, message)
+        self._events.on_event(event)
+
+    def node_joined(self, joined: NodeJoined) -> None:
+        """Take a machine in, with the memory of its ranks or without."""
+        if joined.node.keeps_memory:
+            self._take_over(joined.inexact_reasons)
+        self._note_other_code(joined.other_code)
+        if not joined.keeps_parked:
+            self._look_at_checkpoints_of(joined.node)
 
     def _take_over(self, inexact_reasons: Sequence[str]) -> None:
         """Ranks come with their memory, or a copy of it is left: the run goes on, and is what it was."""
@@ -334,73 +268,30 @@ class CoordinatorSupervisor(Supervisor):
             self._repair.loaders_elsewhere.add(first)
             self.recorder.say(f"node {node.number} has a newer {what}: it loads it")
 
-    def _on_node_message(self, node: RemoteNode, message: NodeNews) -> None:
-        match message:
-            case Folders():
-                node.shares_logs = message.shares_logs
-                own = [
-                    name
-                    for name, is_shared in (
-                        ("checkpoints", message.shares_checkpoints),
-                        ("logs", message.shares_logs),
-                    )
-                    if not is_shared
-                ]
-                if own:
-                    self.recorder.say(f"{node.name} has {' and '.join(own)} of its own")
-            case SaveWanted():
-                self.ask_save()
-            case EndWanted():
-                line = f"SIGQUIT on {node.name}: ended at once"
-                self.run_end.at_once(Ending.of(RunStatus.FAILED, line))
-            case RankStarted(rank=rank, pid=pid, was_spare=was_spare):
-                self.world.ranks[rank].pid = pid
-                self.world.ranks[rank].was_spare = was_spare
-            case RankGone(rank=rank):
-                self._rank_gone(node, message)
-            case Said(text=text, level=level):
-                self.recorder.say(f"node {node.number}: {text}", level=level)
-            case StopWanted(reason=reason, is_leaving=is_leaving):
-                self.recorder.say(f"{node.name} was asked to stop")
-                staying = [
-                    one
-                    for one in self._others
-                    if one.is_there and one is not node and not one.is_leaving
-                ]
-                is_enough = 1 + len(staying) + self._spares >= self._options.least
-                if is_leaving and is_enough and self._stop is None:
-                    node.order(Ending.of(RunStatus.PREEMPTED, LEAVES).event)
-                    node.is_leaving = True  # its link ends next
-                else:
-                    self.ask_stop(StopReason(reason))
+    def let_go(self, node: RemoteNode) -> bool:
+        """Let a machine leave that was asked to, unless all are to stop; its link ends next."""
+        if self._stop is not None:
+            return False
+        node.order(Ending.of(RunStatus.PREEMPTED, LEAVES).event)
+        node.is_leaving = True
+        return True
 
-    def _rank_gone(self, node: RemoteNode, gone: RankGone) -> None:
-        handle = self.world.ranks[gone.rank]
-        if not handle.is_alive:
-            return
-        if gone.exit_code is None and gone.signal_number is None:
-            node.cannot_start()
-            self.world.forget_start(handle)
-            self._repair.schedule_respawn(handle)
-            return
-        ended = Ended(
-            pid=handle.pid or 0,
-            exit_code=gone.exit_code,
-            signal_number=gone.signal_number,
-            at_ns=self._clock.monotonic_ns() - int(gone.age_s * 1e9),
-        )
-        wrote = WhatItWrote(last=gone.last, when_asked=gone.when_asked, before_log=gone.before_log)
+    def rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+        """Take note of how a rank of another machine has ended."""
         self._on_rank_ended(handle, ended, wrote)
+
+    def rank_not_started(self, handle: RankHandle) -> None:
+        """Have a process started that did not come."""
+        self._repair.schedule_respawn(handle)
 
     def _is_behind(self, node: RemoteNode) -> bool:
         """Return whether a program of the user's has trained there, and goes on behind its loop."""
         states = [self.world.ranks[rank].state for rank in node.processes]
         return self._goes_on_behind and self._has_done_all(node) and RankState.FINISHED in states
 
-    def _lose(self, node: RemoteNode, why: str) -> None:
+    def node_lost(self, node: RemoteNode, why: str) -> None:
         """All ranks of a node are gone with it, as far as anybody here can know."""
-        self.recorder.say(f"{node.name} is lost: {why}", level="WARNING")
-        self._lost_since_s.setdefault(node.number, self._clock.monotonic())
+        self._missing.lost(node, self._clock.monotonic())
         if not (node.is_leaving or self.run_end.is_known or self._has_done_all(node)):
             lost = self._record.findings.machines_lost
             lost[node.machine] = lost.get(node.machine, 0) + 1
@@ -431,12 +322,17 @@ class CoordinatorSupervisor(Supervisor):
             handle.released()
 
 
+class HearsNodes(Protocol):
+    """Who coordinates."""
+
+    def on_node_event(self, event: NodeEvent) -> None:
+        """Something has come from another node, or of it."""
+
+
 class NodeTraffic:
     """Brings what comes from other machines, or of them, to the coordinator. Driven by its loop."""
 
-    def __init__(
-        self, others: OtherNodes, supervisor: CoordinatorSupervisor, *, clock: Clock
-    ) -> None:
+    def __init__(self, others: OtherNodes, supervisor: HearsNodes, *, clock: Clock) -> None:
         self.source = others
         self._supervisor = supervisor
         self._turned_at_s = clock.monotonic()

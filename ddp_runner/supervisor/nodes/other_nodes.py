@@ -36,7 +36,7 @@ from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.events import OfFault, RunEnds
-from ddp_runner.kernel.wire.messages import Message, decode
+from ddp_runner.kernel.wire.messages import Leaving, Message, decode
 from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.observe.view import NodeView
 from ddp_runner.supervisor.nodes.admission import (
@@ -522,7 +522,9 @@ class OtherNodes:
 
 
 def _by_our_clock(message: Message, behind_ns: int) -> Message:
-    """``message`` with the time of its fault as the clock of this machine had it."""
+    """``message`` with the time of its fault, or of its end, as the clock of this machine had it."""
+    if isinstance(message, Leaving):
+        return replace(message, at_ns=message.at_ns + behind_ns)
     if isinstance(message, OfFault) and message.fault.at_ns:
         fault = replace(message.fault, at_ns=message.fault.at_ns + behind_ns)
         return replace(message, fault=fault)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from ddp_runner.core.launch_plan import OpaqueProgram
 from ddp_runner.features.script.parent import ScriptAgent
 from ddp_runner.features.script.rules import RANK, ScriptPlan
+from ddp_runner.features.script.script_coordinator import ScriptCoordinator
 from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.rules.phases import Phase
@@ -18,46 +19,35 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed
 from ddp_runner.kernel.wire.fork_specs import ForkKind, ProgramSpec
 from ddp_runner.kernel.wire.messages import Form, Leaving
+from ddp_runner.supervisor.assembly import OtherMachines
 from ddp_runner.supervisor.node_plans import node_plan
 from tests.supervisor.simulated import (
     FORM_S,
     STARTUP_S,
     STEP_S,
-    Directory,
     Silence,
     Simulation,
     System,
     _Unclaimed,
 )
+from tests.supervisor.simulated_nodes import NodesSimulation
 
 
-class ScriptSimulation(Simulation):
-    """One run of a script, which resumes where its newest step was; driven as :class:`Simulation` is."""
+class ScriptRanks:
+    """The processes of a simulated run of a script, which resumes where its newest step was."""
 
-    def __init__(self, folder, *, steps=40, is_deaf=False, script=None, **named):
+    def __init__(self, *, steps=40, is_deaf=False, script=None, **named):
         self.started = []  # attempt and rank of each process that was asked for
+        self.forms = {}  # generation -> rank -> its message
         self.stores = 0
         self.is_deaf = is_deaf  # to SIGTERM
-        self.script = ScriptPlan(
-            path="/train.py", module="", arguments=(), restarts=True, **(script or {})
-        )
-        super().__init__(steps=steps, run_options={"log_dir": str(folder)}, **named)
+        self.is_endless = False
+        given = {"path": "/train.py", "module": "", "arguments": (), "restarts": True}
+        self.script = ScriptPlan(**{**given, **(script or {})})
+        super().__init__(steps=steps, **named)
 
-    def _set_up(self, plan, selector):
-        plan = replace(plan, opaque=OpaqueProgram(name=self.script.name, module=RANK))
-        self.node = Node(
-            node_plan(plan), selector, system=System(self, self.home), clock=self.clock
-        )
-        self.supervisor = ScriptAgent(
-            plan,
-            self.node,
-            script=self.script,
-            outputs=self.outputs,
-            directories=_Unclaimed(),
-            published=Directory(self),
-            clock=self.clock,
-        )
-        self.loop = Loop(self.supervisor, signals=Silence(), selector=selector, clock=self.clock)
+    def _opaque(self, plan):
+        return replace(plan, opaque=OpaqueProgram(name=self.script.name, module=RANK))
 
     def fork(self, machine, request, descriptors):
         self.stores += request.kind is ForkKind.STORE
@@ -81,8 +71,12 @@ class ScriptSimulation(Simulation):
             if isinstance(message, Form):
                 self._join(process, message)
 
+    def _ready(self, process):
+        return replace(super()._ready(process), ends_in_silence=True)
+
     def _join(self, process, form):
         process.seen.append(form.generation)
+        self.forms.setdefault(form.generation, {})[process.rank] = form
         self.secrets.setdefault(form.generation, set()).add(form.secret)
         formed = RankFormed(
             rank=process.rank,
@@ -103,9 +97,9 @@ class ScriptSimulation(Simulation):
         if process.stopped:
             self.later(STEP_S, lambda: self._step(process))
             return
-        self._commit(process)
+        Simulation._commit(self, process)  # each its own, whatever others do
         self.slot(process).set(Cell.SCRIPT_LOADS, 1)
-        if process.committed < self.steps:
+        if process.committed < self.steps or self.is_endless:
             self.later(STEP_S, lambda: self._step(process))
             return
         at_ns = self.clock.monotonic_ns()
@@ -127,3 +121,52 @@ class ScriptSimulation(Simulation):
     def attempts(self):
         """What summary.json would say of each."""
         return self.supervisor.summary(self.ending).attempts
+
+
+class ScriptSimulation(ScriptRanks, Simulation):
+    """One run of a script on this machine; driven as :class:`Simulation` is."""
+
+    def __init__(self, folder, **named):
+        super().__init__(run_options={"log_dir": str(folder)}, **named)
+
+    def _set_up(self, plan, selector):
+        plan = self._opaque(plan)
+        self.node = Node(
+            node_plan(plan), selector, system=System(self, self.home), clock=self.clock
+        )
+        self.supervisor = ScriptAgent(
+            plan,
+            self.node,
+            script=self.script,
+            outputs=self.outputs,
+            directories=_Unclaimed(),
+            clock=self.clock,
+        )
+        self.loop = Loop(self.supervisor, signals=Silence(), selector=selector, clock=self.clock)
+
+
+class _OnMachines(NodesSimulation):
+    """The machines of a simulated run of a script."""
+
+    def _set_up(self, plan, selector):
+        super()._set_up(self._opaque(plan), selector)
+
+    def _coordinator(self, plan, others, owner):
+        return ScriptCoordinator(
+            plan,
+            self.node,
+            script=self.script,
+            outputs=self.outputs,
+            directories=_Unclaimed(),
+            clock=self.clock,
+            machines=OtherMachines(nodes=tuple(others), owner=owner, probes=()),
+        )
+
+
+class ScriptNodesSimulation(ScriptRanks, _OnMachines):
+    """One run of a script on several machines, with a folder of logs that all share."""
+
+    def __init__(self, folder, **named):
+        for name in ("logs", "kept"):
+            (folder / name).mkdir(exist_ok=True)
+        super().__init__(folder=folder, **named)

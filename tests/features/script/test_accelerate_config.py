@@ -72,7 +72,12 @@ def test_where_nothing_is_stored_nothing_is_set(stored, tmp_path):
     [
         (["--mixed_precision", "bf16"], "print()", "which this script does not import"),
         (["--mixed_precision", "int4"], SCRIPT, "must be no, fp16, bf16, fp8"),
-        (["--num_machines", "2"], SCRIPT, "must be 1"),
+        (["--num_machines", "2"], SCRIPT, "--rdzv-endpoint: is needed with several machines"),
+        (
+            ["--num_machines=2", "--num_processes=4", "--main_process_ip=a"],
+            SCRIPT,
+            "--num-processes=4: counts the ranks of all machines",
+        ),
     ],
 )
 def test_what_nobody_reads_is_refused(words, script, answer, tmp_path):

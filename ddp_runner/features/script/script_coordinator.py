@@ -1,0 +1,141 @@
+"""Decides on a script that runs on several machines: who takes part in each start, and what follows when one is lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.machines.node_messages import Beat, Parked
+from ddp_runner.features.script.parent import ScriptAgent
+from ddp_runner.features.script.script_machines import LEFT, ScriptMachines
+from ddp_runner.kernel.parent.run_facts import Ending
+from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.lifecycle import RankState, RunEvent, RunState
+from ddp_runner.kernel.wire import events
+
+if TYPE_CHECKING:
+    from ddp_runner.core.launch_plan import LaunchPlan
+    from ddp_runner.features.script.rules import ScriptPlan
+    from ddp_runner.kernel.parent.rank_handle import RankHandle
+    from ddp_runner.kernel.processes.children import Ended
+    from ddp_runner.kernel.processes.node import Node
+    from ddp_runner.kernel.processes.rank_process import WhatItWrote
+    from ddp_runner.kernel.system.clock import Clock
+    from ddp_runner.supervisor.assembly import OtherMachines
+    from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined
+    from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+    from ddp_runner.supervisor.reporting.outputs import Outputs
+    from ddp_runner.system.run_directories import RunDirectories
+
+
+class ScriptCoordinator(ScriptAgent):
+    """Driven as :class:`ScriptAgent` is, and by what comes from other machines."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        node: Node,
+        *,
+        script: ScriptPlan,
+        outputs: Outputs,
+        directories: RunDirectories,
+        clock: Clock,
+        machines: OtherMachines,
+    ) -> None:
+        super().__init__(
+            plan,
+            node,
+            script=script,
+            outputs=outputs,
+            directories=directories,
+            clock=clock,
+            others=machines.nodes,
+        )
+        self._machines = ScriptMachines(self, machines, plan=plan, clock=clock)
+
+    def advance(self) -> None:
+        """Do what :meth:`ScriptAgent.advance` does, unless the folder of the run is another's by now."""
+        if self.ending is None and self.recorder.may_write:
+            line = self._machines.why_not_owner(self._clock.monotonic())
+            if line:
+                self._end(Ending.of(RunStatus.PREEMPTED, line))
+        super().advance()
+
+    def _waits_for(self) -> str:
+        return self._machines.waits_for()
+
+    def _may_begin(self, now_s: float) -> bool:
+        """Return whether all machines are there that take part in this attempt; it may end the run for want of them."""
+        verdict = self._machines.gather(now_s, has_trained=self.facts.ever_formed)
+        if verdict.gives_up:
+            self._end(Ending.of(RunStatus.PREEMPTED, verdict.gives_up))
+            return False
+        if self._machines.are_some_still_leaving():
+            return False
+        return all(self.world.can_start(handle) for handle in self.world.present)
+
+    def _on_formed(self, formed: events.RankFormed) -> None:
+        super()._on_formed(formed)
+        if self.machine.state is RunState.RUNNING:
+            self._machines.trains()
+
+    def _start_again(self, now_s: float, delay_s: float) -> None:
+        super()._start_again(now_s, delay_s)
+        self._machines.let_go(Ending.of(RunStatus.PREEMPTED, LEFT))
+
+    def _claim(self) -> None:
+        super()._claim()
+        self._machines.take_folder()
+
+    def _place_of(self, rank: int) -> str:
+        return self._machines.place(rank)
+
+    def beat(self, number: int) -> Beat:
+        """Return the state of the run, for a node."""
+        trains = self.world.counts.are_all_present(RankState.TRAINING)
+        return Beat(
+            number=number,
+            generation=self.facts.generation,
+            committed_step=self.facts.committed_step,
+            is_fault_free=trains and not self._attempt.is_ending,
+        )
+
+    def keeps(self, parked: Parked, node: RemoteNode) -> bool:
+        """Return False: what a script has in memory is of no use to others."""
+        del parked, node
+        return False
+
+    def on_node_event(self, event: NodeEvent) -> None:
+        """Something has come from another node, or of it."""
+        self._machines.on_event(event)
+
+    def node_joined(self, joined: NodeJoined) -> None:
+        """Take a machine in, for the next start of all ranks."""
+        if joined.other_code:
+            self.recorder.say(f"different code: {joined.other_code}", level="WARNING")
+
+    def node_lost(self, node: RemoteNode, why: str) -> None:
+        """Take note that a machine is lost, and with it the attempt."""
+        fault = self._machines.lost(node, why)
+        if fault is not None and self._stop is None and not node.is_leaving:
+            self._report(fault)
+
+    def let_go(self, node: RemoteNode) -> bool:
+        """Have all ranks end in order, and start again without a machine that was asked to stop."""
+        if self._stop is not None or not self._script.restarts:
+            return False
+        self._machines.asked_to_leave(node)
+        if self._has_not_begun:
+            self._machines.let_go(Ending.of(RunStatus.PREEMPTED, LEFT))
+        elif not self._attempt.is_ending:
+            self._report(self._machines.fault_of(node, f"{node.name} was asked to stop"))
+            self.machine.advance(RunEvent.INCIDENT_BEGAN)
+            self._end_rest(self._script.grace_period_s)
+        return True
+
+    def rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+        """Take note of how a rank of another machine has ended."""
+        self._on_rank_ended(handle, ended, wrote)
+
+    def rank_not_started(self, handle: RankHandle) -> None:
+        """Have a process started that did not come."""
+        self.schedule_respawn(handle)
