@@ -47,6 +47,7 @@ from ddp_runner.supervisor.nodes.coordinator import (
 )
 from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.supervisor.nodes.successor import Heir
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_begin import RunBegin
@@ -261,6 +262,18 @@ def supervise(
         return at.supervise(ahead, agent)
 
 
+def take_over(heir: Heir) -> int:
+    """Coordinate a run whose coordinator was lost, from the machine that has taken its place; returns the exit code."""
+    parent_death.set_process_name("ddp:supervisor")
+    at = _Here(
+        heir.plan,
+        signals=heir.signals,
+        selector=heir.selector,
+        directories=heir.taken.directories,
+    )
+    return at.coordinate(heir.place, heir)
+
+
 class _Here:
     """Supervises ``plan`` from this process and machine, until it has ended."""
 
@@ -291,12 +304,16 @@ class _Here:
         with self._cleared(node):
             return self._driven(run, supervisor, summary=_summary(run, supervisor)).exit_code
 
-    def coordinate(self, place: Place) -> int:
-        """Run with ranks on other machines too."""
+    def coordinate(self, place: Place, heir: Heir | None = None) -> int:
+        """Run with ranks on other machines too. ``heir``: what there is of a coordinator before this one."""
         plan = self._plan
-        node = self._node_at(place)
-        owner = FolderOwner(Path(plan.settings.run.checkpoint_dir), new_term())
-        node.term = owner.term
+        if heir is None:
+            options, folder = place.meeting.options, Path(plan.settings.run.checkpoint_dir)
+            node = self._node_at(place)
+            owner = FolderOwner(folder, new_term(), at=(options.host, options.port))
+            node.term = owner.term
+        else:
+            node, owner = heir.node, heir.taken.owner
         names = (plan.settings.run.checkpoint_dir, plan.settings.run.log_dir)
         probes = [FolderProbe(Path(name), owner.term) for name in names]
         for probe in probes:
@@ -328,12 +345,15 @@ class _Here:
                 listening=place.listening,
                 store=(place.store_host, node.store_at.port),
                 term=owner.term,
+                logs_number=node.logs_number,
             ),
             nodes=others,
             selector=self._selector,
             coordinator=supervisor,
             clock=SYSTEM_CLOCK,
         )
+        if heir is not None:
+            supervisor.succeed(heir)
         ending = Ending.of(RunStatus.FAILED, "the coordinator has failed")
         with self._cleared(node):
             try:

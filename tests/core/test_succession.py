@@ -17,13 +17,14 @@ from ddp_runner.core.machines.succession import (
     Kept,
     Stage,
     is_newest,
-    why_no_successor,
 )
 from ddp_runner.kernel.system.folder_owner import Owner
 
 TICK_S = 0.05
 STEP_S = 0.1
-SILENT_S = 1.0  # after which a machine that is cut off parks its ranks, and is lost to its coordinator
+SILENT_S = (
+    1.0  # after which a machine that is cut off parks its ranks, and is lost to its coordinator
+)
 PATIENCE_S = 1.5
 LOOK_S = 0.5  # from one look at the owner to the next
 LEASE_S = 2.0  # after which the server of the folder gives up a lock of which it hears nothing
@@ -88,7 +89,12 @@ class Machine:
 
     def start(self):
         """Another supervisor, with nothing in memory."""
-        self.is_alive, self.life, self.claim, self.going_on = True, self.life + 1, Claim(), GoingOn()
+        self.is_alive, self.life, self.claim, self.going_on = (
+            True,
+            self.life + 1,
+            Claim(),
+            GoingOn(),
+        )
         self.lost_s = {}
 
 
@@ -214,7 +220,7 @@ class World:
     def _keeps(one, owner):
         return one.memory and one.term == owner.after and one.number not in owner.without
 
-    def _coordinate(self, one):
+    def _coordinate(self, one):  # noqa: C901 - as the coordinator does
         owner = self.read(one)
         if self.now_s >= one.looked_s + LOOK_S:
             one.looked_s = self.now_s
@@ -283,7 +289,7 @@ class World:
 
     # What happens to machines.
 
-    def harm(self):
+    def harm(self):  # noqa: C901 - one row a harm
         leaders = [one for one in self.machines if one.leads]
         one = self.random.choice(leaders or self.machines)
         if self.random.random() < 0.4:
@@ -333,7 +339,9 @@ def schedule(seed):
     able = [
         one
         for one in world.machines
-        if one.is_alive and one.memory and is_newest(Kept(number=one.number, term=one.term, have_left=True), owner)
+        if one.is_alive
+        and one.memory
+        and is_newest(Kept(number=one.number, term=one.term, have_left=True), owner)
     ]
     leaders = [one for one in world.machines if one.is_alive and one.leads]
     assert len(leaders) <= 1, leaders
@@ -341,7 +349,9 @@ def schedule(seed):
     if leaders and sum(one.is_alive for one in world.machines) >= world.least:
         before = world.newest
         world.run(6 * HOLD_S)
-        assert world.newest > before or not leaders[0].is_alive, "there is a coordinator, and nobody trains"
+        assert world.newest > before or not leaders[0].is_alive, (
+            "there is a coordinator, and nobody trains"
+        )
 
 
 def test_no_two_machines_coordinate_whatever_is_lost():

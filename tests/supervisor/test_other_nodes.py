@@ -23,7 +23,6 @@ from ddp_runner.core.machines.node_messages import (
     RankGone,
 )
 from ddp_runner.core.machines.node_options import NodeOptions
-from ddp_runner.features.doctor.node_checks import ask
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
 from ddp_runner.kernel.rules.exits import RunStatus
@@ -46,6 +45,7 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     NodeSaid,
     OtherNodes,
 )
+from ddp_runner.supervisor.nodes.question import ask
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.system.node_link import QUEUE_BYTES_MAX, NodeLink
 from tests.supervisor import simulated

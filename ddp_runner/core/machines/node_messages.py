@@ -102,6 +102,7 @@ class Welcome:
     keeps_parked: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # the coordinator's, which hold for all
     waits_for: str = ""
+    logs_number: int = 0  # of the coordinator's log folder
     # Where the coordinator is, and its folders there.
     host: str = ""
     log_dir: str = ""

@@ -22,18 +22,18 @@ class Arbiter:
     """What could decide between two machines that do not hear each other.
 
     ``shares_folder``: this machine has the coordinator's checkpoint folder. ``keeps_locks``: it has seen the coordinator's
-    lock on it, so that a lock there holds between machines. ``is_placed``: a cluster's engine moves the coordinator.
+    lock on it, so that a lock there holds between machines. ``otherwise``: why this run has no successor in any case.
     """
 
     shares_folder: bool
     keeps_locks: bool
-    is_placed: bool = False
+    otherwise: str = ""
 
 
 def why_no_successor(arbiter: Arbiter) -> str:
     """Return in words why this machine never takes the coordinator's place; empty if it may."""
-    if arbiter.is_placed:
-        return "the engine starts it again"
+    if arbiter.otherwise:
+        return arbiter.otherwise
     if not arbiter.shares_folder:
         return "this machine does not share its checkpoint folder"
     if not arbiter.keeps_locks:
@@ -111,7 +111,7 @@ class Claim:
         self.stage = Stage.PARKED
 
     def leads(self) -> None:
-        """This machine decides from here on."""
+        """The place is this machine's from here on."""
         self.stage = Stage.LEADS
 
 

@@ -28,6 +28,7 @@ from ddp_runner.core.machines.nodes import (
     loads_own,
     what_about_missing,
 )
+from ddp_runner.core.machines.succession import GoingOn
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
@@ -36,7 +37,14 @@ from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
-from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunState
+from ddp_runner.kernel.rules.lifecycle import (
+    IN_WORLD,
+    Membership,
+    MembershipEvent,
+    RankEvent,
+    RankState,
+    RunState,
+)
 from ddp_runner.kernel.rules.stopping import StopSignal
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner
@@ -52,6 +60,7 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     RankSaid,
 )
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
+from ddp_runner.supervisor.nodes.successor import Heir
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.node_link import NodeLink
@@ -96,6 +105,12 @@ class CoordinatorSupervisor(Supervisor):
         self._probes = tuple(probes)
         self._owner = owner
         self._owner_before = owner.read()
+        # The coordinator before this one, whose place it has taken, until this one has formed a generation.
+        self._after = ""
+        self._is_heir = False
+        self._may_have_heir = False  # another machine has this folder
+        self._going_on = GoingOn()
+        self._leaves: set[int] = set()  # machines that the run is about to continue without
         self._looked_at_owner_s = 0.0
         self._without: tuple[int, ...] = ()  # as it stands in the folder
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
@@ -121,7 +136,9 @@ class CoordinatorSupervisor(Supervisor):
 
     def keeps(self, parked: Parked, node: RemoteNode) -> bool:
         """Return whether the state in memory on a returning node still belongs to this run."""
-        before = self._owner_before
+        before, term = self._owner_before, parked.term
+        if before is not None and term not in (before.term, before.after):
+            term = before.term
         may_resume = not self.facts.ever_formed and self._settings.run.resume == "auto"
         return keeps_memory(
             ReturnFacts(
@@ -132,10 +149,30 @@ class CoordinatorSupervisor(Supervisor):
                 generation=parked.generation,
                 formed_in=self._formed_in,
                 may_resume=may_resume,
-                before=None if before is None else (before.term, before.without),
+                before=None if before is None else (term, before.without),
                 number=node.number,
             )
         )
+
+    def succeed(self, heir: Heir) -> None:
+        """Take the place of a coordinator that was lost, with the ranks of this machine that have kept their memory."""
+        self._is_heir = self._may_have_heir = True
+        self._after, self._owner_before = heir.taken.before.term, heir.taken.before
+        if heir.taken.before.after:
+            self._after = heir.taken.before.after
+        now_s = self._clock.monotonic()
+        self._without = heir.taken.before.without
+        self._going_on.noted(self._without, now_s)
+        self.facts.generation = heir.generation
+        self._take_over(heir.inexact_reasons)
+        for rank, ready in heir.kept.items():
+            handle = self.world.ranks[rank]
+            handle.begin(now_s=now_s, loads=False)
+            handle.slot.set(Cell.LEASE_NS, 0)
+            handle.pid = self.node.processes[rank].pid
+            handle.member.advance(MembershipEvent.REPLACED)
+            self.node.moved.add(rank)
+            self.on_message(ready, rank)
 
     def _on_formed(self, formed: RankFormed) -> None:
         self._formed_in = max(self._formed_in, formed.generation)
@@ -167,6 +204,7 @@ class CoordinatorSupervisor(Supervisor):
         try:
             self._without = self._who_is_without()
             self._owner.take(without=self._without)
+            self._after = ""
             for probe in self._probes:
                 probe.remove_others()
         except OSError as error:
@@ -180,7 +218,7 @@ class CoordinatorSupervisor(Supervisor):
         # INVARIANT one-owner: of two coordinators that know nothing of each other the newer one goes on.
         # Broken if: the older one publishes a file, or trains on for long.
         # Guarded by: test_a_coordinator_whose_folder_was_taken_ends.
-        if not self.recorder.may_write or now_s < self._looked_at_owner_s + OWNER_EVERY_S:
+        if not self._has_folder or now_s < self._looked_at_owner_s + OWNER_EVERY_S:
             return
         self._looked_at_owner_s = now_s
         if not self._owner.is_other():
@@ -189,12 +227,19 @@ class CoordinatorSupervisor(Supervisor):
             line = f"another coordinator has taken {self._owner.folder}: this one ends"
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
 
+    @property
+    def _has_folder(self) -> bool:
+        """Whether the folder of the checkpoints has this coordinator's term."""
+        return self.recorder.may_write or self._is_heir
+
     def _who_is_without(self) -> tuple[int, ...]:
-        """Nodes that have not done all the steps."""
+        """Nodes that have not done all the steps, or will not do the next one."""
+        self._leaves -= {node.number for node in self._others if node.is_there}
         return tuple(
             node.number
             for node in self._others
-            if any(self.world.ranks[rank].membership not in IN_WORLD for rank in node.processes)
+            if node.number in self._leaves
+            or any(self.world.ranks[rank].membership not in IN_WORLD for rank in node.processes)
         )
 
     def _note_who_is_without(self) -> None:
@@ -202,8 +247,9 @@ class CoordinatorSupervisor(Supervisor):
         without = self._who_is_without()
         if without != self._without:
             with contextlib.suppress(OSError):  # a full disk: tried again soon
-                self._owner.take(without=without)
+                self._owner.take(without=without, after=self._after)
                 self._without = without
+                self._going_on.noted(without, self._clock.monotonic())
 
     def _look_at_missing(self, now_s: float) -> None:
         there = 1 + sum(node.is_there or self._has_done_all(node) for node in self._others)
@@ -237,7 +283,7 @@ class CoordinatorSupervisor(Supervisor):
                 there=there,
                 least=self._options.least,
                 most=self._options.most,
-                has_trained=self.facts.ever_formed,
+                has_trained=self.facts.ever_formed or self._is_heir,
                 missing_s=now_s - self._lost_since_s.get(node.number, self._begun_s),
                 enough_s=0.0 if self._enough_since_s is None else now_s - self._enough_since_s,
             ),
@@ -262,7 +308,7 @@ class CoordinatorSupervisor(Supervisor):
     def _go_on_without(self, node: RemoteNode, now_s: float) -> None:
         ranks = [self.world.ranks[rank] for rank in node.processes]
         missing = [handle for handle in ranks if handle.membership in IN_WORLD]
-        if node.is_there or not missing:
+        if node.is_there or not missing or not self._may_go_on_without(node, now_s):
             return
         self.recorder.say(
             f"going on without node {node.number}, until it is there", level="WARNING"
@@ -270,6 +316,16 @@ class CoordinatorSupervisor(Supervisor):
         self._repair.returning.drop_of_lost_node(missing, now_s)
         if self.recorder.may_write and not self._owner.is_other():
             self._note_who_is_without()
+
+    def _may_go_on_without(self, node: RemoteNode, now_s: float) -> bool:
+        """Return whether no machine that this one does not hear can take its place with an older memory."""
+        if not (self._may_have_heir and self._has_folder):
+            return True
+        self._leaves.add(node.number)
+        found = self._owner.read()
+        if found is not None and found.term == self._owner.term:
+            self._note_who_is_without()
+        return self._going_on.may(node.number, now_s, owner=found, ours=self._owner.term)
 
     def on_node_event(self, event: NodeEvent) -> None:
         """Something has come from another node, or of it."""
@@ -329,6 +385,7 @@ class CoordinatorSupervisor(Supervisor):
         match message:
             case Folders():
                 node.shares_logs = message.shares_logs
+                self._may_have_heir |= message.shares_checkpoints
                 own = [
                     name
                     for name, is_shared in (

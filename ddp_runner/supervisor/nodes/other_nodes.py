@@ -125,12 +125,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """How other machines come in: whom the run takes, where they knock, and where ranks meet, in which ``term``."""
+    """How other machines come in: whom the run takes, where they knock, and where ranks meet, in which ``term``.
+
+    ``logs_number``: of the log folder of this machine.
+    """
 
     meeting: Meeting
     listening: socket.socket
     store: tuple[str, int]
     term: str
+    logs_number: int = 0
 
 
 class Coordinates(Protocol):
@@ -164,6 +168,7 @@ class OtherNodes:
         self._meeting = door.meeting
         self._store = door.store
         self._term = door.term
+        self._logs_number = door.logs_number
         self.nodes = tuple(nodes)
         self._listening = door.listening
         self._selector = selector
@@ -429,6 +434,7 @@ class OtherNodes:
                 keeps_parked=keeps_parked,
                 settings=dict(self._meeting.shared),
                 waits_for=waits_for,
+                logs_number=self._logs_number,
                 host=socket.gethostname(),
                 log_dir=str(Path(run.log_dir).absolute()),
                 checkpoint_dir=str(Path(run.checkpoint_dir).absolute()),
