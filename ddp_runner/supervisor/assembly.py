@@ -345,6 +345,7 @@ class _Here:
                 listening=place.listening,
                 store=(place.store_host, node.store_at.port),
                 term=owner.term,
+                number=place.number,
                 logs_number=node.logs_number,
             ),
             nodes=others,

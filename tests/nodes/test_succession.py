@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 
 from tests.nodes.test_two_nodes import SLOW
 from tests.scenarios.harness import assert_every_sample_once, poll

@@ -161,7 +161,8 @@ class CoordinatorSupervisor(Supervisor):
         if heir.taken.before.after:
             self._after = heir.taken.before.after
         now_s = self._clock.monotonic()
-        self._without = heir.taken.before.without
+        self._without = heir.taken.without
+        self._leaves.update(self._without)
         self._going_on.noted(self._without, now_s)
         self.facts.generation = heir.generation
         self._take_over(heir.inexact_reasons)
@@ -173,6 +174,10 @@ class CoordinatorSupervisor(Supervisor):
             handle.member.advance(MembershipEvent.REPLACED)
             self.node.moved.add(rank)
             self.on_message(ready, rank)
+        self.recorder.say(
+            f"the coordinator was lost: node {heir.place.number} ({self.node.host}) has taken its place",
+            level="WARNING",
+        )
 
     def _on_formed(self, formed: RankFormed) -> None:
         self._formed_in = max(self._formed_in, formed.generation)

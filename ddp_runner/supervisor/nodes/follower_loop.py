@@ -108,6 +108,7 @@ def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int]) -
             if loop.heir is None:
                 # What was said last is on its way in a thread of the display's.
                 display.finish(None)
+    return code
 
 
 class _FollowerLoop:
@@ -545,7 +546,7 @@ class _FollowerLoop:
         if follower is None or welcome is None or node is None:
             return False
         address = self._meeting.options.local_addr or self._address
-        taken = self._succession.look(follower.kept, address)
+        taken = self._succession.look(follower.kept, address, lost=welcome.coordinator)
         if taken is None:
             return False
         self._say("this machine coordinates from here on", level="WARNING")

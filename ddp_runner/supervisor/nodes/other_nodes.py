@@ -127,13 +127,14 @@ class Place:
 class Door:
     """How other machines come in: whom the run takes, where they knock, and where ranks meet, in which ``term``.
 
-    ``logs_number``: of the log folder of this machine.
+    ``number``: of this machine; ``logs_number``: of its log folder.
     """
 
     meeting: Meeting
     listening: socket.socket
     store: tuple[str, int]
     term: str
+    number: int = 0
     logs_number: int = 0
 
 
@@ -168,7 +169,7 @@ class OtherNodes:
         self._meeting = door.meeting
         self._store = door.store
         self._term = door.term
-        self._logs_number = door.logs_number
+        self._number, self._logs_number = door.number, door.logs_number
         self.nodes = tuple(nodes)
         self._listening = door.listening
         self._selector = selector
@@ -434,6 +435,7 @@ class OtherNodes:
                 keeps_parked=keeps_parked,
                 settings=dict(self._meeting.shared),
                 waits_for=waits_for,
+                coordinator=self._number,
                 logs_number=self._logs_number,
                 host=socket.gethostname(),
                 log_dir=str(Path(run.log_dir).absolute()),

@@ -37,11 +37,13 @@ from ddp_runner.system.run_directories import RunDirectories
 class Taken:
     """A coordinator's place that this machine has taken: the folder with its lock and term, and where it listens.
 
-    ``before``: what the folder said of the coordinator that was lost.
+    ``before``: what the folder said of the coordinator that was lost; ``without``: the machines that it says now have not the
+    newest memory.
     """
 
     owner: FolderOwner
     before: Owner
+    without: tuple[int, ...]
     directories: RunDirectories
     listening: socket.socket
     address: str
@@ -105,8 +107,11 @@ class Succession:
         was, self._said = self._said, line
         return "" if line == was else line
 
-    def look(self, kept: Kept | None, address: str) -> Taken | None:
-        """Do what is next. Returns the coordinator's place once this machine has it."""
+    def look(self, kept: Kept | None, address: str, *, lost: int) -> Taken | None:
+        """Do what is next. Returns the coordinator's place once this machine has it.
+
+        ``address``: of this machine, for the others; ``lost``: the number of the coordinator's machine.
+        """
         if why_no_successor(self._arbiter):
             return None
         ours = "" if self._taken is None else self._taken.owner.term
@@ -118,7 +123,7 @@ class Succession:
             ours=ours,
         )
         if act is Act.CLAIM and kept is not None:
-            self._take(kept, address)
+            self._take(kept, address, lost)
         elif act is Act.WITHDRAW:
             self.withdraw()
         elif act is Act.LEAD:
@@ -134,7 +139,7 @@ class Succession:
         self._directories.release()
         self._claim.withdrew()
 
-    def _take(self, kept: Kept, address: str) -> None:
+    def _take(self, kept: Kept, address: str, lost: int) -> None:
         """Lock the folder and write this machine's term and address, unless another one has been there first."""
         if not self._directories.hold_checkpoints():
             return
@@ -149,15 +154,17 @@ class Succession:
             return
         at = (address, int(listening.getsockname()[1]))
         owner = FolderOwner(self._folder, new_term(), at=at)
+        without = tuple(sorted({*before.without, lost}))  # whose memory has ended with it
         self._taken = Taken(
             owner=owner,
             before=before,
+            without=without,
             directories=self._directories,
             listening=listening,
             address=address,
         )
         try:
-            owner.take(without=before.without, after=kept.term)
+            owner.take(without=without, after=kept.term)
         except OSError:
             self.withdraw()
             return
