@@ -17,6 +17,7 @@ from ddp_runner.core.machines.succession import (
     Kept,
     Stage,
     is_newest,
+    why_no_successor,
 )
 from ddp_runner.kernel.system.folder_owner import Owner
 
@@ -81,6 +82,7 @@ class Machine:
     looked_s: float = 0.0
     step_at_s: float = 0.0
     is_first: bool = False  # it has formed no generation
+    lost: int = 0  # the machine of its newest coordinator
 
     def end(self):
         """Its supervisor ends, and its rank with it."""
@@ -170,6 +172,7 @@ class World:
             if self.hear(one, boss) and boss.leads:
                 one.heard_s = self.now_s
             elif self.now_s > one.heard_s + SILENT_S * 0.8 or not boss.is_alive:
+                one.lost = boss.number
                 one.obeys = None  # its ranks leave, and wait with their memory
             return
         kept = Kept(number=one.number, term=one.term, have_left=True) if one.memory else None
@@ -196,7 +199,8 @@ class World:
         if not is_newest(Kept(number=one.number, term=one.term, have_left=True), before):
             self._let_go(one)
             return
-        word = Owner(term=one.ours, without=before.without, after=one.term)
+        without = tuple(sorted({*before.without, one.lost}))
+        word = Owner(term=one.ours, without=without, after=one.term)
         self._begin_to_write(one, word, lambda: self._claimed(one, word))
 
     def _claimed(self, one, word):
@@ -365,3 +369,47 @@ def test_no_two_machines_coordinate_in_ten_thousand_schedules():
     """The same, with the others of ten thousand."""
     for seed in range(SCHEDULES, SCHEDULES_ALL):
         schedule(seed)
+
+
+@pytest.mark.parametrize(
+    ("kept", "owner", "expected"),
+    [
+        ((1, "a"), Owner(term="a", without=()), True),
+        ((1, "a"), Owner(term="a", without=(1,)), False),
+        ((1, "a"), Owner(term="b", without=()), False),  # which has formed since
+        ((1, "a"), Owner(term="b", without=(0,), after="a"), True),
+        ((0, "a"), Owner(term="b", without=(0,), after="a"), False),
+        ((1, "a"), None, False),
+    ],
+)
+def test_the_newest_memory_is_known_by_term_and_number(kept, owner, expected):
+    """One of an older term, or of a machine that the others went on without, is not the newest."""
+    number, term = kept
+    assert is_newest(Kept(number=number, term=term, have_left=True), owner) is expected
+
+
+def test_why_a_machine_never_coordinates_is_said_in_words():
+    """The first reason alone."""
+    assert not why_no_successor(SHARED)
+    own = Arbiter(shares_folder=False, keeps_locks=False)
+    assert "does not share" in why_no_successor(own)
+    assert "keeps no locks" in why_no_successor(Arbiter(shares_folder=True, keeps_locks=False))
+    placed = Arbiter(shares_folder=True, keeps_locks=True, otherwise="the engine")
+    assert why_no_successor(placed) == "the engine"
+
+
+def test_a_claim_that_another_one_has_written_over_is_withdrawn():
+    """A machine waits until its own word has stood, and leads only then."""
+    claim, kept = Claim(), Kept(number=1, term="a", have_left=True)
+
+    def act(now_s, term):
+        owner = Owner(term=term, without=())
+        return claim.next(now_s, kept=kept, arbiter=SHARED, owner=owner, ours="b")
+
+    assert act(0.0, "a") is Act.CLAIM
+    claim.claimed(0.0)
+    assert act(HOLD_S / 2, "b") is Act.WAIT
+    assert act(HOLD_S / 2, "c") is Act.WITHDRAW
+    assert act(HOLD_S, "b") is Act.LEAD
+    claim.withdrew()
+    assert act(HOLD_S, "c") is Act.WAIT

@@ -166,6 +166,8 @@ class CoordinatorSupervisor(Supervisor):
         self._going_on.noted(self._without, now_s)
         self.facts.generation = heir.generation
         self._take_over(heir.inexact_reasons)
+        done_ns = [self.world.ranks[rank].slot.get(Cell.PRODUCTIVE_NS) for rank in heir.kept]
+        self._record.accounting.count_from(max(done_ns, default=0))
         for rank, ready in heir.kept.items():
             handle = self.world.ranks[rank]
             handle.begin(now_s=now_s, loads=False)

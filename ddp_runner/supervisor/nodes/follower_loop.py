@@ -75,10 +75,11 @@ class _Stop:
         return self.is_at_once or self.reason is not None
 
 
-def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int]) -> int:
+def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int] | None = None) -> int:
     """Take part in a run until it ends, and return its exit code.
 
-    ``lead``: coordinates the run from here on, once its coordinator is lost and this machine has taken that place.
+    ``lead``: coordinates the run from here on, once its coordinator is lost and this machine has taken that place, which it
+    never does without.
     Raises BadInputError where the coordinator refuses this machine; no rank was started then.
     """
     parent_death.adopt_orphans()
@@ -92,9 +93,11 @@ def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int]) -
         loop = _FollowerLoop(
             plan, meeting, signals=signals, selector=selector, display=display, clock=SYSTEM_CLOCK
         )
+        if lead is not None:
+            loop.succession = Succession(plan, clock=SYSTEM_CLOCK)
         try:
             code = loop.run()
-            if loop.heir is not None:
+            if loop.heir is not None and lead is not None:
                 display.finish(None)
                 code = lead(loop.heir)
         except BadInputError:
@@ -139,7 +142,7 @@ class _FollowerLoop:
         self._name = new_term()
         # Asks for GPUs once there are ranks here, of which it then says what they use.
         self._watch: RunWatch | None = None
-        self._succession = Succession(plan, clock=clock)
+        self.succession: Succession | None = None  # None: this machine never coordinates
         self._address = ""  # of this machine, as it leads to the coordinator
         self._met_at = ("", 0)  # where the coordinator was met
         self._dialled = 0  # how often somebody was there who was none
@@ -235,8 +238,13 @@ class _FollowerLoop:
 
     def _may_look(self, give_up_s: float) -> bool:
         """Return whether to go on looking: until ``give_up_s``, or until a claim of this machine's own is settled."""
-        in_time = self._clock.monotonic() < give_up_s or self._succession.has_claimed
+        in_time = self._clock.monotonic() < give_up_s or self._has_claimed
         return in_time and not self._stop.is_asked
+
+    @property
+    def _has_claimed(self) -> bool:
+        """True while this machine waits for its own word in the folder to stand."""
+        return self.succession is not None and self.succession.has_claimed
 
     def _may_change(self, refused: Refused, since_s: float) -> bool:
         """Return whether a refusal may be temporary: a link whose other end is lost may still hold the number."""
@@ -259,7 +267,7 @@ class _FollowerLoop:
             owner = FolderOwner(Path(self._plan.settings.run.checkpoint_dir), "").read()
             if owner is not None and owner.at is not None and owner.at not in places:
                 places.insert(0, owner.at)
-        if self._succession.has_claimed:
+        if self._has_claimed:
             return []
         first = self._dialled % len(places)
         return [*places[first:], *places[:first]]
@@ -436,11 +444,7 @@ class _FollowerLoop:
         self._reap(follower)
         follower.advance()
         if follower.formed_in == self._node.term and self._node.term:
-            line = self._succession.formed(
-                follower.formed_in, shares_folder=self._node.shares_checkpoints
-            )
-            if line:
-                self._say(line)
+            self._coordinator_has_formed(self._node, follower.formed_in)
         if follower.failed:
             self._report(Said(text=f"no ranks can be started: {follower.failed}", level="ERROR"))
             raise LinkLostError(follower.failed)
@@ -452,6 +456,13 @@ class _FollowerLoop:
         since_s = self._clock.monotonic() - follower.lease_from_ns / 1e9
         if since_s > follower.lease_s:
             raise LinkLostError(f"it has not answered for {since_s:.1f} s")
+
+    def _coordinator_has_formed(self, node: Node, term: str) -> None:
+        """Say, once, whether this machine could take the coordinator's place."""
+        if self.succession is None:
+            return
+        if line := self.succession.formed(term, shares_folder=node.shares_checkpoints):
+            self._say(line)
 
     def _reap(self, follower: Follower) -> None:
         """Reap ended processes here, and report what the living ones use."""
@@ -543,10 +554,10 @@ class _FollowerLoop:
     def _succeeds(self) -> bool:
         """Return whether this machine has taken the coordinator's place, which it does where it may."""
         follower, welcome, node = self._follower, self._welcome, self._node
-        if follower is None or welcome is None or node is None:
+        if self.succession is None or follower is None or welcome is None or node is None:
             return False
         address = self._meeting.options.local_addr or self._address
-        taken = self._succession.look(follower.kept, address, lost=welcome.coordinator)
+        taken = self.succession.look(follower.kept, address, lost=welcome.coordinator)
         if taken is None:
             return False
         self._say("this machine coordinates from here on", level="WARNING")
