@@ -225,14 +225,22 @@ class CoordinatorSupervisor(Supervisor):
         # INVARIANT one-owner: of two coordinators that know nothing of each other the newer one goes on.
         # Broken if: the older one publishes a file, or trains on for long.
         # Guarded by: test_a_coordinator_whose_folder_was_taken_ends.
-        if not self._has_folder or now_s < self._looked_at_owner_s + OWNER_EVERY_S:
+        if now_s < self._looked_at_owner_s + OWNER_EVERY_S:
             return
         self._looked_at_owner_s = now_s
-        if not self._owner.is_other():
-            self._note_who_is_without()
+        if not self._is_superseded():
+            if self._has_folder:
+                self._note_who_is_without()
         else:
             line = f"another coordinator has taken {self._owner.folder}: this one ends"
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
+
+    def _is_superseded(self) -> bool:
+        """Return whether another coordinator has the folder: also before this one, which waits for machines, has taken it."""
+        if self._has_folder:
+            return self._owner.is_other()
+        before, found = self._owner_before, self._owner.read()
+        return found is not None and (before is None or found.term != before.term)
 
     @property
     def _has_folder(self) -> bool:

@@ -569,6 +569,7 @@ class _FollowerLoop:
             taken=taken,
             node=node,
             follower=follower,
+            elapsed_s=self._clock.monotonic() - self.succession.began_s,
             signals=self._signals,
             selector=self._selector,
         )

@@ -30,6 +30,7 @@ from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower import Follower
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import followed_run
+from ddp_runner.system.code_files import digest_of
 from ddp_runner.system.run_directories import RunDirectories
 
 
@@ -77,6 +78,7 @@ class Succession:
         self._folder = Path(plan.settings.run.checkpoint_dir)
         self._directories = RunDirectories(plan.settings.run)
         self._clock = clock
+        self.began_s = clock.monotonic()  # this machine's part in the run
         self._claim = Claim()
         self._taken: Taken | None = None
         otherwise = "the engine starts it again" if plan.nodes.moving_fd is not None else ""
@@ -196,15 +198,23 @@ def heir(
     taken: Taken,
     node: Node,
     follower: Follower,
+    elapsed_s: float,
     signals: SignalBox,
     selector: selectors.BaseSelector,
 ) -> Heir:
-    """Return what a coordinator on this machine begins with. ``plan``: this machine's, with the settings of all."""
+    """Return what a coordinator on this machine begins with.
+
+    ``plan``: this machine's, with the settings of all; ``elapsed_s``: since that machine began.
+    """
     parked = follower.parked
     assert parked is not None
     port = int(taken.listening.getsockname()[1])
     options = replace(meeting.options, host=taken.address, port=port, node_rank=parked.node)
     run = replace(plan.settings.run, resume="auto")  # the files of the run that goes on
+    limit = plan.time_limit
+    if limit is not None:
+        limit = replace(limit, seconds=max(0.0, limit.seconds - elapsed_s))
+    code = "" if meeting.allows_different_code else digest_of(meeting.code)
     node.term = taken.owner.term
     if not node.shares_logs:
         node.logs_number = parked.node
@@ -213,7 +223,13 @@ def heir(
     node.shares_checkpoints = node.shares_logs = True
     node.store_at = StorePlace.on_this_machine(plan.settings.ddp.port, address=taken.address)
     return Heir(
-        plan=replace(plan, settings=replace(plan.settings, run=run), nodes=options),
+        plan=replace(
+            plan,
+            settings=replace(plan.settings, run=run),
+            nodes=options,
+            time_limit=limit,
+            code=code,
+        ),
         place=Place(
             meeting=replace(
                 meeting, options=options, shared=welcome.settings, silent_s=welcome.silent_s
