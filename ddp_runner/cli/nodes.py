@@ -34,9 +34,9 @@ from ddp_runner.supervisor.assembly import supervise, take_over
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
-from ddp_runner.supervisor.nodes.question import WrongTokenError, ask
 from ddp_runner.system import moving_endpoint
 from ddp_runner.system.code_files import digest_of, own_code, task_code, version_of
+from ddp_runner.system.question import WrongTokenError, ask
 from ddp_runner.system.run_directories import RunDirectories
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.version import VERSION

@@ -42,12 +42,12 @@ from ddp_runner.supervisor.beside.stage_change import StageChange
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.coordinator import (
     CoordinatorSupervisor,
+    Heir,
     NodeTraffic,
     missing_nodes,
 )
 from ddp_runner.supervisor.nodes.other_nodes import Door, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
-from ddp_runner.supervisor.nodes.successor import Heir
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_begin import RunBegin
@@ -307,13 +307,7 @@ class _Here:
     def coordinate(self, place: Place, heir: Heir | None = None) -> int:
         """Run with ranks on other machines too. ``heir``: what there is of a coordinator before this one."""
         plan = self._plan
-        if heir is None:
-            options, folder = place.meeting.options, Path(plan.settings.run.checkpoint_dir)
-            node = self._node_at(place)
-            owner = FolderOwner(folder, new_term(), at=(options.host, options.port))
-            node.term = owner.term
-        else:
-            node, owner = heir.node, heir.taken.owner
+        node, owner = self._begun(place) if heir is None else (heir.node, heir.taken.owner)
         names = (plan.settings.run.checkpoint_dir, plan.settings.run.log_dir)
         probes = [FolderProbe(Path(name), owner.term) for name in names]
         for probe in probes:
@@ -366,6 +360,14 @@ class _Here:
                 for probe in probes:
                     probe.remove()
         return ending.exit_code
+
+    def _begun(self, place: Place) -> tuple[Node, FolderOwner]:
+        """Return the node of this machine, and the owner that the folder of the checkpoints will have."""
+        options, folder = place.meeting.options, Path(self._plan.settings.run.checkpoint_dir)
+        node = self._node_at(place)
+        owner = FolderOwner(folder, new_term(), at=(options.host, options.port))
+        node.term = owner.term
+        return node, owner
 
     def _node_at(self, place: Place) -> Node:
         """Return the node of this machine, one of several."""

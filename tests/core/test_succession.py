@@ -54,7 +54,7 @@ class Folder:
             if not one.is_alive or one.lock_of != one.life:
                 self.holder = None
         elif now_s > self.heard_s + LEASE_S:
-            self.holder = None  # which the machine is not told
+            self.holder = None  # of which the machine hears nothing
 
 
 @dataclass(eq=False)

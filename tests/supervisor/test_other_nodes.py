@@ -45,9 +45,9 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     NodeSaid,
     OtherNodes,
 )
-from ddp_runner.supervisor.nodes.question import ask
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.system.node_link import QUEUE_BYTES_MAX, NodeLink
+from ddp_runner.system.question import ask
 from tests.supervisor import simulated
 
 TOKEN = b"0123456789abcdef"

@@ -15,9 +15,9 @@ from ddp_runner.cli.hardware.machine_checks import Check, Verdict
 from ddp_runner.cli.nodes import TOKEN_VARIABLE, given_token, versions_here
 from ddp_runner.core.machines.node_messages import Answer
 from ddp_runner.kernel.system.interfaces import address_towards, interface_of
-from ddp_runner.supervisor.nodes.question import WrongTokenError, ask
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.node_link import LinkLostError
+from ddp_runner.system.question import WrongTokenError, ask
 from ddp_runner.system.token_file import shared_token
 
 _LIMIT_S = 5.0  # for a connection, and for the answer

@@ -91,7 +91,7 @@ class Node:
         self.logs_number = (
             FIRST_LOGS  # of the coordinator's log folder, on all machines that have it
         )
-        # Ranks that outlive their coordinator, and are still to be told where ranks meet now.
+        # Ranks that outlive their coordinator: their next Form says where ranks meet now.
         self.moved: set[int] = set()
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import selectors
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.checkpoint.catalog import Catalog
@@ -31,9 +34,11 @@ from ddp_runner.core.machines.nodes import (
 from ddp_runner.core.machines.succession import GoingOn
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.parent.run_facts import Ending
+from ddp_runner.kernel.parent.signal_box import SignalBox
 from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
@@ -47,9 +52,10 @@ from ddp_runner.kernel.rules.lifecycle import (
 )
 from ddp_runner.kernel.rules.stopping import StopSignal
 from ddp_runner.kernel.system.clock import Clock
-from ddp_runner.kernel.system.folder_owner import FolderOwner
+from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed
+from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.supervisor.nodes.other_nodes import (
     NodeEvent,
     NodeGone,
@@ -57,13 +63,14 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     NodeNews,
     NodeSaid,
     OtherNodes,
+    Place,
     RankSaid,
 )
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
-from ddp_runner.supervisor.nodes.successor import Heir
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.node_link import NodeLink
+from ddp_runner.system.run_directories import RunDirectories
 
 OWNER_EVERY_S = 0.5
 LEAVES = "this node leaves; the others go on"
@@ -83,6 +90,41 @@ def missing_nodes(others: Sequence[RemoteNode], options: NodeOptions, world: Wor
     )
     where = f"{options.host}:{options.port}"
     return f"waiting for nodes at {where}, {there} of {options.most}" if missing else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A coordinator's place that this machine has taken: the folder with its lock and term, and where it listens.
+
+    ``before``: what the folder said of the coordinator that was lost; ``without``: the machines that it says now have not the
+    newest memory.
+    """
+
+    owner: FolderOwner
+    before: Owner
+    without: tuple[int, ...]
+    directories: RunDirectories
+    listening: socket.socket
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heir:
+    """All that the new coordinator has from the follower that it was.
+
+    ``kept``: what each rank that waits here with its memory has reported last; ``generation``: its newest.
+    ``inexact_reasons``: of the run, as the coordinator before has said last.
+    """
+
+    plan: LaunchPlan
+    place: Place
+    taken: Taken
+    node: Node
+    kept: Mapping[int, Ready]
+    generation: int
+    inexact_reasons: tuple[str, ...]
+    signals: SignalBox
+    selector: selectors.BaseSelector
 
 
 class CoordinatorSupervisor(Supervisor):

@@ -45,8 +45,9 @@ from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.observe.display import Display, make_display
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
+from ddp_runner.supervisor.nodes.coordinator import Heir
 from ddp_runner.supervisor.nodes.follower import Follower
-from ddp_runner.supervisor.nodes.successor import Heir, Succession, heir
+from ddp_runner.supervisor.nodes.successor import Succession
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.followed_run import FollowedRun
@@ -562,14 +563,11 @@ class _FollowerLoop:
             return False
         self._say("this machine coordinates from here on", level="WARNING")
         self._selector.unregister(self._signals)
-        self.heir = heir(
+        self.heir = self.succession.heir(
             self._plan,
-            self._meeting,
-            welcome,
-            taken=taken,
+            replace(self._meeting, shared=welcome.settings, silent_s=welcome.silent_s),
             node=node,
             follower=follower,
-            elapsed_s=self._clock.monotonic() - self.succession.began_s,
             signals=self._signals,
             selector=self._selector,
         )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.machines.node_messages import Welcome
 from ddp_runner.core.machines.succession import (
     Act,
     Arbiter,
@@ -24,49 +22,14 @@ from ddp_runner.kernel.parent.signal_box import SignalBox
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
 from ddp_runner.kernel.system.clock import Clock
-from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner, new_term
-from ddp_runner.kernel.wire.messages import Ready
+from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.supervisor.nodes.admission import Meeting
+from ddp_runner.supervisor.nodes.coordinator import Heir, Taken
 from ddp_runner.supervisor.nodes.follower import Follower
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import followed_run
 from ddp_runner.system.code_files import digest_of
 from ddp_runner.system.run_directories import RunDirectories
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """A coordinator's place that this machine has taken: the folder with its lock and term, and where it listens.
-
-    ``before``: what the folder said of the coordinator that was lost; ``without``: the machines that it says now have not the
-    newest memory.
-    """
-
-    owner: FolderOwner
-    before: Owner
-    without: tuple[int, ...]
-    directories: RunDirectories
-    listening: socket.socket
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heir:
-    """All that the new coordinator has from the follower that it was.
-
-    ``kept``: what each rank that waits here with its memory has reported last; ``generation``: its newest.
-    ``inexact_reasons``: of the run, as the coordinator before has said last.
-    """
-
-    plan: LaunchPlan
-    place: Place
-    taken: Taken
-    node: Node
-    kept: Mapping[int, Ready]
-    generation: int
-    inexact_reasons: tuple[str, ...]
-    signals: SignalBox
-    selector: selectors.BaseSelector
 
 
 class Succession:
@@ -78,7 +41,7 @@ class Succession:
         self._folder = Path(plan.settings.run.checkpoint_dir)
         self._directories = RunDirectories(plan.settings.run)
         self._clock = clock
-        self.began_s = clock.monotonic()  # this machine's part in the run
+        self._began_s = clock.monotonic()  # this machine's part in the run
         self._claim = Claim()
         self._taken: Taken | None = None
         otherwise = "the engine starts it again" if plan.nodes.moving_fd is not None else ""
@@ -189,61 +152,60 @@ class Succession:
             raise
         return listening
 
+    def heir(
+        self,
+        plan: LaunchPlan,
+        meeting: Meeting,
+        *,
+        node: Node,
+        follower: Follower,
+        signals: SignalBox,
+        selector: selectors.BaseSelector,
+    ) -> Heir:
+        """Return what a coordinator on this machine begins with, once it has the place.
 
-def heir(
-    plan: LaunchPlan,
-    meeting: Meeting,
-    welcome: Welcome,
-    *,
-    taken: Taken,
-    node: Node,
-    follower: Follower,
-    elapsed_s: float,
-    signals: SignalBox,
-    selector: selectors.BaseSelector,
-) -> Heir:
-    """Return what a coordinator on this machine begins with.
-
-    ``plan``: this machine's, with the settings of all; ``elapsed_s``: since that machine began.
-    """
-    parked = follower.parked
-    assert parked is not None
-    port = int(taken.listening.getsockname()[1])
-    options = replace(meeting.options, host=taken.address, port=port, node_rank=parked.node)
-    run = replace(plan.settings.run, resume="auto")  # the files of the run that goes on
-    limit = plan.time_limit
-    if limit is not None:
-        limit = replace(limit, seconds=max(0.0, limit.seconds - elapsed_s))
-    code = "" if meeting.allows_different_code else digest_of(meeting.code)
-    node.term = taken.owner.term
-    if not node.shares_logs:
-        node.logs_number = parked.node
-        with contextlib.suppress(OSError):
-            (Path(run.log_dir) / followed_run.NAME).unlink(missing_ok=True)
-    node.shares_checkpoints = node.shares_logs = True
-    node.store_at = StorePlace.on_this_machine(plan.settings.ddp.port, address=taken.address)
-    return Heir(
-        plan=replace(
-            plan,
-            settings=replace(plan.settings, run=run),
-            nodes=options,
-            time_limit=limit,
-            code=code,
-        ),
-        place=Place(
-            meeting=replace(
-                meeting, options=options, shared=welcome.settings, silent_s=welcome.silent_s
+        ``plan`` and ``meeting``: this machine's, with the settings of all.
+        """
+        taken = self._taken
+        assert taken is not None
+        parked = follower.parked
+        assert parked is not None
+        port = int(taken.listening.getsockname()[1])
+        options = replace(meeting.options, host=taken.address, port=port, node_rank=parked.node)
+        run = replace(plan.settings.run, resume="auto")  # the files of the run that goes on
+        limit = plan.time_limit
+        if limit is not None:
+            limit = replace(
+                limit, seconds=max(0.0, limit.seconds - (self._clock.monotonic() - self._began_s))
+            )
+        code = "" if meeting.allows_different_code else digest_of(meeting.code)
+        node.term = taken.owner.term
+        if not node.shares_logs:
+            node.logs_number = parked.node
+            with contextlib.suppress(OSError):
+                (Path(run.log_dir) / followed_run.NAME).unlink(missing_ok=True)
+        node.shares_checkpoints = node.shares_logs = True
+        node.store_at = StorePlace.on_this_machine(plan.settings.ddp.port, address=taken.address)
+        return Heir(
+            plan=replace(
+                plan,
+                settings=replace(plan.settings, run=run),
+                nodes=options,
+                time_limit=limit,
+                code=code,
             ),
-            number=parked.node,
-            listening=taken.listening,
-            address=taken.address,
-            store_host=taken.address,
-        ),
-        taken=taken,
-        node=node,
-        kept=follower.hand_over(),
-        generation=parked.generation,
-        inexact_reasons=tuple(parked.inexact_reasons),
-        signals=signals,
-        selector=selector,
-    )
+            place=Place(
+                meeting=replace(meeting, options=options),
+                number=parked.node,
+                listening=taken.listening,
+                address=taken.address,
+                store_host=taken.address,
+            ),
+            taken=taken,
+            node=node,
+            kept=follower.hand_over(),
+            generation=parked.generation,
+            inexact_reasons=tuple(parked.inexact_reasons),
+            signals=signals,
+            selector=selector,
+        )
