@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import json
@@ -21,6 +22,7 @@ from ddp_runner.config.identity import is_sealed, shared_settings
 from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import HIDDEN, masked_words
+from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.system.interfaces import (
     address_leading_out,
     address_towards,
@@ -29,7 +31,7 @@ from ddp_runner.kernel.system.interfaces import (
 )
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.kernel.system.torch_versions import torch_build
-from ddp_runner.supervisor.assembly import supervise
+from ddp_runner.supervisor.assembly import supervise, take_over
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
@@ -41,6 +43,8 @@ from ddp_runner.system.code_files import (
     task_code,
     version_of,
 )
+from ddp_runner.system.question import WrongTokenError, ask
+from ddp_runner.system.run_directories import RunDirectories
 from ddp_runner.system.token_file import TOKEN_NAME, given_token_in, make_token, shared_token
 from ddp_runner.version import VERSION
 
@@ -58,6 +62,9 @@ _ALL_ADDRESSES_6 = "::"
 _SEEN_S = 60.0
 _LOOK_AGAIN_S = 0.5
 _DIAL_S = 1.0
+_ANSWER_S = 3.0
+# For a machine that has taken the coordinator's place to answer, while it holds the folder.
+_TAKING_OVER_S = 10.0
 # For the name of a machine that has just been started, such as a pod, to be known to itself.
 _NAMED_S = 60.0
 
@@ -93,7 +100,11 @@ def train_on_several(
         if plan.ranks_per_node > 1 and (why := why_unreachable(LOOPBACK)):
             raise BadInputError(LOOPBACK, "", why)  # a coordinator finds that at its store
         token = given or await_token(folder, options, say=lambda text: print(text, flush=True))
-        return follow(plan, meeting(plan, token=token, silent_s=silent_s))
+        return follow(plan, meeting(plan, token=token, silent_s=silent_s), lead=take_over)
+    known = given or shared_token(folder) or b""
+    if known and options.moving_fd is None and leads_elsewhere(plan, known):
+        door.listening.close()
+        return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=take_over)
     try:
         found = meeting(plan, token=given or make_token(folder), silent_s=silent_s)
         if not found.allows_different_code:
@@ -228,6 +239,32 @@ def answers(options: NodeOptions) -> bool:
     except OSError:
         return False
     return True
+
+
+def leads_elsewhere(plan: LaunchPlan, token: bytes) -> bool:
+    """Return whether a machine that has taken this one's place leads the run by now, as the checkpoint folder says.
+
+    While another machine holds that folder, it may just be taking the place: it is waited for.
+    """
+    assert plan.nodes is not None
+    directories, options = RunDirectories(plan.settings.run), plan.nodes
+    give_up_s = time.monotonic() + _TAKING_OVER_S
+    while True:
+        is_held = directories.are_checkpoints_held()
+        owner = FolderOwner(Path(plan.settings.run.checkpoint_dir), "").read()
+        if owner is None or owner.at is None:
+            return False
+        if owner.at != (options.host, options.port):
+            with contextlib.suppress(OSError, WrongTokenError):
+                connection = socket.create_connection(owner.at, timeout=_DIAL_S)
+                answer = ask(connection, token=token, limit_s=_ANSWER_S)
+                if answer.term == owner.term and answer.run_id == options.run_id:
+                    where = "{}:{}".format(*owner.at)
+                    print(f"{where} has taken this machine's place: following it", flush=True)
+                    return True
+        if not is_held or time.monotonic() >= give_up_s:
+            return False
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def coordinators_door(options: NodeOptions) -> Door | None:

@@ -58,11 +58,18 @@ class RunAccounting:
         self._parts: dict[str, float] = {}  # seconds of the generation that forms
         self._productive_at_save: dict[int, int] = {}
         self._lost_ns = 0
+        self._before_ns = (
+            0  # productive, in a launch whose ranks this one took over on its own machine
+        )
         self._recovery_s = 0.0
         self._recovered_until_s = began_s  # what came before is counted
         self._unfinished_s = 0.0  # in steps that a fault cut short, detection included
         self._stage_ended_s: float | None = None  # until ranks train the next one
         self._between_stages_s = 0.0
+
+    def count_from(self, productive_ns: int) -> None:
+        """Count only what ranks do from here on: their processes have trained in another launch before."""
+        self._before_ns = productive_ns
 
     @property
     def history(self) -> list[Incident]:
@@ -150,7 +157,7 @@ class RunAccounting:
     def saved(self, step: int, productive_ns: int) -> None:
         """A checkpoint was published; what comes after it may be lost."""
         # Net of what was lost before, so that each rollback counts its own work once.
-        self._productive_at_save[step] = productive_ns - self._lost_ns
+        self._productive_at_save[step] = productive_ns - self._before_ns - self._lost_ns
         while len(self._productive_at_save) > 64:
             del self._productive_at_save[min(self._productive_at_save)]
 
@@ -246,7 +253,7 @@ class RunAccounting:
     def _begin_at(self, step: int, *, steps_lost: int, productive_ns: int) -> None:
         """The world trains from ``step`` on; ``steps_lost`` of those after it were done before."""
         if steps_lost:
-            net_ns = productive_ns - self._lost_ns
+            net_ns = productive_ns - self._before_ns - self._lost_ns
             self._lost_ns += max(0, net_ns - self._kept_ns(step, step + steps_lost, net_ns))
         elif self._launch_step is None:
             self._launch_step = step
@@ -320,7 +327,7 @@ class RunAccounting:
         startup_s = first_step_s - self.began_s
         return TimeShares(
             startup=round(startup_s + self._between_stages_s, 3),
-            productive=round((reading.productive_ns - self._lost_ns) / 1e9, 3),
+            productive=round((reading.productive_ns - self._before_ns - self._lost_ns) / 1e9, 3),
             data_wait=round(reading.data_wait_ns / 1e9, 3),
             checkpoint=round(reading.checkpoint_ns / 1e9, 3),
             comparison=round(reading.comparison_ns / 1e9, 3),

@@ -43,6 +43,7 @@ from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.coordinator import (
     CoordinatorSupervisor,
     HearsNodes,
+    Heir,
     NodeTraffic,
     missing_nodes,
 )
@@ -305,6 +306,18 @@ class _Coordinating:
     summary: Callable[[Ending], Summary | None]
 
 
+def take_over(heir: Heir) -> int:
+    """Coordinate a run whose coordinator was lost, from the machine that has taken its place; returns the exit code."""
+    parent_death.set_process_name("ddp:supervisor")
+    at = _Here(
+        heir.plan,
+        signals=heir.signals,
+        selector=heir.selector,
+        directories=heir.taken.directories,
+    )
+    return at.coordinate(heir.place, None, heir)
+
+
 class _Here:
     """Supervises ``plan`` from this process and machine, until it has ended."""
 
@@ -335,12 +348,12 @@ class _Here:
         with self._cleared(node):
             return self._driven(run, supervisor, summary=_summary(run, supervisor)).exit_code
 
-    def coordinate(self, place: Place, coordinator: MakesCoordinator | None) -> int:
-        """Run with ranks on other machines too."""
+    def coordinate(
+        self, place: Place, coordinator: MakesCoordinator | None, heir: Heir | None = None
+    ) -> int:
+        """Run with ranks on other machines too. ``heir``: what there is of a coordinator before this one."""
         plan = self._plan
-        node = self._node_at(place)
-        owner = FolderOwner(Path(plan.settings.run.checkpoint_dir), new_term())
-        node.term = owner.term
+        node, owner = self._begun(place) if heir is None else (heir.node, heir.taken.owner)
         names = (plan.settings.run.checkpoint_dir, plan.settings.run.log_dir)
         probes = [FolderProbe(Path(name), owner.term) for name in names]
         for probe in probes:
@@ -356,12 +369,17 @@ class _Here:
                 listening=place.listening,
                 store=(place.store_host, node.store_at.port),
                 term=owner.term,
+                number=place.number,
+                logs_number=node.logs_number,
             ),
             nodes=others,
             selector=self._selector,
             coordinator=supervisor,
             clock=SYSTEM_CLOCK,
         )
+        if heir is not None:
+            assert isinstance(supervisor, CoordinatorSupervisor)
+            supervisor.succeed(heir)
         ending = Ending.of(RunStatus.FAILED, "the coordinator has failed")
         with self._cleared(node):
             try:
@@ -413,6 +431,14 @@ class _Here:
             probes=machines.probes,
         )
         return _Coordinating(agent=supervisor, shown=run, summary=_summary(run, supervisor))
+
+    def _begun(self, place: Place) -> tuple[Node, FolderOwner]:
+        """Return the node of this machine, and the owner that the folder of the checkpoints will have."""
+        options, folder = place.meeting.options, Path(self._plan.settings.run.checkpoint_dir)
+        node = self._node_at(place)
+        owner = FolderOwner(folder, new_term(), at=(options.host, options.port))
+        node.term = owner.term
+        return node, owner
 
     def _node_at(self, place: Place) -> Node:
         """Return the node of this machine, one of several."""

@@ -113,8 +113,10 @@ class DirectoryLock:
     def acquire(self, *, patience_s: float = 0.0) -> None:
         """Take the lock. Raises BadInputError if another live run still holds it after that time.
 
-        OSError: it cannot be taken or, on a full disk, is held without a name.
+        OSError: it cannot be taken or, on a full disk, is held without a name. One that is held already stays.
         """
+        if self._descriptor >= 0 and not self.is_of_another_folder:
+            return
         try:
             descriptor = open_lock(self._path)
         except RefusedFileError as error:
@@ -210,6 +212,22 @@ class RunDirectories:
         """Raise BadInputError if another live run holds one of them. Creates nothing."""
         self._checkpoints.refuse_if_held()
         self._logs.refuse_if_held()
+
+    def are_checkpoints_held(self) -> bool:
+        """Return whether another live run, also one on another machine, is seen to hold the checkpoints."""
+        try:
+            self._checkpoints.refuse_if_held()
+        except BadInputError:
+            return True
+        return False
+
+    def hold_checkpoints(self) -> bool:
+        """Lock the folder of the checkpoints, which is there. Returns False where that cannot be."""
+        try:
+            self._checkpoints.acquire()
+        except (OSError, BadInputError):
+            return False
+        return True
 
     def claim(self, *, patience_s: float = 0.0) -> None:
         """Make and lock them. Raises BadInputError.

@@ -219,6 +219,7 @@ def test_two_followers_that_lose_each_other_end_the_run_saved(network, tmp_path)
     assert not [one for one in summary["faults"] if "the store process died" in one["cause"]]
 
 
+@pytest.mark.whole_run
 def test_a_script_goes_on_with_fewer_behind_a_link_that_is_cut(network, tmp_path):
     """Its ranks find each other though both hosts have one name, and those of the lost machine end."""
     folders = [tmp_path / "first", tmp_path / "second"]
@@ -246,3 +247,34 @@ def test_a_script_goes_on_with_fewer_behind_a_link_that_is_cut(network, tmp_path
     found = json.loads((folders[0] / "logs" / "summary.json").read_text(encoding="utf-8"))
     assert (found["status"], found["world_size"]) == ("completed", 1)
     assert "is lost: nothing was heard" in found["attempts"][0]["cause"]
+
+
+@pytest.mark.whole_run
+def test_a_coordinator_without_power_is_followed_and_the_others_go_on(network, tmp_path):
+    """Everything on the first machine is killed: the second or third coordinates at its own address, and both finish."""
+    shared = tmp_path / "shared"
+    words = ("--nnodes", "2:3", "--rdzv-endpoint", "10.9.0.1:29500", "task.pace_s=0.1")
+    words += ("-c", shared / "kept", "-l", shared / "logs", "recovery.node_patience_s=0")
+    folders = [tmp_path / f"machine{number}" for number in range(3)]
+
+    def consoles():
+        return [(one / "console.txt").read_text() for one in folders]
+
+    def status():
+        path = shared / "logs" / "status.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"step": -1}
+
+    for number, folder in enumerate(folders):
+        network.start(number, folder, *words, "--node-rank", number)
+    poll(lambda: status()["step"] >= 10, what="ten steps")
+    network.run("ip netns pids node0 | xargs kill -9")
+    summary = shared / "logs" / "summary.json"
+    poll(summary.exists, timeout_s=120.0, what=f"the end: {tmp_path}")
+    poll(lambda: not processes_with(network.mark), what="the ends of all")
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    assert (found["status"], found["exit_code"], found["steps"]) == ("completed", 0, 60), consoles()
+    assert (found["world_size"], found["exact"]) == (2, False)
+    (owner, where) = (shared / "kept" / ".owner").read_text().splitlines()
+    assert where in ("10.9.0.2 29500", "10.9.0.3 29500"), owner
+    leads = [one.count("this machine coordinates from here on") for one in consoles()]
+    assert sorted(leads) == [0, 0, 1]

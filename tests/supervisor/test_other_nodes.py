@@ -25,7 +25,6 @@ from ddp_runner.core.machines.node_messages import (
     RankGone,
 )
 from ddp_runner.core.machines.node_options import NodeOptions
-from ddp_runner.features.doctor.node_checks import ask
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
 from ddp_runner.kernel.rules.election import EMPTY_STEP
@@ -52,6 +51,7 @@ from ddp_runner.supervisor.nodes.other_nodes import (
 )
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.system.node_link import QUEUE_BYTES_MAX, NodeLink
+from ddp_runner.system.question import ask
 from tests.supervisor import simulated
 
 TOKEN = b"0123456789abcdef"

@@ -107,6 +107,8 @@ class Welcome:
     keeps_copied: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # the coordinator's, which hold for all
     waits_for: str = ""
+    coordinator: int = 0  # the number of its own machine
+    logs_number: int = 0  # of its log folder
     # Where the coordinator is, and its folders there.
     host: str = ""
     log_dir: str = ""

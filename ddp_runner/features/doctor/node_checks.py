@@ -6,25 +6,18 @@ Starts nothing, listens nowhere, and takes no part in a run that it asks.
 from __future__ import annotations
 
 import errno
-import select
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.cli.hardware.machine_checks import Check, Verdict
 from ddp_runner.cli.nodes import TOKEN_VARIABLE, given_token, versions_here
-from ddp_runner.core.machines.node_messages import (
-    FROM_COORDINATOR,
-    Answer,
-    Question,
-)
+from ddp_runner.core.machines.node_messages import Answer
 from ddp_runner.kernel.system.interfaces import address_towards, interface_of
-from ddp_runner.kernel.wire import packets as wire
-from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.system.folder_probe import is_shared
-from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
+from ddp_runner.system.node_link import LinkLostError
+from ddp_runner.system.question import WrongTokenError, ask
 from ddp_runner.system.token_file import shared_token
 
 _LIMIT_S = 5.0  # for a connection, and for the answer
@@ -160,38 +153,3 @@ def check_shared(name: str, folder: Path, term: str) -> Check:
 
 def _failed(name: str, found: str, cure: str) -> Check:
     return Check(name=name, verdict=Verdict.FAIL, found=found, cure=cure)
-
-
-# Asks a coordinator what is there, as somebody who takes no part: a running run notices
-# nothing.
-
-
-class WrongTokenError(Exception):
-    """It is one of ours, and has another token."""
-
-
-def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
-    """Return the answer of the coordinator at the other end. Blocks for at most ``limit_s``, and hangs up.
-
-    Raises WrongTokenError, or LinkLostError if the other end is not a coordinator of this version.
-    """
-    link = NodeLink(connection, token=token, listens=False)
-    give_up_s = time.monotonic() + limit_s
-    try:
-        link.send(wire.encode(Question()))
-        while (left_s := give_up_s - time.monotonic()) > 0:
-            ready = select.poll()  # which takes descriptors above 1,023 too
-            ready.register(link, select.POLLIN | select.POLLOUT * link.wants_to_write)
-            ready.poll(left_s * 1000)
-            link.flush()
-            for content in link.receive():
-                answer = wire.decode(content, FROM_COORDINATOR)
-                if isinstance(answer, Answer):
-                    return answer
-    except UnprovedError as error:
-        raise WrongTokenError from error
-    except WireError as error:
-        raise LinkLostError(str(error)) from error
-    finally:
-        link.close()
-    raise LinkLostError(f"it has not answered within {limit_s:g} s")

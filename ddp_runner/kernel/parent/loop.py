@@ -121,8 +121,10 @@ class Loop:
 
     def run(self) -> Ending:
         """Loop to the ending, and return it. Processes may still be there."""
-        self._node.start_zygote()
-        self._start_guardian()
+        if self._node.zygote_pid is None:  # a node that another one has led before has both
+            self._node.start_zygote()
+        if self._node.guardian.pid is None:
+            self._start_guardian()
         while self._supervisor.ending is None:
             try:
                 self._turn()

@@ -11,6 +11,7 @@ import selectors
 import signal
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddp_runner.kernel.processes.children import Ended, read_output
@@ -46,10 +47,10 @@ from ddp_runner.kernel.wire.fork_specs import (
     SpareSpec,
     Spec,
 )
-from ddp_runner.kernel.wire.messages import NO_PROCESS, Fork, Forked, Message, encode
+from ddp_runner.kernel.wire.messages import NO_PROCESS, Fork, Forked, Form, Message, encode
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
-COORDINATORS_LOGS = 0  # the number of the coordinator's machine
+FIRST_LOGS = 0  # the number of the first coordinator's machine
 
 
 class Node:
@@ -87,6 +88,11 @@ class Node:
         self.zygote_since_s = 0.0
         self.term = ""  # the coordinator's, where there is one
         self.shares_checkpoints = self.shares_logs = True  # with the coordinator
+        self.logs_number = (
+            FIRST_LOGS  # of the coordinator's log folder, on all machines that have it
+        )
+        # Ranks that outlive their coordinator: their next Form says where ranks meet now.
+        self.moved: set[int] = set()
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
         self._unclaimed: dict[int, Ended] = {}
@@ -348,7 +354,15 @@ class Node:
 
     def send(self, rank: int, message: Message) -> None:
         """Send to a rank; one that has just ended will be reaped, so that is no error here."""
+        if isinstance(message, Form) and rank in self.moved:
+            self.moved.discard(rank)
+            message = self.with_store(message)
         self.pass_on(rank, encode(message))
+
+    def with_store(self, form: Form) -> Form:
+        """Return ``form`` with where ranks meet, and in which term, for a rank that was in another coordinator's."""
+        store = self.store_at
+        return replace(form, store_host=store.host, store_port=store.port, term=self.term)
 
     def pass_on(self, rank: int, packet: bytes) -> None:
         """Send an encoded message like :meth:`send`."""
@@ -479,7 +493,7 @@ class Node:
         around = self._plan.around[rank]
         return {
             **around,
-            "log_folder": COORDINATORS_LOGS if self.shares_logs else around["node"],
+            "log_folder": self.logs_number if self.shares_logs else around["node"],
             "term": self.term,
             "settings": self.settings_record,
             "store_host": self.store_at.host,

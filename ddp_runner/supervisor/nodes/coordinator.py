@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import selectors
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -12,29 +15,41 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.machines.node_messages import Beat, Parked
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.core.machines.nodes import ReturnFacts, keeps_memory, loads_own
+from ddp_runner.core.machines.succession import GoingOn
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.parent.run_facts import Ending
+from ddp_runner.kernel.parent.signal_box import SignalBox
 from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
+from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
-from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunState
+from ddp_runner.kernel.rules.lifecycle import (
+    IN_WORLD,
+    Membership,
+    MembershipEvent,
+    RankEvent,
+    RankState,
+    RunState,
+)
 from ddp_runner.kernel.rules.stopping import StopSignal
 from ddp_runner.kernel.system.clock import Clock
-from ddp_runner.kernel.system.folder_owner import FolderOwner
+from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed
+from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.supervisor.nodes.missing_nodes import MissingNodes
 from ddp_runner.supervisor.nodes.node_events import NodeEvents
-from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined, OtherNodes
+from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.node_link import NodeLink
+from ddp_runner.system.run_directories import RunDirectories
 
 OWNER_EVERY_S = 0.5
 LEAVES = "this node leaves; the others go on"
@@ -54,6 +69,41 @@ def missing_nodes(others: Sequence[RemoteNode], options: NodeOptions, world: Wor
     )
     where = f"{options.host}:{options.port}"
     return f"waiting for nodes at {where}, {there} of {options.most}" if missing else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A coordinator's place that this machine has taken: the folder with its lock and term, and where it listens.
+
+    ``before``: what the folder said of the coordinator that was lost; ``without``: the machines that it says now have not the
+    newest memory.
+    """
+
+    owner: FolderOwner
+    before: Owner
+    without: tuple[int, ...]
+    directories: RunDirectories
+    listening: socket.socket
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heir:
+    """All that the new coordinator has from the follower that it was.
+
+    ``kept``: what each rank that waits here with its memory has reported last; ``generation``: its newest.
+    ``inexact_reasons``: of the run, as the coordinator before has said last.
+    """
+
+    plan: LaunchPlan
+    place: Place
+    taken: Taken
+    node: Node
+    kept: Mapping[int, Ready]
+    generation: int
+    inexact_reasons: tuple[str, ...]
+    signals: SignalBox
+    selector: selectors.BaseSelector
 
 
 class CoordinatorSupervisor(Supervisor):
@@ -76,6 +126,11 @@ class CoordinatorSupervisor(Supervisor):
         self._probes = tuple(probes)
         self._owner = owner
         self._owner_before = owner.read()
+        # The coordinator before this one, whose place it has taken, until this one has formed a generation.
+        self._after = ""
+        self._is_heir = False
+        self._going_on = GoingOn()
+        self._leaves: set[int] = set()  # machines that the run is about to continue without
         self._looked_at_owner_s = 0.0
         self.has_successor = False  # another coordinator has taken the checkpoints
         self._without: tuple[int, ...] = ()  # as it stands in the folder
@@ -106,6 +161,9 @@ class CoordinatorSupervisor(Supervisor):
         """Return whether the state in memory on a returning node still belongs to this run."""
         before = self._owner_before
         newest = Catalog(Path(self._settings.run.checkpoint_dir)).newest()
+        term = parked.term
+        if before is not None and term not in (before.term, before.after):
+            term = before.term
         may_resume = not self.facts.ever_formed and self._settings.run.resume == "auto"
         return keeps_memory(
             ReturnFacts(
@@ -117,9 +175,36 @@ class CoordinatorSupervisor(Supervisor):
                 generation=parked.generation,
                 formed_in=self._formed_in,
                 may_resume=may_resume,
-                before=None if before is None else (before.term, before.without),
+                before=None if before is None else (term, before.without),
                 number=node.number,
             )
+        )
+
+    def succeed(self, heir: Heir) -> None:
+        """Take the place of a coordinator that was lost, with the ranks of this machine that have kept their memory."""
+        self._is_heir = True
+        self._after, self._owner_before = heir.taken.before.term, heir.taken.before
+        if heir.taken.before.after:
+            self._after = heir.taken.before.after
+        now_s = self._clock.monotonic()
+        self._without = heir.taken.without
+        self._leaves.update(self._without)
+        self._going_on.noted(self._without, now_s)
+        self.facts.generation = heir.generation
+        self._take_over(heir.inexact_reasons)
+        done_ns = [self.world.ranks[rank].slot.get(Cell.PRODUCTIVE_NS) for rank in heir.kept]
+        self._record.accounting.count_from(max(done_ns, default=0))
+        for rank, ready in heir.kept.items():
+            handle = self.world.ranks[rank]
+            handle.begin(now_s=now_s, loads=False)
+            handle.slot.set(Cell.LEASE_NS, 0)
+            handle.pid = self.node.processes[rank].pid
+            handle.member.advance(MembershipEvent.REPLACED)
+            self.node.moved.add(rank)
+            self.on_message(ready, rank)
+        self.recorder.say(
+            f"the coordinator was lost: node {heir.place.number} ({self.node.host}) has taken its place",
+            level="WARNING",
         )
 
     def _on_formed(self, formed: RankFormed) -> None:
@@ -152,6 +237,7 @@ class CoordinatorSupervisor(Supervisor):
         try:
             self._without = self._who_is_without()
             self._owner.take(without=self._without)
+            self._after = ""
             for probe in self._probes:
                 probe.remove_others()
         except OSError as error:
@@ -165,22 +251,42 @@ class CoordinatorSupervisor(Supervisor):
         # INVARIANT one-owner: of two coordinators that know nothing of each other the newer one goes on.
         # Broken if: the older one publishes a file, or trains on for long.
         # Guarded by: test_a_coordinator_whose_folder_was_taken_ends.
-        if not self.recorder.may_write or now_s < self._looked_at_owner_s + OWNER_EVERY_S:
+        if now_s < self._looked_at_owner_s + OWNER_EVERY_S:
             return
         self._looked_at_owner_s = now_s
-        if not self._owner.is_other():
-            self._note_who_is_without()
+        if not self._is_superseded():
+            if self._has_folder:
+                self._note_who_is_without()
         else:
             self.has_successor = True
             line = f"another coordinator has taken {self._owner.folder}: this one ends"
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
 
+    def _is_superseded(self) -> bool:
+        """Return whether another coordinator has the folder: also before this one, which waits for machines, has taken it."""
+        if self._has_folder:
+            return self._owner.is_other()
+        before, found = self._owner_before, self._owner.read()
+        return found is not None and (before is None or found.term != before.term)
+
+    @property
+    def _may_have_heir(self) -> bool:
+        """Whether another machine has the folder of the checkpoints, and may take this one's place."""
+        return self._is_heir or any(node.shares_checkpoints for node in self._others)
+
+    @property
+    def _has_folder(self) -> bool:
+        """Whether the folder of the checkpoints has this coordinator's term."""
+        return self.recorder.may_write or self._is_heir
+
     def _who_is_without(self) -> tuple[int, ...]:
-        """Nodes that have not done all the steps."""
+        """Nodes that have not done all the steps, or will not do the next one."""
+        self._leaves -= {node.number for node in self._others if node.is_there}
         return tuple(
             node.number
             for node in self._others
-            if any(self.world.ranks[rank].membership not in IN_WORLD for rank in node.processes)
+            if node.number in self._leaves
+            or any(self.world.ranks[rank].membership not in IN_WORLD for rank in node.processes)
         )
 
     def _note_who_is_without(self) -> None:
@@ -188,11 +294,12 @@ class CoordinatorSupervisor(Supervisor):
         without = self._who_is_without()
         if without != self._without:
             with contextlib.suppress(OSError):  # a full disk: tried again soon
-                self._owner.take(without=without)
+                self._owner.take(without=without, after=self._after)
                 self._without = without
+                self._going_on.noted(without, self._clock.monotonic())
 
     def _look_at_missing(self, now_s: float) -> None:
-        verdict = self._missing.look(now_s, has_trained=self.facts.ever_formed)
+        verdict = self._missing.look(now_s, has_trained=self.facts.ever_formed or self._is_heir)
         if self._stop is not None and self.facts.ever_formed:
             self._stop_without_missing(self._stop)
         elif verdict.gives_up:
@@ -217,7 +324,7 @@ class CoordinatorSupervisor(Supervisor):
     def _go_on_without(self, node: RemoteNode, now_s: float) -> None:
         ranks = [self.world.ranks[rank] for rank in node.processes]
         missing = [handle for handle in ranks if handle.membership in IN_WORLD]
-        if node.is_there or not missing:
+        if node.is_there or not missing or not self._may_go_on_without(node, now_s):
             return
         self.recorder.say(
             f"going on without node {node.number}, until it is there", level="WARNING"
@@ -225,6 +332,16 @@ class CoordinatorSupervisor(Supervisor):
         self._repair.returning.drop_of_lost_node(missing, now_s)
         if self.recorder.may_write and not self._owner.is_other():
             self._note_who_is_without()
+
+    def _may_go_on_without(self, node: RemoteNode, now_s: float) -> bool:
+        """Return whether no machine that this one does not hear can take its place with an older memory."""
+        if not (self._may_have_heir and self._has_folder):
+            return True
+        self._leaves.add(node.number)
+        found = self._owner.read()
+        if found is not None and found.term == self._owner.term:
+            self._note_who_is_without()
+        return self._going_on.may(node.number, now_s, owner=found, ours=self._owner.term)
 
     def on_node_event(self, event: NodeEvent) -> None:
         """Something has come from another node, or of it."""

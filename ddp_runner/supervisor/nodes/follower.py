@@ -35,6 +35,7 @@ from ddp_runner.core.machines.node_messages import (
     ToRank,
     shortened_stack,
 )
+from ddp_runner.core.machines.succession import Kept
 from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
 from ddp_runner.kernel.parent.ports import Turn
 from ddp_runner.kernel.parent.rank_handle import RankHandle
@@ -321,7 +322,7 @@ class Follower:
                 handle.machine.advance(RankEvent.FORM_SENT)
             if handle.rank in self._moved:
                 self._moved.discard(handle.rank)
-                packet = encode(self._with_store(message))
+                packet = encode(self._node.with_store(message))
         elif isinstance(message, Abort):
             handle.machine.advance(RankEvent.ABORT_SENT)
         self._node.pass_on(handle.rank, packet)
@@ -343,10 +344,6 @@ class Follower:
         if is_last:
             self._tail.close()
             self._tail = None
-
-    def _with_store(self, form: Form) -> Form:
-        store = self._node.store_at
-        return replace(form, store_host=store.host, store_port=store.port, term=self._node.term)
 
     def _take_own_folder(self) -> None:
         """A checkpoint folder of this machine alone, where an earlier coordinator may have left its name."""
@@ -525,6 +522,30 @@ class Follower:
             run_id=self._run_id,
             inexact_reasons=list(self._facts.inexact_reasons),
         )
+
+    @property
+    def formed_in(self) -> str:
+        """The term in which ranks here were last asked to form; empty if they never were."""
+        return self._term
+
+    @property
+    def kept(self) -> Kept | None:
+        """The memory that waits here, as far as it decides who coordinates; None if there is none."""
+        parked = self.parked
+        if parked is None:
+            return None
+        living = [handle for handle in self.handles if handle.is_alive]
+        have_left = all(one.rank in self._parked and one.state is RankState.READY for one in living)
+        return Kept(number=parked.node, term=parked.term, have_left=have_left)
+
+    def hand_over(self) -> dict[int, Ready]:
+        """Let another one decide on the ranks here: return the newest report of each that waits, by rank."""
+        self.show_warnings(is_last=True)
+        return {
+            handle.rank: replace(handle.ready, run_id=self._run_id)
+            for handle in self.handles
+            if handle.rank in self._parked and handle.ready is not None
+        }
 
     def cut_off(self) -> None:
         """The coordinator is not there: ranks leave their generation, keep their memory and wait."""

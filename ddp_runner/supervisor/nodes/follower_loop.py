@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,14 +38,16 @@ from ddp_runner.kernel.rules.exits import ExitCode, StopReason
 from ddp_runner.kernel.rules.stopping import StopSignal, StopSignals
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, LeaseClock
-from ddp_runner.kernel.system.folder_owner import new_term
+from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.events import RunEnds
 from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.observe.display import Display, make_display
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
+from ddp_runner.supervisor.nodes.coordinator import Heir
 from ddp_runner.supervisor.nodes.follower import Follower
+from ddp_runner.supervisor.nodes.successor import Succession
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.followed_run import FollowedRun
@@ -73,9 +76,11 @@ class _Stop:
         return self.is_at_once or self.reason is not None
 
 
-def follow(plan: LaunchPlan, meeting: Meeting) -> int:
+def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int] | None = None) -> int:
     """Take part in a run until it ends, and return its exit code.
 
+    ``lead``: coordinates the run from here on, once its coordinator is lost and this machine has taken that place, which it
+    never does without.
     Raises BadInputError where the coordinator refuses this machine; no rank was started then.
     """
     parent_death.adopt_orphans()
@@ -89,17 +94,25 @@ def follow(plan: LaunchPlan, meeting: Meeting) -> int:
         loop = _FollowerLoop(
             plan, meeting, signals=signals, selector=selector, display=display, clock=SYSTEM_CLOCK
         )
+        if lead is not None:
+            loop.succession = Succession(plan, clock=SYSTEM_CLOCK)
         try:
-            return loop.run()
+            code = loop.run()
+            if loop.heir is not None and lead is not None:
+                display.finish(None)
+                code = lead(loop.heir)
         except BadInputError:
             raise
         except Exception:  # noqa: BLE001 - the boundary of this supervisor: its ranks end with it
             loop.failed(traceback.format_exc())
-            return int(ExitCode.FAILED)
+            code = int(ExitCode.FAILED)
         finally:
             end_descendants(timeout_s=10.0)
             loop.close()
-            display.finish(None)  # what was said last is on its way in a thread of the display's
+            if loop.heir is None:
+                # What was said last is on its way in a thread of the display's.
+                display.finish(None)
+    return code
 
 
 class _FollowerLoop:
@@ -131,6 +144,11 @@ class _FollowerLoop:
         self._said_own = ""  # which folders here are not the coordinator's
         # Asks for GPUs once there are ranks here, of which it then says what they use.
         self._watch: RunWatch | None = None
+        self.succession: Succession | None = None  # None: this machine never coordinates
+        self._address = ""  # of this machine, as it leads to the coordinator
+        self._met_at = ("", 0)  # where the coordinator was met
+        self._dialled = 0  # how often somebody was there who was none
+        self.heir: Heir | None = None  # what this machine coordinates with, from here on
         selector.register(signals, selectors.EVENT_READ, None)
 
     def run(self) -> int:
@@ -141,6 +159,8 @@ class _FollowerLoop:
             self._say(f"looking for the coordinator at {where}")
             if not self._meet(wait_s):
                 break
+            if self.heir is not None:
+                return 0
             why = self._obey()
             if self._follower is not None and self._follower.failed:
                 self._say(f"no ranks can be started here: {self._follower.failed}", level="ERROR")
@@ -186,10 +206,10 @@ class _FollowerLoop:
         return f"this machine waits for it{copied}"
 
     def _meet(self, wait_s: float) -> bool:
-        """Connect and be welcomed. False where nobody was there in time, or a stop was asked for."""
+        """Connect and be welcomed, or become the heir. False where nobody was there in time, or a stop was asked for."""
         give_up_s = self._clock.monotonic() + wait_s
         reason, refusals, refused_s = "", 0, 0.0
-        while self._clock.monotonic() < give_up_s and not self._stop.is_asked:
+        while self.heir is None and self._may_look(give_up_s):
             link = self._dial()
             if link is not None:
                 answer = self._greet(link)
@@ -199,6 +219,10 @@ class _FollowerLoop:
                     self._welcomed(answer)
                     return True
                 link.close()
+                self._dialled += 1
+                if self._met_at != self._where() and not isinstance(answer, Refused):
+                    self._wait(DIAL_S)
+                    continue
                 if isinstance(answer, Refused):
                     refused_s = refused_s or self._clock.monotonic()
                     problem = BadInputError(answer.name, answer.value, answer.expected)
@@ -219,7 +243,17 @@ class _FollowerLoop:
                     reason = why
                     self._say(f"what answers there is not ready: {why}", level="WARNING")
             self._wait(DIAL_S)
-        return False
+        return self.heir is not None
+
+    def _may_look(self, give_up_s: float) -> bool:
+        """Return whether to go on looking: until ``give_up_s``, or until a claim of this machine's own is settled."""
+        in_time = self._clock.monotonic() < give_up_s or self._has_claimed
+        return in_time and not self._stop.is_asked
+
+    @property
+    def _has_claimed(self) -> bool:
+        """True while this machine waits for its own word in the folder to stand."""
+        return self.succession is not None and self.succession.has_claimed
 
     def _may_change(self, refused: Refused, since_s: float) -> bool:
         """Return whether a refusal may be temporary: a link whose other end is lost may still hold the number."""
@@ -234,13 +268,27 @@ class _FollowerLoop:
         options = self._meeting.options
         return read_endpoint(options.moving_fd) or (options.host, options.port)
 
+    def _places(self) -> list[tuple[str, int]]:
+        """Where a coordinator may be: as the folder of the checkpoints says, or at the endpoint."""
+        places = [self._where()]
+        options = self._meeting.options
+        if options.moving_fd is None:
+            owner = FolderOwner(Path(self._plan.settings.run.checkpoint_dir), "").read()
+            if owner is not None and owner.at is not None and owner.at not in places:
+                places.insert(0, owner.at)
+        if self._has_claimed:
+            return []
+        first = self._dialled % len(places)
+        return [*places[first:], *places[:first]]
+
     def _dial(self) -> NodeLink | None:
-        try:
-            connection = socket.create_connection(self._where(), timeout=DIAL_S)
-        except OSError:
-            return None
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return NodeLink(connection, token=self._meeting.token, listens=False)
+        for place in self._places():
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(place, timeout=DIAL_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._met_at, self._address = place, connection.getsockname()[0]
+                return NodeLink(connection, token=self._meeting.token, listens=False)
+        return None
 
     def _greet(self, link: NodeLink) -> Welcome | Refused | LinkLostError | WireError:
         """Say who this is, to a coordinator that has proved itself, and hear the answer, or why there is none."""
@@ -299,7 +347,7 @@ class _FollowerLoop:
             self._node = self._started_node(ranks, self._store_at)
         else:
             self._store_at.move(self._store_host(welcome), welcome.store_port)
-        self._node.term = welcome.term
+        self._node.term, self._node.logs_number = welcome.term, welcome.logs_number
         self._look_at_folders(self._node, welcome)
         if self._follower is None or self._node.ranks != tuple(ranks):
             if self._follower is not None:
@@ -382,7 +430,7 @@ class _FollowerLoop:
 
     def _store_host(self, welcome: Welcome) -> str:
         """Return the store's address as seen from here; the coordinator's own name for it may mean another host."""
-        return welcome.store_host or self._where()[0]
+        return welcome.store_host or self._met_at[0]
 
     def _obey(self) -> str:
         """Obey the coordinator until it is lost (returns the reason), or the run has ended (returns "")."""
@@ -420,6 +468,8 @@ class _FollowerLoop:
         follower = self._follower  # by now: it may have another number
         self._reap(follower)
         follower.advance()
+        if follower.formed_in == self._node.term and self._node.term:
+            self._coordinator_has_formed(self._node, follower.formed_in)
         if follower.failed:
             self._report(Said(text=f"no ranks can be started: {follower.failed}", level="ERROR"))
             raise LinkLostError(follower.failed)
@@ -430,6 +480,13 @@ class _FollowerLoop:
         self._selector.modify(self._link, mask, (self._link, None))
         if (since_s := follower.unanswered_s) > follower.lease_s:
             raise LinkLostError(f"it has not answered for {since_s:.1f} s")
+
+    def _coordinator_has_formed(self, node: Node, term: str) -> None:
+        """Say, once, whether this machine could take the coordinator's place."""
+        if self.succession is None:
+            return
+        if line := self.succession.formed(term, shares_folder=node.shares_checkpoints):
+            self._say(line)
 
     def _reap(self, follower: Follower) -> None:
         """Reap ended processes here, and report what the living ones use."""
@@ -515,6 +572,30 @@ class _FollowerLoop:
         give_up_s = self._clock.monotonic() + seconds
         while self._clock.monotonic() < give_up_s and not self._stop.is_asked:
             self._look_at_processes()
+            if self._succeeds():
+                return
+
+    def _succeeds(self) -> bool:
+        """Return whether this machine has taken the coordinator's place, which it does where it may."""
+        follower, welcome, node = self._follower, self._welcome, self._node
+        if self.succession is None or follower is None or welcome is None or node is None:
+            return False
+        address = self._meeting.options.local_addr or self._address
+        taken = self.succession.look(follower.kept, address, lost=welcome.coordinator)
+        if taken is None:
+            return False
+        self._say("this machine coordinates from here on", level="WARNING")
+        self._selector.unregister(self._signals)
+        self.heir = self.succession.heir(
+            self._plan,
+            replace(self._meeting, shared=welcome.settings, silent_s=welcome.silent_s),
+            node=node,
+            follower=follower,
+            signals=self._signals,
+            selector=self._selector,
+        )
+        self._node = None  # it is the new coordinator's to close
+        return True
 
     def _end_as_asked(self, ends: RunEnds) -> int:
         if self._follower is not None:

@@ -152,6 +152,7 @@ class NodeEvents:
 
     def _note_folders(self, node: RemoteNode, folders: Folders) -> None:
         node.shares_logs = folders.shares_logs
+        node.shares_checkpoints |= folders.shares_checkpoints
         own = [
             name
             for name, is_shared in (

@@ -131,12 +131,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """How other machines come in: whom the run takes, where they knock, and where ranks meet, in which ``term``."""
+    """How other machines come in: whom the run takes, where they knock, and where ranks meet, in which ``term``.
+
+    ``number``: of this machine; ``logs_number``: of its log folder.
+    """
 
     meeting: Meeting
     listening: socket.socket
     store: tuple[str, int]
     term: str
+    number: int = 0
+    logs_number: int = 0
 
 
 class Coordinates(Protocol):
@@ -175,6 +180,7 @@ class OtherNodes:
         self._meeting = door.meeting
         self._store = door.store
         self._term = door.term
+        self._number, self._logs_number = door.number, door.logs_number
         self.nodes = tuple(nodes)
         self._listening = door.listening
         self._selector = selector
@@ -474,6 +480,8 @@ class OtherNodes:
                 keeps_copied=keeps_copied,
                 settings=dict(self._meeting.shared),
                 waits_for=waits_for,
+                coordinator=self._number,
+                logs_number=self._logs_number,
                 host=socket.gethostname(),
                 log_dir=str(Path(run.log_dir).absolute()),
                 checkpoint_dir=str(Path(run.checkpoint_dir).absolute()),

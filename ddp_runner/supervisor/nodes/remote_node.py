@@ -103,6 +103,7 @@ class RemoteNode:
         self.host = self.supervisor = ""
         self.hello: Hello | None = None  # its newest
         self.shares_logs = True  # with the coordinator, until it says that it does not
+        self.shares_checkpoints = False  # it has said so, and may take the place of the coordinator
         self.keeps_parked = False  # its ranks came with a memory that this run may take up
         self.is_leaving = False  # it was asked to leave, so its end is no loss
         self.left_out_until_s = 0.0  # it is lost all the time, and is not waited for until then

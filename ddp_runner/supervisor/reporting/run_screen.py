@@ -130,8 +130,10 @@ class RunScreen:
             self._recorder.record(proposed)
         accounting = self._recorder.accounting
         if accounting.first_step_s is None:
-            first_ns = self._world.ranks[0].slot.get(Cell.FIRST_STEP_NS)
-            accounting.first_step_s = first_ns / 1e9 if first_ns else None
+            first_ns = self._world.present[0].slot.get(Cell.FIRST_STEP_NS)
+            # A rank that was taken over may have made its first step before.
+            first_step_s = max(first_ns / 1e9, self._recorder.facts.formed_at_s)
+            accounting.first_step_s = first_step_s if first_ns and first_step_s else None
         if now_s - self._shown_at_s < SHOW_INTERVAL_S:
             return
         self._shown_at_s = now_s

@@ -1,0 +1,211 @@
+"""Takes the place of a lost coordinator for a follower, by the rules of :mod:`ddp_runner.core.machines.succession`."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.machines.succession import (
+    Act,
+    Arbiter,
+    Claim,
+    Kept,
+    Stage,
+    is_newest,
+    why_no_successor,
+)
+from ddp_runner.kernel.parent.signal_box import SignalBox
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.resources import StorePlace
+from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
+from ddp_runner.supervisor.nodes.admission import Meeting
+from ddp_runner.supervisor.nodes.coordinator import Heir, Taken
+from ddp_runner.supervisor.nodes.follower import Follower
+from ddp_runner.supervisor.nodes.other_nodes import Place
+from ddp_runner.system import followed_run
+from ddp_runner.system.code_files import digest_of
+from ddp_runner.system.run_directories import RunDirectories
+
+
+class Succession:
+    """Asked by a follower's loop while it has no coordinator."""
+
+    def __init__(self, plan: LaunchPlan, *, clock: Clock) -> None:
+        assert plan.nodes is not None
+        self._options = plan.nodes
+        self._folder = Path(plan.settings.run.checkpoint_dir)
+        self._directories = RunDirectories(plan.settings.run)
+        self._clock = clock
+        self._began_s = clock.monotonic()  # this machine's part in the run
+        self._claim = Claim()
+        self._taken: Taken | None = None
+        otherwise = "the engine starts it again" if plan.nodes.moving_fd is not None else ""
+        if len(plan.stages) > 1 or plan.loop is not None or plan.opaque is not None:
+            otherwise = "only a task without stages goes on under another coordinator"
+        self._arbiter = Arbiter(shares_folder=False, keeps_locks=False, otherwise=otherwise)
+        self._term = ""  # of the newest coordinator that has formed
+        self._said = ""
+
+    @property
+    def has_claimed(self) -> bool:
+        """True while this machine waits for its own word in the folder to stand."""
+        return self._claim.stage is Stage.CLAIMED
+
+    def formed(self, term: str, *, shares_folder: bool) -> str:
+        """Note that a coordinator holds its lock by now. Returns a line for people, if there is anything new to say."""
+        if term == self._term:
+            return ""
+        self._term = term
+        self._arbiter = replace(
+            self._arbiter,
+            shares_folder=shares_folder,
+            keeps_locks=shares_folder and self._directories.are_checkpoints_held(),
+        )
+        why = why_no_successor(self._arbiter)
+        line = f"must be started again: {why}" if why else "is followed by a machine that is left"
+        line = f"a coordinator that is lost {line}"
+        was, self._said = self._said, line
+        return "" if line == was else line
+
+    def look(self, kept: Kept | None, address: str, *, lost: int) -> Taken | None:
+        """Do what is next. Returns the coordinator's place once this machine has it.
+
+        ``address``: of this machine, for the others; ``lost``: the number of the coordinator's machine.
+        """
+        if why_no_successor(self._arbiter):
+            return None
+        ours = "" if self._taken is None else self._taken.owner.term
+        act = self._claim.next(
+            self._clock.monotonic(),
+            kept=kept,
+            arbiter=self._arbiter,
+            owner=FolderOwner(self._folder, ours).read(),
+            ours=ours,
+        )
+        if act is Act.CLAIM and kept is not None:
+            self._take(kept, address, lost)
+        elif act is Act.WITHDRAW:
+            self.withdraw()
+        elif act is Act.LEAD:
+            self._claim.leads()
+            return self._taken
+        return None
+
+    def withdraw(self) -> None:
+        """Let go of what was claimed."""
+        if self._taken is not None:
+            self._taken.listening.close()
+        self._taken = None
+        self._directories.release()
+        self._claim.withdrew()
+
+    def _take(self, kept: Kept, address: str, lost: int) -> None:
+        """Lock the folder and write this machine's term and address, unless another one has been there first."""
+        if not self._directories.hold_checkpoints():
+            return
+        before = FolderOwner(self._folder, "").read()
+        try:
+            if before is None or not is_newest(kept, before):
+                self._directories.release()
+                return
+            listening = self._listen(address)
+        except OSError:
+            self._directories.release()
+            return
+        at = (address, int(listening.getsockname()[1]))
+        owner = FolderOwner(self._folder, new_term(), at=at)
+        without = tuple(sorted({*before.without, lost}))  # whose memory has ended with it
+        self._taken = Taken(
+            owner=owner,
+            before=before,
+            without=without,
+            directories=self._directories,
+            listening=listening,
+            address=address,
+        )
+        try:
+            owner.take(without=without, after=kept.term)
+        except OSError:
+            self.withdraw()
+            return
+        self._claim.claimed(self._clock.monotonic())
+
+    def _listen(self, address: str) -> socket.socket:
+        """Listen at the endpoint's port, which is open between the machines, or at another where that is taken."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                is_endpoint = self._options.host == address
+                listening.bind((address, 0 if is_endpoint else self._options.port))
+            except OSError:
+                listening.bind((address, 0))
+            listening.listen(128)
+        except OSError:
+            listening.close()
+            raise
+        return listening
+
+    def heir(
+        self,
+        plan: LaunchPlan,
+        meeting: Meeting,
+        *,
+        node: Node,
+        follower: Follower,
+        signals: SignalBox,
+        selector: selectors.BaseSelector,
+    ) -> Heir:
+        """Return what a coordinator on this machine begins with, once it has the place.
+
+        ``plan`` and ``meeting``: this machine's, with the settings of all.
+        """
+        taken = self._taken
+        assert taken is not None
+        parked = follower.parked
+        assert parked is not None
+        port = int(taken.listening.getsockname()[1])
+        options = replace(meeting.options, host=taken.address, port=port, node_rank=parked.node)
+        run = replace(plan.settings.run, resume="auto")  # the files of the run that goes on
+        limit = plan.time_limit
+        if limit is not None:
+            limit = replace(
+                limit, seconds=max(0.0, limit.seconds - (self._clock.monotonic() - self._began_s))
+            )
+        code = "" if meeting.allows_different_code else digest_of(meeting.code)
+        node.term = taken.owner.term
+        if not node.shares_logs:
+            node.logs_number = parked.node
+            with contextlib.suppress(OSError):
+                (Path(run.log_dir) / followed_run.NAME).unlink(missing_ok=True)
+        node.shares_checkpoints = node.shares_logs = True
+        node.store_at = StorePlace.on_this_machine(plan.settings.ddp.port, address=taken.address)
+        return Heir(
+            plan=replace(
+                plan,
+                settings=replace(plan.settings, run=run),
+                nodes=options,
+                time_limit=limit,
+                code=code,
+            ),
+            place=Place(
+                meeting=replace(meeting, options=options),
+                number=parked.node,
+                listening=taken.listening,
+                address=taken.address,
+                store_host=taken.address,
+            ),
+            taken=taken,
+            node=node,
+            kept=follower.hand_over(),
+            generation=parked.generation,
+            inexact_reasons=tuple(parked.inexact_reasons),
+            signals=signals,
+            selector=selector,
+        )
