@@ -85,6 +85,7 @@ SAMPLES = [
     events.RepairedInPlace(rank=0, fault=FAULT, action="a", seconds=0.5),
     events.FaultTolerated(rank=0, fault=FAULT, action="a"),
     events.Proved(rank=0, step=2, what="repeated"),
+    messages.DrillAt(rank=1, step=2),
     messages.DrillPart(rank=0, step=2, part="state", problem="no"),
     events.Drill(rank=0, step=2, differs="layer.weight"),
     events.DrillSkipped(rank=0, step=2, text="no"),

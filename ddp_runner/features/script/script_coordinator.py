@@ -51,12 +51,14 @@ class ScriptCoordinator(ScriptAgent):
             others=machines.nodes,
         )
         self._machines = ScriptMachines(self, machines, plan=plan, clock=clock)
+        self.has_successor = False  # another coordinator has taken the folder
 
     def advance(self) -> None:
         """Do what :meth:`ScriptAgent.advance` does, unless the folder of the run is another's by now."""
         if self.ending is None and self.recorder.may_write:
             line = self._machines.why_not_owner(self._clock.monotonic())
             if line:
+                self.has_successor = True
                 self._end(Ending.of(RunStatus.PREEMPTED, line))
         super().advance()
 

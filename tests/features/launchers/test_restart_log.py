@@ -180,7 +180,11 @@ def test_steps_that_were_computed_twice_are_counted_over_restarts(runtime, tmp_p
         proved = Proved(rank=rank, step=step, what="repeated")
         restart_log(tmp_path, is_restart=True, rank=rank).keep(proved)
     runtime[0].report(Proved(rank=0, step=40, what="repeated"))
-    assert summary_of(runtime, tmp_path)["exact_proof"] == {"repeated": 2, "drilled": []}
+    assert summary_of(runtime, tmp_path)["exact_proof"] == {
+        "repeated": 2,
+        "drilled": [],
+        "repairs_proved": "",
+    }
 
 
 def test_a_restart_resumes_what_this_launch_has_saved(runtime):
