@@ -85,7 +85,7 @@ def test_every_way_to_write_an_option_assigns_its_setting(words, section, field,
         (["--epoch", "3"], "--epoch: unknown option; did you mean --epochs?"),
         (["--num-worker", "3"], "--num-worker: unknown option; did you mean data.num_workers?"),
         (["--standalone"], "--standalone: unknown option; the ranks find each other by themselves"),
-        (["--hostfile=x"], "--hostfile: unknown option; train has the option --nnodes N, with"),
+        (["--hostfile=x"], "--hostfile: unknown option; here that is the option --nnodes N, with"),
         (["--rdzv-id="], "--rdzv-id='': is empty; give a value, or leave it out"),
         (
             ["--include", "localhost:0"],

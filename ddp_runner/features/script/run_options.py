@@ -161,5 +161,5 @@ EXAMPLES = (
     ("--hang-timeout 600 --tee 3 train.py", "hangs are faults, and all ranks are shown"),
     ("-m package.train --epochs 3", "a module, as python -m"),
     ("--no-python bash worker.sh", "a program that is no Python"),
-    ("--nnodes 2 --rdzv-endpoint node0:29400 --max-restarts 3 train.py", "on each of two machines"),
+    ("--nnodes 2 --rdzv-endpoint node0 train.py", "on each of two machines"),
 )
