@@ -164,7 +164,7 @@ MUTATIONS = (
         also="test_only_a_rank_that_hangs_is_made_to_write_its_stacks",
     ),
     _break("one-owner", "self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))", "pass"),
-    _break("memory-outlasts-a-start", "if not (but_parked and node.keeps_parked):", "if True:"),
+    _break("memory-outlasts-a-start", "elif not (but_parked and node.keeps_memory):", "else:"),
     _break(
         "living-ranks-stay", 'return "" if lives else self._no_zygote', "return self._no_zygote"
     ),
@@ -445,4 +445,18 @@ MUTATIONS = (
         "workers-first", "return broke >= BREAKS_TO_SUSPECT or repair.workers == 0", "return False"
     ),
     _break("drill-without-faults", "facts.fault_free and ", ""),
+    # several machines
+    _break("superseded-orders-nobody", "if self._coordinator.has_successor:", "if False:"),
+    _break("copies-have-a-term", "clear_slots(self._copies)", "pass"),
+    _break("past-is-not-news", "self._leaving.add(handle.rank)", "pass"),
+    _break("copies-of-this-course", "newest > step", "False"),
+    _break(
+        "newest-succeeds",
+        "and kept.number not in owner.without",
+        "",
+        also="test_the_newest_memory_is_known_by_term_and_number",
+    ),
+    _break("noted-before-going-on", "return has_stood and number in self._without", "return True"),
+    # drills
+    _break("witnessed-repairs", "rank not in (self._witnesses(number) or self.ranks)", "False"),
 )
