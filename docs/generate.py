@@ -85,7 +85,7 @@ _GUIDES = {
         " --mixed-precision --module --debug --cpu",
     ),
     "torchrun": Guide(
-        about="Several machines: [Scripts](several-machines.md#scripts).",
+        about="`run` supports several machines: [Scripts](several-machines.md#scripts).",
         names="nproc nnodes node_rank master_addr master_port rdzv_endpoint rdzv_backend rdzv_id rdzv_conf standalone"
         " use_env module hostfile",
         options="--nproc-per-node --nproc --module --no-python --standalone --max-restarts --monitor-interval"

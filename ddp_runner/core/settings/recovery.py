@@ -132,12 +132,12 @@ class RecoverySettings:
     """Steps between comparisons of the ranks' weights, which are compared before each save too. 0:
     never, also not before a save."""
     drill_at: Annotated[Positives | None, CANNOT_MATTER] = (2, 50, 1000)
-    """Steps, counted from where this launch began, at which a process like a replacement computes one
-    rank's share once more beside the run, to prove that a repair is exact. A drill follows each repair, too.
-    none: no drill."""
+    """Steps of a fire drill, counted from where this launch began: in the background, a process like a
+    replacement recomputes one rank's share, to prove that a repair is exact. A drill also follows each repair.
+    none: no drills."""
     proof_share: Annotated[Share, CANNOT_MATTER] = 0.005
-    """Share of the machine's time for further drills, at random steps for the whole run. 0: only those of
-    drill_at."""
+    """Share of the machine's time for further drills, at random steps throughout the run. 0: no drills at random
+    steps."""
     require_exact: Annotated[Switch, CANNOT_MATTER] = False
     """End a run once it is not exact: its state is saved, exit code 1."""
 

@@ -25,9 +25,9 @@ SAYS_OF_SHARED = {
     "--resume": "of an attached loop: auto, last, best, none or a file [auto]",
     "--checkpoint-dir": "of an attached loop [checkpoints/NAME]",
     "--inject": "of an attached loop: cause faults, to see them repaired",
-    "--rdzv-id": "of the run; TORCHELASTIC_RUN_ID in each rank",
-    "--token-file": "with the secret that all machines know; otherwise DDP_RUNNER_TOKEN, or a file that the "
-    "coordinator makes in a folder of logs that they share",
+    "--rdzv-id": "name of the run, and TORCHELASTIC_RUN_ID in each rank",
+    "--token-file": "file with the secret that all machines know; otherwise DDP_RUNNER_TOKEN, or a file that "
+    "the coordinator creates in a shared log folder",
 }
 OWN_OPTIONS = (
     Option("--module", short="-m", metavar="MODULE", says="run a module, as python -m does"),
@@ -54,7 +54,8 @@ OWN_OPTIONS = (
     Option(
         "--master-addr",
         metavar="HOST",
-        says="with several machines: as --rdzv-endpoint HOST:PORT with --master-port PORT",
+        says="host of the endpoint on several machines: the same as --rdzv-endpoint HOST:PORT with "
+        "--master-port PORT",
     ),
     Option("--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"),
     Option(
@@ -90,7 +91,7 @@ OWN_OPTIONS = (
         metavar="SECONDS",
         says="accepted: the end of a rank is noticed at once",
     ),
-    Option("--standalone", says="there is one machine"),
+    Option("--standalone", says="accepted for a run on one machine"),
     Option("--role", metavar="NAME", says="what ROLE_NAME is in each rank [default]"),
 )
 # As accelerate and others call them.
