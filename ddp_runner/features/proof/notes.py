@@ -105,6 +105,7 @@ class Drills(BesideSteps):
         step, membership = self._state.committed_step, group.membership
         if self._formed[0] != membership.generation:
             self._formed = (membership.generation, step)
+            self._asked = None  # of the generation before: not all know of it
         drilled = self._drilled_at(step, group)
         if drilled is None:
             yield

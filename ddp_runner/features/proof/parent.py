@@ -16,6 +16,7 @@ from ddp_runner.features.proof.rules import (
     DRILLED,
     END_WAIT_S,
     FOLDER,
+    PART_S,
     SHARE,
     STATE,
     UNHEARD_S,
@@ -73,6 +74,7 @@ class DrillKeeper(Observer):
         self._due_s: float | None = None
         self._asked: DrillAt | None = None
         self._asked_at_s = 0.0
+        self._parts_since_s: float | None = None  # as far as that delays such a drill
         self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
         self._waiting: tuple[int, int] | None = (
             None  # step and rank of the drill that has all it needs
@@ -111,7 +113,8 @@ class DrillKeeper(Observer):
         if before is None or before == processes or not self._recorder.facts.ever_formed:
             return
         replaced = [rank for rank, one in enumerate(processes) if one != before[rank]]
-        step = self._recorder.facts.committed_step
+        held = [one.ready.committed_step for one in self._world.present if one.ready is not None]
+        step = max(held, default=0)
         total = first.slot.get(Cell.TOTAL_STEPS)
         if total and step >= total:
             return  # nothing is computed any more
@@ -267,6 +270,7 @@ class DrillKeeper(Observer):
 
     def restarts(self) -> None:
         """Give up drills of this stage: a process would build the task of the next one for them."""
+        self._processes = None  # that all are replaced is no repair
         if self._running is not None and self._keeper.process is not None:
             self._keeper.kill()
             self._is_given_up = True
@@ -321,22 +325,34 @@ class DrillKeeper(Observer):
             return
         if self._due_s is None:
             self._due_s = now_s + pause_s(self._cost_s, share=self._share, drawn=self._draw())
-        if now_s < self._due_s or self._waiting is not None or self._parts:
+        if now_s < self._due_s or self._waiting is not None or self._are_parts_awaited(now_s):
             return
         first = self._world.present[0]
         step = step_to_drill(
-            first.committed_step,
+            self._recorder.facts.committed_step,
             step_s=first.slot.get(Cell.STEP_NS) / 1e9,
             total_steps=first.slot.get(Cell.TOTAL_STEPS),
         )
-        if step is None:
-            return
         here = self._drillable()
+        if step is None or not here:
+            return
         drawn = here[int(self._draw() * len(here))]
         rank = self._repairs.witness(here) if self.lacks_proof else drawn
         self._asked, self._asked_at_s = DrillAt(rank=rank, step=step), now_s
-        for one in {first.rank, rank}:
-            self._world.send(self._world.ranks[one], self._asked)
+        for handle in self._world.present:  # so that nobody takes it for a step of drill_at
+            self._world.send(handle, self._asked)
+
+    def _are_parts_awaited(self, now_s: float) -> bool:
+        """Return whether a drill lacks one of its parts still; one that has lacked it for too long is given up."""
+        if not self._parts:
+            self._parts_since_s = None
+        elif self._parts_since_s is None:
+            self._parts_since_s = now_s
+        elif now_s > self._parts_since_s + PART_S:
+            for step in self._parts:
+                self._remove(step)
+            self._parts.clear()
+        return bool(self._parts)
 
     def _drillable(self) -> list[int]:
         """Return the ranks of this machine that train, or are to."""

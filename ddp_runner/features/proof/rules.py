@@ -29,6 +29,7 @@ END_WAIT_S = 30.0
 OWED = -1  # the drill that makes up for another one, or proves a repair
 COST_GUESS_S = 10.0  # of a drill, while none has ended
 LEAD_S, LEAD_STEPS = 0.5, 3  # from the order to the step: every rank is to hear of it before
+PART_S = 120.0  # for the second part of what a drill needs, once the first is there
 UNHEARD_S = 10.0  # from that step to its files; after that nobody has written any
 
 

@@ -137,6 +137,7 @@ class CoordinatorSupervisor(Supervisor):
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
         self._has_parked = False  # whether ranks of others came with a memory
         assert plan.nodes is not None
+        self._has_heirs = plan.loop is None and plan.nodes.moving_fd is None
         self._others = tuple(others)
         self._events = NodeEvents(self, others, least=plan.nodes.least, clock=self._clock)
         self._missing = MissingNodes(
@@ -194,10 +195,13 @@ class CoordinatorSupervisor(Supervisor):
         self._take_over(heir.inexact_reasons)
         done_ns = [self.world.ranks[rank].slot.get(Cell.PRODUCTIVE_NS) for rank in heir.kept]
         self._record.accounting.count_from(max(done_ns, default=0))
+        for (
+            rank
+        ) in self.node.processes:  # which has run out for each rank here, also for those to come
+            self.world.ranks[rank].slot.set(Cell.LEASE_NS, 0)
         for rank, ready in heir.kept.items():
             handle = self.world.ranks[rank]
             handle.begin(now_s=now_s, loads=False)
-            handle.slot.set(Cell.LEASE_NS, 0)
             handle.pid = self.node.processes[rank].pid
             handle.member.advance(MembershipEvent.REPLACED)
             self.node.moved.add(rank)
@@ -237,6 +241,7 @@ class CoordinatorSupervisor(Supervisor):
         try:
             self._without = self._who_is_without()
             self._owner.take(without=self._without)
+            self._going_on.noted(self._without, self._clock.monotonic())
             self._after = ""
             for probe in self._probes:
                 probe.remove_others()
@@ -272,6 +277,9 @@ class CoordinatorSupervisor(Supervisor):
     @property
     def _may_have_heir(self) -> bool:
         """Whether another machine has the folder of the checkpoints, and may take this one's place."""
+        ready = (handle.ready for handle in self.world.present)
+        if not self._has_heirs or any(one is not None and one.ends_in_silence for one in ready):
+            return False
         return self._is_heir or any(node.shares_checkpoints for node in self._others)
 
     @property

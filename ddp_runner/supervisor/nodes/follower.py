@@ -564,6 +564,12 @@ class Follower:
         self._is_fault_free = False
         self._facts.generation = 0
 
+    @property
+    def loses_memory(self) -> bool:
+        """Whether ranks here never wait for a coordinator: an abort does not end their collectives."""
+        ready = (handle.ready for handle in self._world.ranks)
+        return any(one is not None and one.ends_in_silence for one in ready)
+
     @staticmethod
     def _may_park(handle: RankHandle) -> bool:
         """Return whether a rank has a state to keep, and leaves its generation when asked.

@@ -485,7 +485,11 @@ class _FollowerLoop:
         """Say, once, whether this machine could take the coordinator's place."""
         if self.succession is None:
             return
-        if line := self.succession.formed(term, shares_folder=node.shares_checkpoints):
+        loses_memory = self._follower is not None and self._follower.loses_memory
+        line = self.succession.formed(
+            term, shares_folder=node.shares_checkpoints, loses_memory=loses_memory
+        )
+        if line:
             self._say(line)
 
     def _reap(self, follower: Follower) -> None:

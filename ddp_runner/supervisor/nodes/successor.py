@@ -31,6 +31,8 @@ from ddp_runner.system import followed_run
 from ddp_runner.system.code_files import digest_of
 from ddp_runner.system.run_directories import RunDirectories
 
+_SILENT = "over NCCL, ranks end with their coordinator"
+
 
 class Succession:
     """Asked by a follower's loop while it has no coordinator."""
@@ -56,8 +58,11 @@ class Succession:
         """True while this machine waits for its own word in the folder to stand."""
         return self._claim.stage is Stage.CLAIMED
 
-    def formed(self, term: str, *, shares_folder: bool) -> str:
-        """Note that a coordinator holds its lock by now. Returns a line for people, if there is anything new to say."""
+    def formed(self, term: str, *, shares_folder: bool, loses_memory: bool = False) -> str:
+        """Note that a coordinator holds its lock by now. Returns a line for people, if there is anything new to say.
+
+        ``loses_memory``: ranks here end with their coordinator.
+        """
         if term == self._term:
             return ""
         self._term = term
@@ -65,6 +70,7 @@ class Succession:
             self._arbiter,
             shares_folder=shares_folder,
             keeps_locks=shares_folder and self._directories.are_checkpoints_held(),
+            otherwise=self._arbiter.otherwise or _SILENT * loses_memory,
         )
         why = why_no_successor(self._arbiter)
         line = f"must be started again: {why}" if why else "is followed by a machine that is left"

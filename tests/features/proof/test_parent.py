@@ -391,12 +391,12 @@ def asked(run):
 
 
 def test_steps_at_random_are_drilled_for_the_whole_run(simulate):
-    """So many that they take their share, each rank in its turn; rank 0, who writes the state, and the drilled one hear of it."""
+    """So many that they take their share, each rank in its turn; all hear of each."""
     run = simulate(steps=8000, proof_share=1.0)
     for number in range(3):
         run.run_until(lambda count=number: len({one.step for one, _ in asked(run)}) > count)
         order = asked(run)[-1][0]
-        assert {rank for one, rank in asked(run) if one == order} == {0, order.rank}
+        assert {rank for one, rank in asked(run) if one == order} == set(range(len(run.world.ranks)))
         run.to_step(order.step)
         give(run, order.step, rank=order.rank)
         run.run_until(lambda: run.rank(DRILL))
@@ -445,3 +445,20 @@ def test_an_earlier_proof_is_none_of_a_later_repair(simulate):
     assert_done(run)
     [reason] = reasons(run)
     assert reason.startswith("not proved: a rank was replaced")
+
+
+def test_another_stage_is_no_repair(simulate):
+    """All ranks are replaced by some that train something else."""
+    run = simulate(stage_ends=(15, 30))
+    assert_done(run)
+    assert run.events("repairs_proved") == reasons(run) == []
+
+
+def test_a_drill_of_which_one_part_never_comes_holds_up_no_other(simulate):
+    """After a while it is given up, and steps at random are drilled again."""
+    run = simulate(steps=60_000, proof_share=1.0)
+    run.to_step(10)
+    give(run, 10, parts=("state",))
+    run.run_until(lambda: keeper_of(run)._parts)
+    run.run_until(lambda: asked(run))
+    assert not keeper_of(run)._parts
