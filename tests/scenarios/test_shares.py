@@ -82,7 +82,7 @@ def test_auto_shares_are_kept_by_a_resume_taken_by_fresh_starts(tmp_path, made_o
         assert run.wait() == 75, run.console
     assert "data.shares=auto: equal shares, and the first steps are measured" in run.console
     (shares,) = proposals(run)
-    assert shares[0] > 1.5 * shares[1]
+    assert shares[0] > shares[1]  # by how much depends on what else the machine does
     words = ",".join(map(str, shares))
     assert run.console.count(f"data.shares={words} would even out the ranks") == 1
     with Run(tmp_path, *SETTINGS, auto, task=UNEVEN, world=2) as again:
