@@ -55,7 +55,8 @@ def between_machines(settings):
     device = SimpleNamespace(device="cpu", others=(), visible_index=0)
     nodes = SimpleNamespace(least=2, most=2)
     return _meaning(SimpleNamespace(
-        settings=settings, resume_key={}, nodes=nodes, devices=(device,)), b"")
+        settings=settings, resume_key={}, nodes=nodes, devices=(device,),
+        opaque=None, loop=None), b"")
 
 def refused(*words):
     try:

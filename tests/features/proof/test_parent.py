@@ -396,7 +396,9 @@ def test_steps_at_random_are_drilled_for_the_whole_run(simulate):
     for number in range(3):
         run.run_until(lambda count=number: len({one.step for one, _ in asked(run)}) > count)
         order = asked(run)[-1][0]
-        assert {rank for one, rank in asked(run) if one == order} == set(range(len(run.world.ranks)))
+        assert {rank for one, rank in asked(run) if one == order} == set(
+            range(len(run.world.ranks))
+        )
         run.to_step(order.step)
         give(run, order.step, rank=order.rank)
         run.run_until(lambda: run.rank(DRILL))
