@@ -299,7 +299,7 @@ class Coordinator(Agent, Coordinates, HearsNodes, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Coordinating:
-    """Who decides in a run on several machines, and what is shown of it."""
+    """Holds who decides in a run on several machines, and what is shown of it."""
 
     agent: Coordinator
     shown: Shown

@@ -19,7 +19,7 @@ HOLD_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arbiter:
-    """What could decide between two machines that do not hear each other.
+    """Describes what could decide between two machines that do not hear each other.
 
     ``shares_folder``: this machine has the coordinator's checkpoint folder. ``keeps_locks``: it has seen the coordinator's
     lock on it, so that a lock there holds between machines. ``otherwise``: why this run has no successor in any case.
@@ -66,7 +66,7 @@ def is_newest(kept: Kept, owner: Owner | None) -> bool:
 
 
 class Stage(enum.Enum):
-    """How far a machine without a coordinator is."""
+    """Names the stages of a machine that has lost its coordinator."""
 
     PARKED = "parked"  # its ranks wait, and it looks for a coordinator
     CLAIMED = "claimed"  # it holds the lock and has written its term; it waits until that has stood

@@ -45,6 +45,7 @@ from ddp_runner.training.step import Stepper
 REASON = "drill"
 LAST_WAIT_S = 10.0  # for a state that is being written while the run ends
 STATES_NEEDED = 3  # in memory: the copy, what is read from the file, and what it becomes
+_ANOTHER = -1  # no rank's number: that of another rank is of no use here
 MARGIN_BYTES = 256 << 20  # for everything else in a process
 DEVICE_MARGIN_BYTES = 1 << 30  # a context on a GPU, with torch's kernels
 
@@ -134,8 +135,10 @@ class Drills(BesideSteps):
         asked, rank = self._asked, self._runtime.rank_info.rank
         if asked is not None and asked.step <= step:
             self._asked = None
-            if asked.step == step:  # whoever else is asked is rank 0, which writes
-                return group.rank if asked.rank == rank else -1
+            if (
+                asked.step == step
+            ):  # all ranks were asked: one is drilled, and rank 0 writes the state
+                return group.rank if asked.rank == rank else _ANOTHER
         membership = group.membership
         owed = membership.owes_drill
         number = number_of_drill(

@@ -135,7 +135,7 @@ class DrillKeeper(Observer):
 
     @property
     def lacks_proof(self) -> bool:
-        """Whether a rank was replaced, and no drill has shown since that a replacement computes the same."""
+        """Return True if a rank was replaced and no drill has proved that repair yet."""
         return self._repairs.proved < self._repairs.count
 
     def part(self, message: DrillPart, handle: RankHandle | None = None) -> None:

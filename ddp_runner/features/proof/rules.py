@@ -72,7 +72,7 @@ def step_to_drill(committed_step: int, *, step_s: float, total_steps: int) -> in
 
 @dataclass(slots=True, kw_only=True)
 class RepairLedger:
-    """Which repairs are proved: those that a rank has lived through which then computes what a new process does.
+    """Keeps which repairs are proved: a rank that has lived through one computes what a new process does.
 
     ``ranks``: those that may be drilled.
     """

@@ -71,7 +71,7 @@ class ScriptPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCall:
-    """What a rank of a script is given, with the values that torchrun passes on. ``is_program``: it is not a Python file.
+    """Holds what a rank of a script is given, with the values that torchrun passes on. ``is_program``: it is not a Python file.
 
     ``path``: relative where it was written so, as each of several machines may have its own working folder.
     """

@@ -269,7 +269,7 @@ class World:
         return "" if self.is_here(handle) else f"node {handle.rank // self._ranks_per_node}: "
 
     def log_of(self, handle: RankHandle, folder: str, name: str = "") -> str:
-        """Where this rank's log is, for people; ``folder`` is that of the logs on this machine, ``name`` the log's in it."""
+        """Return where this rank's log is, for people; ``folder`` is that of the logs on this machine, ``name`` the log's in it."""
         name = name or f"rank_{handle.rank}.log"
         if self._node_of[handle.rank].shares_logs:
             return f"{self.machine_of(handle)}{folder}/{name}"

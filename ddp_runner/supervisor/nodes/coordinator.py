@@ -195,9 +195,8 @@ class CoordinatorSupervisor(Supervisor):
         self._take_over(heir.inexact_reasons)
         done_ns = [self.world.ranks[rank].slot.get(Cell.PRODUCTIVE_NS) for rank in heir.kept]
         self._record.accounting.count_from(max(done_ns, default=0))
-        for (
-            rank
-        ) in self.node.processes:  # which has run out for each rank here, also for those to come
+        # The leases here have run out, also for ranks that are started again.
+        for rank in self.node.processes:
             self.world.ranks[rank].slot.set(Cell.LEASE_NS, 0)
         for rank, ready in heir.kept.items():
             handle = self.world.ranks[rank]
@@ -276,7 +275,7 @@ class CoordinatorSupervisor(Supervisor):
 
     @property
     def _may_have_heir(self) -> bool:
-        """Whether another machine has the folder of the checkpoints, and may take this one's place."""
+        """Return True if another machine shares the checkpoint folder and may take this one's place."""
         ready = (handle.ready for handle in self.world.present)
         if not self._has_heirs or any(one is not None and one.ends_in_silence for one in ready):
             return False
@@ -284,7 +283,7 @@ class CoordinatorSupervisor(Supervisor):
 
     @property
     def _has_folder(self) -> bool:
-        """Whether the folder of the checkpoints has this coordinator's term."""
+        """Return True if the checkpoint folder holds this coordinator's term."""
         return self.recorder.may_write or self._is_heir
 
     def _who_is_without(self) -> tuple[int, ...]:
