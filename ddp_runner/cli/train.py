@@ -9,8 +9,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ddp_runner import installed
 from ddp_runner.cli.command import TrainCommand
+from ddp_runner.cli.engines import OnEach, by_engine
 from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.hardware.machine import allow_open_files, core_count
 from ddp_runner.cli.parser import INSTEAD, TrainArguments, parse_train
@@ -41,7 +41,7 @@ def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
         print(_page(arguments.page))
         return 0
     if ENGINE in dict(arguments.nodes):
-        return _by_engine(arguments, words)
+        return by_engine(OnEach(verb="train", options=tuple(words)), arguments)
     return _on_machines(arguments, words, ahead)
 
 
@@ -70,28 +70,6 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
     from ddp_runner.supervisor.assembly import supervise  # noqa: PLC0415
 
     return supervise(plan, ahead=ahead)
-
-
-def _by_engine(arguments: TrainArguments, words: Sequence[str]) -> int:
-    """The machines are an engine's, and the settings are judged there once more."""
-    if arguments.instead:
-        raise BadInputError(arguments.instead, "", f"is for one machine: leave out {ENGINE}")
-    if plain_rank(os.environ) is not None:
-        raise BadInputError(ENGINE, "", "starts the ranks itself: start it without a launcher")
-    engines = {
-        name: module
-        for part in installed.parts("words")
-        for name, module in getattr(part, "ENGINES", {}).items()
-    }
-    engine = dict(arguments.nodes)[ENGINE]
-    if engine not in engines:
-        raise BadInputError(
-            ENGINE,
-            engine,
-            f"must be {' or '.join(engines)}; under SLURM, Kubernetes and ssh each machine starts "
-            "the command itself",
-        )
-    return int(import_module(engines[engine]).train(words, arguments))
 
 
 def _rank_module(rank: PlainRank) -> ModuleType:

@@ -63,6 +63,8 @@ class Job(Outputs):
         submitted = ("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={folder}/console_%a.txt")
         train = ("--cpu", "-n", RANKS, NO_DRILLS, "--task", f"{WORKLOAD}:PacedTask", *SETTINGS)
         train += ("-l", self.logs, "-c", self.checkpoints, *words)
+        if words[0] == "run":
+            train = ("run", "--cpu", "-n", RANKS, "-l", self.logs, *words[1:])
         self.number = cluster.run(
             *(*submitted, *options, EXAMPLES / script, *train), environment=environment
         )

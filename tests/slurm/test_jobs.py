@@ -6,7 +6,10 @@ import json
 import os
 import signal
 
+import torch
+
 from tests.nodes.conftest import SETTINGS, STEPS
+from tests.nodes.test_scripts import SCRIPT
 from tests.processes import poll
 
 PACE = "task.pace_s=0.1"
@@ -113,3 +116,40 @@ def test_a_lost_node_s_job_starts_again_on_the_spare(cluster, job, made_once):
     faults = [(fault["kind"], fault["steps_lost"]) for fault in summary["faults"]]
     assert (faults, summary["exact"]) == ([("node_lost", 0)], True), run.console
     assert run.digest == made_once(*SETTINGS, world=4).digest
+
+
+def test_a_script_starts_again_on_the_nodes_that_are_left(cluster, job, tmp_path):
+    """From its own checkpoint: with a spare node after a rank's and a node's end, without one when SLURM requeues the job."""
+    script, kept = tmp_path / "train.py", tmp_path / "kept.pt"
+    script.write_text(SCRIPT)
+    steps = 600
+    words = ("run", "--max-restarts", "9", "recovery.node_patience_s=1")
+    options = (*WHOLE_NODES, "--nodes=3")
+    run = job("slurm.sbatch", *words, script, steps, kept, "", nnodes="2", options=options)
+    poll(lambda: _done(kept), every_s=0.1, what=f"steps: {run.console}")
+    os.kill(min(cluster.ranks("n1")), signal.SIGKILL)
+    run.wait_for_line("all 4 ranks start again (attempt 1)")
+    done = _done(kept)
+    poll(lambda: _done(kept, above=done), every_s=0.1, what=f"steps: {run.console}")
+    (lost,) = (name for name in ("n2", "n3") if cluster.ranks(name))
+    (spare,) = {"n2", "n3"} - {lost}
+    cluster.take_away(lost)
+    poll(lambda: cluster.ranks(spare), every_s=0.1, what=f"ranks on {spare}: {run.console}")
+    poll(lambda: _done(kept, above=done), every_s=0.1, what=f"steps: {run.console}")
+    assert cluster.job(run.number)["Restarts"] == "0"
+    cluster.take_away(spare)  # nobody is left to take its place
+    for name in (lost, spare):
+        cluster.wait_for_node(name, "down")
+    for name in (lost, spare):
+        cluster.run("slurmd", "-N", name)
+    cluster.wait_for_job(run.number, JobState="RUNNING", Restarts="1")
+    cluster.wait_for_job(run.number, JobState="COMPLETED", ExitCode="0:0")
+    assert torch.load(kept)["model"]["module.weight"].item() == -0.5 * 2.5 * steps
+
+
+def _done(kept, *, above=0):
+    """The steps in the script's checkpoint, once there are more than ``above``; 0 before."""
+    if not kept.exists():
+        return 0
+    done = torch.load(kept)["done"]
+    return done if done > above else 0

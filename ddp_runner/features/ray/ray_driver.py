@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -53,6 +53,7 @@ from ddp_runner.kernel.system.folder_owner import OWNER_NAME
 from ddp_runner.system.moving_endpoint import endpoint_bytes
 
 if TYPE_CHECKING:
+    from ddp_runner.cli.engines import OnEach
     from ddp_runner.cli.parser import TrainArguments
     from ddp_runner.core.machines.node_options import NodeOptions
     from ddp_runner.core.settings import Settings
@@ -67,8 +68,8 @@ _HANDED_ON = ("DDP_RUNNER_", "NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "OMP_NUM_THR
 _KEPT_HERE = ("DDP_RUNNER_TOKEN", "DDP_RUNNER_MARK", "DDP_RUNNER_LAUNCHED")
 
 
-def train(words: Sequence[str], arguments: TrainArguments) -> int:
-    """Run the command of ``words`` on the machines of Ray's cluster; its exit code. Raises BadInputError.
+def place(on_each: OnEach, arguments: TrainArguments) -> int:
+    """Run a command on each machine of Ray's cluster; the coordinator's exit code. Raises BadInputError.
 
     The settings are checked here, and once more by each supervisor.
     """
@@ -84,7 +85,7 @@ def train(words: Sequence[str], arguments: TrainArguments) -> int:
         try:
             with signals.installed():  # after Ray, which has a handler of its own
                 driver = _Driver(
-                    ray, words, asked=asked, settings=settings, signals=signals, terminal=terminal
+                    ray, on_each, asked=asked, settings=settings, signals=signals, terminal=terminal
                 )
                 return driver.run()
         finally:
@@ -95,7 +96,7 @@ class _Driver:
     def __init__(
         self,
         ray: ModuleType,
-        words: Sequence[str],
+        on_each: OnEach,
         *,
         asked: NodeOptions,
         settings: Settings,
@@ -104,7 +105,7 @@ class _Driver:
     ) -> None:
         self._ray = ray
         self._terminal = terminal
-        self._words = tuple(words)
+        self._on_each = on_each
         self._asked = asked
         self._settings = settings
         self._signals = signals
@@ -123,12 +124,12 @@ class _Driver:
         self._folder = str(Path.cwd())
         if ray.get_runtime_context().runtime_env.get("working_dir"):
             self._folder = ""
-            if not Path(run.checkpoint_dir).is_absolute():
+            if not Path(on_each.owner_folder(settings)).is_absolute():
                 expected = (
                     "lies in the folder of the Ray job, which Ray removes: give a full path that all"
                     " machines share"
                 )
-                raise BadInputError("--checkpoint-dir", run.checkpoint_dir, expected)
+                raise BadInputError(on_each.owner_option, on_each.owner_folder(settings), expected)
         self._share = share_of_a_machine(
             machines(ray), asked=asked, ranks=run.nproc_per_node, device=run.device
         )
@@ -214,7 +215,7 @@ class _Driver:
 
     def _introduce(self, seat: Seat) -> None:
         """Answered as soon as Ray has (again) started it somewhere."""
-        owner = str(Path(self._settings.run.checkpoint_dir, OWNER_NAME))
+        owner = str(Path(self._on_each.owner_folder(self._settings), OWNER_NAME))
         own = str(Path(start.__file__).resolve())
         asked = seat.handle.introduce.options(max_task_retries=-1)
         seat.await_(Phase.INTRODUCING, asked.remote(self._folder, owner, own))
@@ -312,7 +313,7 @@ class _Driver:
                 recent=len(seat.ended_at_s),
                 has_its_state=seat.found["owner"] == self._owners[1]
                 or any(other.is_running for other in self._seats[1:]),
-                starts_again_from_newest=self._settings.run.resume == "auto",
+                starts_again_from_newest=self._on_each.resumes(self._settings),
             )
         )
         seat.ended_at_s.append(now_s)
@@ -376,10 +377,16 @@ class _Driver:
             )
             seat.show_rest()
         words = words_for_machine(
-            self._words, self._asked, host=host, port=port, number=seat.number, share=self._share
+            self._on_each.options,
+            self._asked,
+            host=host,
+            port=port,
+            number=seat.number,
+            share=self._share,
+            program=self._on_each.program,
         )
         seat.has_begun, seat.code = True, None
-        command = [seat.found["start"], _PLACED, "train", *words]
+        command = [seat.found["start"], _PLACED, self._on_each.verb, *words]
         seat.handle.move.remote(endpoint_bytes(host, port))
         begun = seat.handle.begin.remote(command, seat.found["folder"], self._environment())
         seat.await_(Phase.BEGINNING, begun)
@@ -391,7 +398,7 @@ class _Driver:
         handed_on = {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(_HANDED_ON) and name not in _KEPT_HERE
+            if name.startswith((*_HANDED_ON, *self._on_each.variables)) and name not in _KEPT_HERE
         }
         return {**handed_on, "DDP_RUNNER_TOKEN": self._token}
 

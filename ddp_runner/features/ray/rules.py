@@ -17,7 +17,10 @@ from ddp_runner.kernel.rules.exits import ExitCode
 
 RAY = "ray"
 # What the driver decides itself.
-_DECIDED = ("--rdzv-endpoint", "--node-rank", "--rdzv-backend", "--local-addr", "--token-file")
+_DECIDED = (
+    *("--rdzv-endpoint", "--node-rank", "--rdzv-backend", "--local-addr", "--token-file"),
+    "--master-addr",
+)
 _NOBODY = "engine"  # an endpoint for those who check that there is one
 RESTARTS_MAX, WINDOW_S = 3, 3600.0
 
@@ -106,9 +109,19 @@ def _listed(machines: Sequence[Machine]) -> str:
 
 
 def words_for_machine(
-    words: Sequence[str], asked: NodeOptions, *, host: str, port: int, number: int, share: Share
+    words: Sequence[str],
+    asked: NodeOptions,
+    *,
+    host: str,
+    port: int,
+    number: int,
+    share: Share,
+    program: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The command of machine ``number``, of which 0 is the coordinator, from that of the driver."""
+    """The words of machine ``number``, of which 0 is the coordinator, from those of the driver.
+
+    ``program``: the script with its own words, which come last.
+    """
     kept, behind = without_engine(words)
     nodes: tuple[str, ...] = ()
     if asked.most > 1:
@@ -118,7 +131,7 @@ def words_for_machine(
         nodes += ("--rdzv-conf", f"{conf},is_host={int(number == 0)}")
     device = "cuda" if share.kind == "GPU" else "cpu"
     settings = (f"run.nproc_per_node={share.ranks}", f"run.device={device}")
-    return (*kept, *nodes, *behind, *settings)
+    return (*kept, *nodes, *behind, *settings, *program)
 
 
 def without_engine(words: Sequence[str]) -> tuple[list[str], list[str]]:

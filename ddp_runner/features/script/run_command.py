@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand, option_lines
+from ddp_runner.cli.engines import OnEach, by_engine
 from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.hardware.machine import allow_open_files
 from ddp_runner.cli.parser import LONG_OF_SHORT, OPTIONS, is_config_name, parse_train
@@ -22,7 +23,7 @@ from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.config.sources import named_file
 from ddp_runner.core.launch_plan import OpaqueProgram
-from ddp_runner.core.machines.node_options import OF_MASTER
+from ddp_runner.core.machines.node_options import ENGINE, OF_MASTER
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.script.accelerate_config import ON_CPU, accelerate_variables
@@ -58,9 +59,10 @@ if TYPE_CHECKING:
 
 _WIDTH = 79
 OWN = {option.long: option for option in OWN_OPTIONS}
+_SHARED = (*SHARED, *({ENGINE} & set(OPTIONS)))  # an engine is a feature, which may be absent
 _LONG_OF_SHORT = {
     **{option.short: long for long, option in OWN.items() if option.short},
-    **{short: long for short, long in LONG_OF_SHORT.items() if long in SHARED},
+    **{short: long for short, long in LONG_OF_SHORT.items() if long in _SHARED},
     "-r": "--redirects",
 }
 _OF_DEVICE = ("--cpu", "--gpus", "device=", "run.device=", "gpus=", "run.gpus=")
@@ -99,6 +101,8 @@ def run(words: Sequence[str]) -> int:
     said = _take_of_accelerate(sorted_words, script)
     arguments = _with_master(parse_train(_settings(sorted_words, script)), sorted_words.own)
     script = replace(script, rdzv_id=_rdzv_id(arguments, os.environ))
+    if ENGINE in dict(arguments.nodes):
+        return by_engine(_on_each(words, sorted_words, is_loop=attaches(script)), arguments)
     keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words, has_modes=False)
     refuse_stages(plan.settings, "are for a task")
@@ -119,6 +123,22 @@ def run(words: Sequence[str]) -> int:
         script = replace(script, path=sorted_words.rest[0])
     plan = _with_script(plan, script, sorted_words.own)
     return _supervise(plan, words, script, token_file)
+
+
+def _on_each(words: Sequence[str], found: _Words, *, is_loop: bool) -> OnEach:
+    """The command for the machines that an engine places: ``words``, cut where the program begins."""
+    cut = len(words) - len(found.rest)
+    if "--module" in found.own:  # it and its name are the last option, in one word or two
+        cut -= 1 if "=" in words[cut - 1] or words[cut - 1].startswith("-") else 2
+    elif words[cut - 1 : cut] == ["--"]:
+        cut -= 1
+    return OnEach(
+        verb="run",
+        options=tuple(words[:cut]),
+        program=tuple(words[cut:]),
+        owner_option="--checkpoint-dir" if is_loop else "--log-dir",
+        variables=tuple(map(_variable_of, OF_ENVIRONMENT)),
+    )
 
 
 def _with_script(plan: LaunchPlan, script: ScriptPlan, own: Mapping[str, str]) -> LaunchPlan:
@@ -290,11 +310,11 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if long in ("--help", "-h", "--version"):
         found.own["--help" if long == "-h" else long] = ""
         return True
-    if long in REFUSED or (is_fact(long[2:]) and long not in (*OWN, *SHARED)):
+    if long in REFUSED or (is_fact(long[2:]) and long not in (*OWN, *_SHARED)):
         _take_of_others(long, attached, rest, found)
         return False
     is_of_all = name.replace("_", "-").lower() == _OF_ALL
-    option = OWN.get(long) or (OPTIONS[long] if long in SHARED else None)
+    option = OWN.get(long) or (OPTIONS[long] if long in _SHARED else None)
     if option is None:
         unknown = "unknown option; run --help lists them. The script's own words follow it"
         raise BadInputError(word, "", OF_TASKS.get(long, unknown))
@@ -482,7 +502,7 @@ def run_help() -> str:
         "",
         "Options:",
     ]
-    for option in (*(OPTIONS[long] for long in SHARED), *OWN.values()):
+    for option in (*(OPTIONS[long] for long in _SHARED), *OWN.values()):
         lines += option_lines(option, SAYS_OF_SHARED.get(option.long, ""))
     lines += ["", "Examples:"]
     for words, says in EXAMPLES:

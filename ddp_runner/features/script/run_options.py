@@ -163,4 +163,5 @@ EXAMPLES = (
     ("-m package.train --epochs 3", "a module, as python -m"),
     ("--no-python bash worker.sh", "a program that is no Python"),
     ("--nnodes 2 --rdzv-endpoint node0 train.py", "on each of two machines"),
+    ("--engine ray --nnodes 2:4 train.py", "on machines of a Ray cluster"),
 )

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.nodes.conftest import SETTINGS
+from tests.nodes.test_scripts import SCRIPT
 from tests.scenarios.harness import (
     GONE_WITHIN_S,
     PYTHON_M,
@@ -101,12 +103,14 @@ def started(cluster, tmp_path):
     """``started(*words)``: the driver, in the same folder each time."""
     runs = []
 
-    def start(*words, nnodes="2"):
+    def start(*words, nnodes="2", verb="train", of=PACED):
+        task = {"task": None} if verb == "run" else {}
         run = Run(
             tmp_path / "run",
-            *(*PACED, "--engine", "ray", "--nnodes", nnodes, *words),
+            *("--engine", "ray", "--nnodes", nnodes, *of, *words),
             world=1,
-            command=(*PYTHON_M, "train"),
+            command=(*PYTHON_M, verb),
+            **task,
             environment={"RAY_ADDRESS": cluster.rays.address, "RAY_TMPDIR": str(cluster.folder)},
         )
         runs.append(run)
@@ -166,6 +170,40 @@ def test_it_begins_with_few_and_ends_with_its_driver(cluster, started):
     summary = run.summary()
     assert summary["steps"] > 12
     assert any("of 2 ranks from step" in reason for reason in summary["inexact_reasons"]), summary
+
+
+def test_a_script_starts_again_on_the_machines_that_ray_has(cluster, started, tmp_path):
+    """From its own checkpoint: after a rank is killed, a follower's machine is taken away, and the coordinator's."""
+    while len(cluster.nodes) < 3:
+        cluster.add()
+    script, kept = tmp_path / "train.py", tmp_path / "kept.pt"
+    script.write_text(SCRIPT)
+    options = ("--max-restarts", 9, "-l", tmp_path / "logs", "recovery.node_patience_s=60")
+    run = started(script, 400, kept, "RANK,WORLD_SIZE", verb="run", of=options)
+    done = 0
+    for name, end in (
+        ("ddp:rank1", lambda pid: os.kill(pid, signal.SIGKILL)),
+        ("ddp:follower", lambda _: cluster.remove_node_of("ddp:follower")),
+        ("ddp:supervisor", lambda _: cluster.remove_node_of("ddp:supervisor")),
+    ):
+        done = poll(lambda done=done: _done(kept, above=done), what=f"steps: {run.console}")
+        end(cluster.supervisors(name)[0].pid)
+        if len(cluster.nodes) < 3:
+            cluster.add()
+    assert run.wait() == 0, run.console
+    assert "all 2 ranks start again (attempt 1)" in run.console
+    assert "the coordinator is now on machine 0" in run.console
+    assert _done(kept, above=0) == 400
+    weights = torch.load(kept)["model"]["module.weight"]
+    assert weights.item() == -0.5 * 1.5 * 400
+
+
+def _done(kept, *, above):
+    """The steps in the script's checkpoint, once there are more than ``above``; 0 before."""
+    if not kept.exists():
+        return 0
+    done = torch.load(kept)["done"]
+    return done if done > above else 0
 
 
 def _environment_of(pid):

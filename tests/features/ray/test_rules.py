@@ -18,6 +18,7 @@ from ddp_runner.features.ray.rules import (
     without_engine,
     words_for_machine,
 )
+from ddp_runner.features.script import run_command
 from ddp_runner.kernel.rules.errors import BadInputError
 
 RAY = {"--engine": "ray"}
@@ -133,6 +134,34 @@ def test_a_machine_gets_the_driver_s_command_and_where_to_meet():
     ]
     alone = words_for_machine(["lr=1"], engine_options(RAY, {}), **place, number=0)
     assert alone == ("lr=1", "run.nproc_per_node=4", "run.device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "program"),
+    [
+        (["-n", "2", "train.py", "--engine", "x"], ["-n", "2"], ["train.py", "--engine", "x"]),
+        (["-n2", "--", "train.py", "a"], ["-n2"], ["--", "train.py", "a"]),
+        (["--cpu", "-m", "pdb", "a=1"], ["--cpu"], ["-m", "pdb", "a=1"]),
+        (["--cpu", "--module=pdb", "-n"], ["--cpu"], ["--module=pdb", "-n"]),
+        (["-mpdb"], [], ["-mpdb"]),
+    ],
+)
+def test_of_a_script_the_machine_s_words_come_first(words, options, program, monkeypatch, tmp_path):
+    """A script's own words are left alone, be they called as ours."""
+    placed = []
+    monkeypatch.setattr(run_command, "by_engine", lambda on_each, _: placed.append(on_each) or 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert run_command.run(["--engine", "ray", *words]) == 0
+    (found,) = placed
+    assert (found.verb, found.owner_option) == ("run", "--log-dir")
+    assert list(found.options) == ["--engine", "ray", *options]
+    assert list(found.program) == program
+    place = {"host": "h", "port": 5, "number": 1, "share": Share(kind="CPU", ranks=4)}
+    asked = engine_options({**RAY, "--nnodes": "2"}, {})
+    sent = words_for_machine(found.options, asked, **place, program=found.program)
+    assert sent[: len(options)] == tuple(options)
+    assert sent[-len(program) - 2 :] == ("run.nproc_per_node=4", "run.device=cpu", *program)
 
 
 RUNS = {"is_stopping": False, "has_begun": True, "recent": 0}
