@@ -662,6 +662,25 @@ def test_settings_that_do_not_fit_together_are_refused(pairs, message, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (b"\n\nx = (\n", "SyntaxError: '(' was never closed (line 3)"),
+        (b"if 1:\n\tx = 1\n        y = 1\n", "TabError: inconsistent use of tabs and spaces in"),
+        (b"x = '\xff'\n", "SyntaxError: (unicode error) 'utf-8' codec can't decode byte 0xff"),
+    ],
+)
+def test_a_task_that_does_not_compile_is_refused_before_torch_is_imported(tmp_path, source, words):
+    """Importing it, in a rank, would say the same seconds later."""
+    file = tmp_path / "wrong.py"
+    file.write_bytes(source)
+    with pytest.raises(BadInputError) as caught:
+        check_relations(resolved(("task", f"{file}:X")))
+    assert str(caught.value).startswith(f"--task={file}:X: importing it raised {words}")
+    file.write_bytes(b"pattern = '\\d'\n")  # a warning only, which is not shown twice
+    check_relations(resolved(("task", f"{file}:X")))
+
+
 def test_start_weights_may_be_gone_where_a_run_goes_on(tmp_path, monkeypatch):
     """It has them; but not where files leave them out, or where all starts fresh."""
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import stat
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -434,12 +435,27 @@ def _task_problems(task: str) -> list[BadInputError]:
     if file.endswith(".py"):
         if not Path(file).is_file():
             return [BadInputError("--task", task, f"no such file {file}")]
-        return []
+        said = _syntax_error(Path(file))
+        return [BadInputError("--task", task, said)] if said else []
     if ":" in task:
         return []
     return [
         BadInputError("--task", task, "must be bytes, synthetic, FILE.py[:NAME] or module:NAME")
     ]
+
+
+def _syntax_error(file: Path) -> str:
+    """Return why ``file`` cannot be compiled, or "". Importing it says the same, but seconds later, behind torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are shown where it is imported
+        try:
+            compile(file.read_bytes(), file, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            place = f" (line {error.lineno})" if error.lineno else ""
+            return f"importing it raised {type(error).__name__}: {error.msg}{place}"
+        except (OSError, ValueError):  # which the import explains
+            return ""
+    return ""
 
 
 def _notes(settings: Settings) -> tuple[str, ...]:
