@@ -248,6 +248,11 @@ def stamp_s(utc: str) -> float:
     return datetime.fromisoformat(utc.replace("Z", "+00:00")).timestamp()
 
 
+def end_by_signal() -> None:
+    """Have SIGTERM end this benchmark as an error would: whatever it has started is ended, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
 def machine() -> dict[str, object]:
     """What the figures depend on."""
     models = {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from contenders import RANKS, SIZES, Contender, Size, machine, show_machine
+from contenders import RANKS, SIZES, Contender, Size, end_by_signal, machine, show_machine
 from throughput import SETTLE_S, STEPS_FOR_EVER, WARM_UP_LINES, take_turns
 
 TASK = f"{Path(__file__).with_name('feature_task.py')}:"
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--slice-s", type=float, default=2.5)
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     asked = parser.parse_args()
+    end_by_signal()
     show_machine(machine())
     print(f"{RANKS} ranks, {asked.size}; above 1: faster with it; CPU below 1: less with it")
     for name in asked.cases:

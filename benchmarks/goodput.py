@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
-from contenders import machine, show_machine
+from contenders import end_by_signal, machine, show_machine
 from faulted import START_TIMEOUT_S, Faulted, Harm, Job, Mark, Ours, Torchrun
 
 SETTLED_STEPS = 50
@@ -181,7 +180,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.all_ranks:
         asked.kinds, asked.every_s = ["all"], 30.0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    end_by_signal()
     facts = machine()
     show_machine(facts)
     job = Job(world=asked.world, state_mb=asked.state_mb, pace_s=asked.pace_s)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contenders import SIZES, Contender, Size, machine, show_machine, stamp_s
+from contenders import SIZES, Contender, Size, end_by_signal, machine, show_machine, stamp_s
 
 STEPS = 1000  # more than it gets to
 NAMES = ("ddp_runner", "plain")
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
+    end_by_signal()
     facts = machine()
     show_machine(facts)
     seconds = measure(SIZES["small"], rounds=asked.rounds)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
-from contenders import machine, show_machine
+from contenders import end_by_signal, machine, show_machine
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--loop", action="store_true", help="a loop that attaches, too")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    end_by_signal()
     facts = machine()
     show_machine(facts)
     found: dict[str, list[dict]] = {}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contenders import RANKS, SIZES, Contender, machine, show_machine
+from contenders import RANKS, SIZES, Contender, end_by_signal, machine, show_machine
 
 if TYPE_CHECKING:
     import psutil
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--displays", nargs="+", default=["none", "plain", "live"])
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
+    end_by_signal()
     facts = machine()
     show_machine(facts)
     print(

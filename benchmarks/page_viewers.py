@@ -21,7 +21,7 @@ from html import unescape
 from urllib.parse import urlencode
 
 import psutil
-from contenders import SIZES, Contender, machine, show_machine
+from contenders import SIZES, Contender, end_by_signal, machine, show_machine
 
 STEPS_FOR_EVER = 10**7
 WARM_UP_LINES = 20
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
     args = parser.parse_args()
+    end_by_signal()
     show_machine(machine())
     settings = ("--page", "log.page_port=18080")
     rates: dict[int, list[float]] = {0: [], args.viewers: []}

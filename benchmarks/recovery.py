@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import signal
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contenders import machine, show_machine
+from contenders import end_by_signal, machine, show_machine
 from faulted import START_TIMEOUT_S, Comeback, Faulted, Harm, Job, NoComebackError, Ours, Torchrun
 
 MATRIX = {
@@ -132,7 +131,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.matrix:
         asked = argparse.Namespace(**{**vars(asked), **MATRIX, "rounds": 1})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    end_by_signal()
     facts = machine()
     show_machine(facts)
     kinds = [kind for kind in (Ours, Torchrun) if kind.name in asked.contenders]

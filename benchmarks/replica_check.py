@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contenders import SIZES, Contender, Size, machine, show_machine
+from contenders import SIZES, Contender, Size, end_by_signal, machine, show_machine
 from throughput import SETTLE_S, STEPS_FOR_EVER, WARM_UP_LINES, take_turns
 
 from ddp_runner.core.settings import RecoverySettings
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
+    end_by_signal()
     facts = machine()
     show_machine(facts)
     print(f"\n{'size':<8}{'ms/step':>9}{'one check, ms':>15}{'share':>10}{'of CPU':>10}")

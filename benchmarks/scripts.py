@@ -23,7 +23,7 @@ from statistics import median, quantiles
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
-from contenders import machine, show_machine
+from contenders import end_by_signal, machine, show_machine
 from faulted import START_TIMEOUT_S, Faulted, Harm, Job, NoComebackError, Supervised, Torchrun
 
 KINDS: tuple[type[Faulted], ...] = (Supervised, Torchrun)
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--pace-s", type=float, default=0.016, help="a step's own time")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    end_by_signal()
     facts = machine()
     show_machine(facts)
     loads: list[float] = []

@@ -21,7 +21,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contenders import LOG_INTERVAL, NAMES, ROOT, SIZES, Contender, Size, machine, show_machine
+from contenders import (
+    LOG_INTERVAL,
+    NAMES,
+    ROOT,
+    SIZES,
+    Contender,
+    Size,
+    end_by_signal,
+    machine,
+    show_machine,
+)
 
 BEFORE = "ddp_runner, before"
 STEPS_FOR_EVER = 1_000_000
@@ -169,6 +179,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a setting for ddp_runner")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
+    end_by_signal()
     facts = machine()
     show_machine(facts)
     rows = []
