@@ -26,6 +26,7 @@ from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.lifecycle import (
@@ -53,6 +54,9 @@ from ddp_runner.system.run_directories import RunDirectories
 
 OWNER_EVERY_S = 0.5
 LEAVES = "this node leaves; the others go on"
+# For the ranks that hold a state to be ready, once a run that has formed nothing is asked to stop; and, at first, for other
+# machines to find one that has just taken the coordinator's place.
+MEMORY_READY_S, FOUND_S = 30.0, 3.0
 PAUSE_S = (
     1.0  # between two turns: this process did not run, and other machines are not blamed for it
 )
@@ -102,6 +106,7 @@ class Heir:
     kept: Mapping[int, Ready]
     generation: int
     inexact_reasons: tuple[str, ...]
+    stop: StopReason | None  # that this machine was asked for meanwhile
     signals: SignalBox
     selector: selectors.BaseSelector
 
@@ -129,6 +134,8 @@ class CoordinatorSupervisor(Supervisor):
         # The coordinator before this one, whose place it has taken, until this one has formed a generation.
         self._after = ""
         self._is_heir = False
+        self._began_s = self._clock.monotonic()
+        self.run_end.saves_unformed = self._saves_unformed
         self._going_on = GoingOn()
         self._leaves: set[int] = set()  # machines that the run is about to continue without
         self._looked_at_owner_s = 0.0
@@ -209,6 +216,8 @@ class CoordinatorSupervisor(Supervisor):
             f"the coordinator was lost: node {heir.place.number} ({self.node.host}) has taken its place",
             level="WARNING",
         )
+        if heir.stop is not None:
+            self.ask_stop(heir.stop)
 
     def _on_formed(self, formed: RankFormed) -> None:
         self._formed_in = max(self._formed_in, formed.generation)
@@ -307,13 +316,57 @@ class CoordinatorSupervisor(Supervisor):
 
     def _look_at_missing(self, now_s: float) -> None:
         verdict = self._missing.look(now_s, has_trained=self.facts.ever_formed or self._is_heir)
-        if self._stop is not None and self.facts.ever_formed:
+        if self._stop is not None and (self.facts.ever_formed or self._is_memory_ready(now_s)):
             self._stop_without_missing(self._stop)
         elif verdict.gives_up:
             self.run_end.begin(Ending.of(RunStatus.PREEMPTED, verdict.gives_up))
         else:
             for node in verdict.without:
                 self._go_on_without(node, now_s)
+
+    def _is_memory_ready(self, now_s: float) -> bool:
+        """Return whether all ranks that hold a state could save it, or have had the time to get ready for that."""
+        if not self._has_parked or (self._is_heir and now_s < self._began_s + FOUND_S):
+            return False
+        asked_s = self._stop_by_s - self.run.settings.stop_timeout_s
+        ranks = [
+            rank
+            for node in self._others
+            if node.is_there and node.keeps_memory
+            for rank in node.ranks
+        ]
+        if self._is_heir:
+            ranks += self.node.ranks
+        are_ready = all(self.world.ranks[rank].state is RankState.READY for rank in ranks)
+        return are_ready or now_s >= asked_s + MEMORY_READY_S
+
+    def _saves_unformed(self, ending: Ending) -> bool:
+        """Return whether ranks hold a state that no file has, and may write it, though none has formed under this coordinator."""
+        # INVARIANT memory-is-saved: a run that ends while it waits for machines saves what the ranks at hand have kept of
+        # the run before. Broken if: it ends with that only in memory.
+        # Guarded by: test_a_coordinator_that_nobody_joins_saves_what_others_have_kept.
+        is_asked = self._stop is not None or ending.status is RunStatus.PREEMPTED
+        if not (self._has_parked and (self._is_heir or is_asked)) or self._is_superseded():
+            return False
+        ready = [one.ready for one in self.world.present if one.ready is not None]
+        if self.recorder.may_write or not ready:
+            return bool(ready)
+        try:
+            self._opening.claim(ready)
+            if self._opening.record(ready):
+                return False  # it was complete
+            before = self._owner_before
+            if before is not None and not self._is_heir:
+                # Nobody has formed: the memory of others stays as new as it was.
+                number = self.node.ranks[0] // self.node.ranks_per_node
+                without = tuple(sorted({*before.without, number}))
+                self._owner.take(without=without, after=before.after or before.term)
+            elif not self._is_heir:
+                self._owner.take()
+        except (BadInputError, OSError) as error:
+            self.recorder.say(f"what the ranks have kept cannot be saved: {error}", level="WARNING")
+            return False
+        return True
 
     def _stop_without_missing(self, stop: StopReason) -> None:
         """Nobody waits for a node where the run is to end: who is there saves what was committed."""

@@ -65,6 +65,7 @@ from ddp_runner.kernel.wire.messages import (
     LoaderWorkers,
     Message,
     Ready,
+    SaveAlone,
     decode,
     encode,
 )
@@ -82,7 +83,7 @@ NOBODY = -1
 _REPORTS_READ = by_name(
     Ready | AbortHeard | RankFormed | Finished | LoaderWorkers | RepairedInPlace
 )
-_ORDERS_READ = by_name(Form | Abort)
+_ORDERS_READ = by_name(Form | Abort | SaveAlone)
 _KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve bytes each in a frame
 
 
@@ -325,6 +326,10 @@ class Follower:
                 packet = encode(self._node.with_store(message))
         elif isinstance(message, Abort):
             handle.machine.advance(RankEvent.ABORT_SENT)
+        elif isinstance(message, SaveAlone):
+            if not self._node.shares_checkpoints:
+                self._take_own_folder()
+            packet = encode(replace(message, term=self._node.term))
         self._node.pass_on(handle.rank, packet)
 
     def _follow_logs(self) -> None:

@@ -21,6 +21,7 @@ from ddp_runner.core.machines.succession import (
 from ddp_runner.kernel.parent.signal_box import SignalBox
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
+from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.supervisor.nodes.admission import Meeting
@@ -52,6 +53,11 @@ class Succession:
         self._arbiter = Arbiter(shares_folder=False, keeps_locks=False, otherwise=otherwise)
         self._term = ""  # of the newest coordinator that has formed
         self._said = ""
+
+    @property
+    def may_succeed(self) -> bool:
+        """True if nothing keeps this machine from the coordinator's place for the whole of this term."""
+        return not why_no_successor(self._arbiter)
 
     @property
     def has_claimed(self) -> bool:
@@ -165,6 +171,7 @@ class Succession:
         *,
         node: Node,
         follower: Follower,
+        stop: StopReason | None,
         signals: SignalBox,
         selector: selectors.BaseSelector,
     ) -> Heir:
@@ -212,6 +219,7 @@ class Succession:
             kept=follower.hand_over(),
             generation=parked.generation,
             inexact_reasons=tuple(parked.inexact_reasons),
+            stop=stop,
             signals=signals,
             selector=selector,
         )
