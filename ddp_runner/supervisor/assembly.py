@@ -139,9 +139,12 @@ class Assembly:
         shown = (one.shown().get("spare") for one in self.features)
         return dict(next(filter(None, shown), {}))
 
-    def tidy_up(self) -> None:
-        """Remove what the run has left on disk, and take up what it has saved; every process has ended."""
-        for one in self.features:
+    def tidy_up(self, *, has_successor: bool) -> None:
+        """Remove what the run has left on disk, and take up what it has saved; every process has ended.
+
+        ``has_successor``: another supervisor goes on with the run, and what features keep there is that one's.
+        """
+        for one in () if has_successor else self.features:
             one.tidies_up()
         for path in remove_temporary_files(Path(self.plan.settings.run.checkpoint_dir)):
             self.recorder.say(f"removed {path}, which a save that was cut off had left")
