@@ -418,7 +418,7 @@ class CoordinatorSupervisor(Supervisor):
     def _take_over(self, inexact_reasons: Sequence[str]) -> None:
         """Ranks come with their memory, or a copy of it is left: the run goes on, and is what it was."""
         self._has_parked = True
-        self._record.took_over = True
+        self.facts.took_over = True
         reasons = self.facts.inexact_reasons
         reasons[:] = dict.fromkeys([*inexact_reasons, *reasons])
 
@@ -435,11 +435,11 @@ class CoordinatorSupervisor(Supervisor):
         if self.facts.ever_formed:
             return
         ours, what = Catalog(Path(settings.checkpoint_dir)).newest(), ""
+        held = max(one.progress.committed_step for one in self.world.present)
         if node.newest is not None and loads_own(node.newest, ours, resume=settings.resume):
-            what = f"checkpoint, of step {node.newest.step}"
-        if node.copied_step > max(
-            (one.step for one in (ours, node.newest) if one), default=EMPTY_STEP
-        ):
+            held, newer = max(held, node.newest.step), node.newest.step > held
+            what = f"checkpoint, of step {node.newest.step}" if newer else ""
+        if node.copied_step > max(held, EMPTY_STEP if ours is None else ours.step):
             what = f"copy of the state in memory, of step {node.copied_step}"
         if what:
             self._repair.loaders_elsewhere.add(first)
