@@ -12,6 +12,7 @@ def test_a_machine_takes_the_coordinators_place_and_the_lost_one_follows(nodes, 
     """Ranks keep their memory, the same files go on, and the same command on the lost machine finds the new one."""
     shared = nodes.folder / "shared"
     words = (SLOW, "-c", shared / "kept", "-l", shared / "logs", "save_interval=0")
+    words += ("recovery.drill_at=40",)
     first, second = (nodes.start(number, *words) for number in (0, 1))
     for run in (first, second):
         run.logs, run.checkpoints = shared / "logs", shared / "kept"
@@ -29,6 +30,7 @@ def test_a_machine_takes_the_coordinators_place_and_the_lost_one_follows(nodes, 
     assert "has taken this machine's place: following it" in first.console
     summary = second.summary()
     assert (summary["exact"], second.digest) == (True, one_machine(4)), summary
+    assert summary["exact_proof"]["repairs_proved"] == "1 of 1"
     assert_every_sample_once(second, 4, samples=192)
     assert [one.get("took_over", False) for one in second.events("run_begins")] == [False, True]
 

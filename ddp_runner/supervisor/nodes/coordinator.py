@@ -144,7 +144,7 @@ class CoordinatorSupervisor(Supervisor):
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
         self._has_parked = False  # whether ranks of others came with a memory
         assert plan.nodes is not None
-        self._has_heirs = plan.loop is None and plan.nodes.moving_fd is None
+        self._has_heirs = plan.nodes.moving_fd is None
         self._others = tuple(others)
         self._events = NodeEvents(self, others, least=plan.nodes.least, clock=self._clock)
         self._missing = MissingNodes(

@@ -48,8 +48,8 @@ class Succession:
         self._claim = Claim()
         self._taken: Taken | None = None
         otherwise = "the engine starts it again" if plan.nodes.moving_fd is not None else ""
-        if len(plan.stages) > 1 or plan.loop is not None or plan.opaque is not None:
-            otherwise = "only a task without stages goes on under another coordinator"
+        if len(plan.stages) > 1 or plan.opaque is not None:
+            otherwise = "a script, or a run with stages, does not go on under another coordinator"
         self._arbiter = Arbiter(shares_folder=False, keeps_locks=False, otherwise=otherwise)
         self._term = ""  # of the newest coordinator that has formed
         self._said = ""
