@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -87,6 +88,7 @@ def train_on_several(
     """
     options = plan.nodes
     assert options is not None
+    lead = partial(take_over, coordinator=agent)
     given = given_token(os.environ, token_file)
     os.environ.pop(TOKEN_VARIABLE, None)  # no rank is to have it
     if moving := os.environ.pop(moving_endpoint.VARIABLE, ""):
@@ -101,11 +103,11 @@ def train_on_several(
         if plan.ranks_per_node > 1 and (why := why_unreachable(LOOPBACK)):
             raise BadInputError(LOOPBACK, "", why)  # a coordinator finds that at its store
         token = given or await_token(folder, options, say=lambda text: print(text, flush=True))
-        return follow(plan, meeting(plan, token=token, silent_s=silent_s), lead=take_over)
+        return follow(plan, meeting(plan, token=token, silent_s=silent_s), lead=lead)
     known = given or shared_token(folder) or b""
     if known and options.moving_fd is None and leads_elsewhere(plan, known):
         door.listening.close()
-        return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=take_over)
+        return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=lead)
     try:
         found = meeting(plan, token=given or make_token(folder), silent_s=silent_s)
         if not found.allows_different_code:

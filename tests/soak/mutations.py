@@ -460,6 +460,7 @@ MUTATIONS = (
     _break("newest-is-saved", "return present if is_newer else here", "return here or present"),
     _break("superseded-writes-nothing", "self._files.status.is_anothers", "False"),
     _break("taken-over-is-repaired", "replaced = self._without_memory()", "return"),
+    _break("one-budget", "[before] * heir.restarts", "[]"),
     _break("memory-is-saved", "return bool(ready)", "return False"),
     # drills
     _break("witnessed-repairs", "rank not in (self._witnesses(number) or self.ranks)", "False"),

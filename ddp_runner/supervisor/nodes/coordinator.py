@@ -80,7 +80,7 @@ class Taken:
     """A coordinator's place that this machine has taken: the folder with its lock and term, and where it listens.
 
     ``before``: what the folder said of the coordinator that was lost; ``without``: the machines that it says now have not the
-    newest memory.
+    newest memory; ``lost``: the number of that coordinator's machine.
     """
 
     owner: FolderOwner
@@ -89,6 +89,7 @@ class Taken:
     directories: RunDirectories
     listening: socket.socket
     address: str
+    lost: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class Heir:
     """All that the new coordinator has from the follower that it was.
 
     ``kept``: what each rank that waits here with its memory has reported last; ``generation``: its newest.
-    ``inexact_reasons``: of the run, as the coordinator before has said last.
+    ``inexact_reasons`` and, of a script, ``restarts``: of the run, as the coordinator before has said last.
     """
 
     plan: LaunchPlan
@@ -105,6 +106,8 @@ class Heir:
     node: Node
     kept: Mapping[int, Ready]
     generation: int
+    run_id: str
+    restarts: int
     inexact_reasons: tuple[str, ...]
     stop: StopReason | None  # that this machine was asked for meanwhile
     signals: SignalBox

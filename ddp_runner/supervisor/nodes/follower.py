@@ -141,6 +141,10 @@ class Follower:
         clock: LeaseClock,
     ) -> None:
         self.lease_s = lease_s
+        self.restarts = 0  # of a script's ranks, by the newest word of a coordinator
+        self._keeps_nothing = (
+            plan.opaque is not None
+        )  # what its ranks hold is of use to nobody else
         self._node = node
         self._report = report
         self._clock = clock
@@ -215,6 +219,7 @@ class Follower:
                 self._facts.committed_step = message.committed_step
                 self._facts.inexact_reasons[:] = message.inexact_reasons
                 self._is_fault_free = message.is_fault_free
+                self.restarts = message.restarts
             case StartRank(rank=rank, process=process, start=start):
                 self._start(self._world.ranks[rank], RankStart(**start), process, now_s)
             case ToRank(rank=rank, packet=packet):
@@ -506,7 +511,7 @@ class Follower:
         """The report to a coordinator about ranks that wait here; None if there are none."""
         if not self._parked:
             return None
-        return self._of_before()
+        return self.of_before()
 
     @property
     def copied_step(self) -> int:
@@ -516,9 +521,10 @@ class Follower:
     @property
     def copied(self) -> Parked | None:
         """The report to a coordinator about that copy; None if there is none."""
-        return None if self.copied_step == EMPTY_STEP else self._of_before()
+        return None if self.copied_step == EMPTY_STEP else self.of_before()
 
-    def _of_before(self) -> Parked:
+    def of_before(self) -> Parked:
+        """Return where the ranks here were in their newest generation."""
         ranks = self._node.ranks
         return Parked(
             node=ranks[0] // len(ranks),
@@ -535,11 +541,17 @@ class Follower:
 
     @property
     def kept(self) -> Kept | None:
-        """The memory that waits here, as far as it decides who coordinates; None if there is none."""
+        """What waits here, as far as it decides who coordinates; None if that is nothing.
+
+        Ranks with their memory; of a script, which begins again anywhere, the place of ranks that have ended.
+        """
+        living = [handle for handle in self.handles if handle.is_alive]
+        if self._keeps_nothing and self._term and self.handles:
+            before = self.of_before()
+            return Kept(number=before.node, term=before.term, have_left=not living)
         parked = self.parked
         if parked is None:
             return None
-        living = [handle for handle in self.handles if handle.is_alive]
         have_left = all(one.rank in self._parked and one.state is RankState.READY for one in living)
         return Kept(number=parked.node, term=parked.term, have_left=have_left)
 

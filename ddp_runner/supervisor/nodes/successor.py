@@ -48,9 +48,17 @@ class Succession:
         self._claim = Claim()
         self._taken: Taken | None = None
         otherwise = "the engine starts it again" if plan.nodes.moving_fd is not None else ""
-        if len(plan.stages) > 1 or plan.opaque is not None:
-            otherwise = "a script, or a run with stages, does not go on under another coordinator"
-        self._arbiter = Arbiter(shares_folder=False, keeps_locks=False, otherwise=otherwise)
+        if len(plan.stages) > 1:
+            otherwise = "a run with stages does not go on under another coordinator"
+        if plan.opaque is not None and not plan.opaque.may_restart:
+            otherwise = "a script is started again only with --max-restarts or --resume-with"
+        self._arbiter = Arbiter(
+            shares_folder=False,
+            keeps_locks=False,
+            folder="checkpoint folder" if plan.opaque is None else "log folder",
+            otherwise=otherwise,
+        )
+        self._loses_all = plan.opaque is not None  # in any case: its ranks begin again
         self._term = ""  # of the newest coordinator that has formed
         self._said = ""
 
@@ -76,7 +84,7 @@ class Succession:
             self._arbiter,
             shares_folder=shares_folder,
             keeps_locks=shares_folder and self._directories.are_checkpoints_held(),
-            otherwise=self._arbiter.otherwise or _SILENT * loses_memory,
+            otherwise=self._arbiter.otherwise or _SILENT * (loses_memory and not self._loses_all),
         )
         why = why_no_successor(self._arbiter)
         line = f"must be started again: {why}" if why else "is followed by a machine that is left"
@@ -139,6 +147,7 @@ class Succession:
             directories=self._directories,
             listening=listening,
             address=address,
+            lost=lost,
         )
         try:
             owner.take(without=without, after=kept.term)
@@ -181,8 +190,7 @@ class Succession:
         """
         taken = self._taken
         assert taken is not None
-        parked = follower.parked
-        assert parked is not None
+        parked = follower.of_before()
         port = int(taken.listening.getsockname()[1])
         options = replace(meeting.options, host=taken.address, port=port, node_rank=parked.node)
         run = replace(plan.settings.run, resume="auto")  # the files of the run that goes on
@@ -218,6 +226,8 @@ class Succession:
             node=node,
             kept=follower.hand_over(),
             generation=parked.generation,
+            run_id=parked.run_id,
+            restarts=follower.restarts,
             inexact_reasons=tuple(parked.inexact_reasons),
             stop=stop,
             signals=signals,
