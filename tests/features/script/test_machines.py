@@ -224,7 +224,7 @@ def test_a_script_has_one_budget_under_all_its_coordinators(simulate, restarts):
     run = simulate(to_step=0, max_restarts=2)
     run.supervisor.succeed(_heir(restarts=restarts))
     if restarts == 2:
-        assert run.supervisor.ending.exit_code is ExitCode.GAVE_UP
+        assert run.supervisor.ending.exit_code == ExitCode.GAVE_UP
         assert "gave up" in run.supervisor.ending.reason
         return
     assert run.supervisor.beat(1).restarts == restarts + 1
