@@ -48,8 +48,6 @@ class Succession:
         self._claim = Claim()
         self._taken: Taken | None = None
         otherwise = "the engine starts it again" if plan.nodes.moving_fd is not None else ""
-        if len(plan.stages) > 1:
-            otherwise = "a run with stages does not go on under another coordinator"
         if plan.opaque is not None and not plan.opaque.may_restart:
             otherwise = "a script is started again only with --max-restarts or --resume-with"
         self._arbiter = Arbiter(

@@ -264,7 +264,7 @@ _Mark = tuple[int, int, int]
 
 
 def _mark(path: Path) -> _Mark | None:
-    """Return what tells this file from another one of its name; None if there is none."""
+    """Return what identifies this file among those of its name; None if there is none."""
     try:
         found = path.lstat()
     except OSError:
