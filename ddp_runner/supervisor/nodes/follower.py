@@ -164,15 +164,8 @@ class Follower:
         self._beside = around.observers(
             around.OfMachine(plan=plan, node=node, world=world, recorder=herald, repair=reporter)
         )
-        self._keeper = NodeKeeper(
-            ZygoteKeeper(settings, node=node, world=world, recorder=herald, repair=reporter),
-            StorePolicy(self._facts, node=node, stopped_max_s=settings.stopped_max_s),
-            around.policies(self._beside),
-            node=node,
-            world=self._world,
-            recorder=herald,
-            clock=clock,
-        )
+        zygotes = ZygoteKeeper(settings, node=node, world=world, recorder=herald, repair=reporter)
+        self._keeper = self._keeper_with(zygotes, stopped_max_s=settings.stopped_max_s)
         # Which of each rank's this one is, as the coordinator counts them; NOBODY: none that it asked for.
         self._process = dict.fromkeys(node.processes, NOBODY)
         self._parked: set[int] = set()  # ranks that wait, with their memory, for a coordinator
@@ -194,6 +187,18 @@ class Follower:
         self._debug = plan.settings.run.debug
         self._no_zygote = ""  # why none is here that could start a rank; tried again
         self._again_at_s = 0.0  # when
+
+    def _keeper_with(self, zygotes: ZygoteKeeper, *, stopped_max_s: float) -> NodeKeeper:
+        """Return who looks after the processes of this machine that are no ranks."""
+        return NodeKeeper(
+            zygotes,
+            StorePolicy(self._facts, node=self._node, stopped_max_s=stopped_max_s),
+            around.policies(self._beside),
+            node=self._node,
+            world=self._world,
+            recorder=self._herald,
+            clock=self._clock,
+        )
 
     @property
     def failed(self) -> str:

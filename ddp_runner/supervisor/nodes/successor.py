@@ -198,13 +198,7 @@ class Succession:
                 limit, seconds=max(0.0, limit.seconds - (self._clock.monotonic() - self._began_s))
             )
         code = "" if meeting.allows_different_code else digest_of(meeting.code)
-        node.term = taken.owner.term
-        if not node.shares_logs:
-            node.logs_number = parked.node
-            with contextlib.suppress(OSError):
-                (Path(run.log_dir) / followed_run.NAME).unlink(missing_ok=True)
-        node.shares_checkpoints = node.shares_logs = True
-        node.store_at = StorePlace.on_this_machine(plan.settings.ddp.port, address=taken.address)
+        self._lead_from(node, taken, plan, number=parked.node)
         return Heir(
             plan=replace(
                 plan,
@@ -231,3 +225,14 @@ class Succession:
             signals=signals,
             selector=selector,
         )
+
+    @staticmethod
+    def _lead_from(node: Node, taken: Taken, plan: LaunchPlan, *, number: int) -> None:
+        """Make this machine's node that of the coordinator: its term, its folders and its store."""
+        node.term = taken.owner.term
+        if not node.shares_logs:
+            node.logs_number = number
+            with contextlib.suppress(OSError):
+                (Path(plan.settings.run.log_dir) / followed_run.NAME).unlink(missing_ok=True)
+        node.shares_checkpoints = node.shares_logs = True
+        node.store_at = StorePlace.on_this_machine(plan.settings.ddp.port, address=taken.address)
