@@ -4,7 +4,7 @@ Run by hand: ``python benchmarks/scale.py [--nodes 2 64 512] [--ranks 8] [--prof
 The coordinator's loop, its links, frames and decisions are the real ones. The other machines are a few lines
 each, which say in real frames what a healthy machine says, and answer as its ranks do; they are not counted.
 "turn": one tick of 0.1 s, without and with the looks that come in it. "kill": from the end of a rank until
-all ranks have been told to form the next generation.
+all ranks have been told to form the next generation; "heard": until all have been told to leave the one before.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Peer:
         self._link = NodeLink(ours, token=TOKEN, listens=False)
         self._process = dict.fromkeys(self.ranks, 0)
         self._looks = number  # they do not all look at one moment
-        self.formed = 0
+        self.formed = self.heard = 0
         self.generation = 0
         self.steps = 0
         hello = Hello(
@@ -159,6 +159,7 @@ class Peer:
             self.formed, self.generation = message.generation, message.generation
             self._say(rank, formed(rank, message))
         elif isinstance(message, Abort):
+            self.heard = message.generation
             fault = Fault(kind=FaultKind.COLLECTIVE_FAILED, rank=rank, step=1, cause="aborted")
             self._say(rank, Faulted(generation=message.generation, fault=fault))
             self._say(rank, self._run.ready(rank, committed_step=self.steps))
@@ -262,12 +263,14 @@ def measure(nodes: int, *, ranks: int, profile: bool) -> dict:
             (busy_s if number % 2 == 0 else quiet_s).append(bench.turns_s[-1])
         show_profile(bench, f"{nodes} nodes, turns without faults")
         bench.profile = cProfile.Profile() if profile else None
-        kills_s = []
+        kills_s, heard_s = [], []
         for number in range(3):
             peer = bench.peers[(7 * number + 3) % len(bench.peers)]
             generation = bench.peers[0].generation
             before = len(bench.turns_s)
             peer.lose(peer.ranks[1])
+            bench.until(lambda newest=generation: all(p.heard >= newest for p in bench.peers))
+            heard_s.append(sum(bench.turns_s[before:]))
             bench.until(lambda newest=generation: all(p.formed > newest for p in bench.peers))
             kills_s.append(sum(bench.turns_s[before:]))
             bench.until(bench.all_train)
@@ -278,6 +281,7 @@ def measure(nodes: int, *, ranks: int, profile: bool) -> dict:
         "ranks": ranks,
         "turn_ms": statistics.median(quiet_s) * 1e3,
         "turn_with_looks_ms": statistics.median(busy_s) * 1e3,
+        "heard_cpu_ms": statistics.median(heard_s) * 1e3,
         "kill_cpu_ms": statistics.median(kills_s) * 1e3,
     }
 
@@ -300,8 +304,10 @@ def main() -> None:
     asked = parser.parse_args()
     facts = machine()
     show_machine(facts)
-    print("| nodes | ranks | turn, ms | with looks, ms | kill until all are told to form, CPU ms |")
-    print("|---|---|---|---|---|")
+    print(
+        "| nodes | ranks | turn, ms | with looks, ms | kill until all have heard of it, CPU ms | until all are told to form |"
+    )
+    print("|---|---|---|---|---|---|")
     rows = []
     for nodes in asked.nodes:
         row = measure(nodes, ranks=asked.ranks, profile=asked.profile)

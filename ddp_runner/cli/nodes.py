@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -63,8 +64,9 @@ _SEEN_S = 60.0
 _LOOK_AGAIN_S = 0.5
 _DIAL_S = 1.0
 _ANSWER_S = 3.0
-# For a machine that has taken the coordinator's place to answer, while it holds the folder.
-_TAKING_OVER_S = 10.0
+# For a machine that takes the coordinator's place to answer, while it holds the folder: after its socket takes connections, and
+# before. Nobody may be there: a file server keeps the lock of a lost machine for a while.
+_TAKING_OVER_S, _CLAIMING_S = 10.0, 3.0
 # For the name of a machine that has just been started, such as a pod, to be known to itself.
 _NAMED_S = 60.0
 
@@ -86,6 +88,7 @@ def train_on_several(
     """
     options = plan.nodes
     assert options is not None
+    lead = partial(take_over, coordinator=agent)
     given = given_token(os.environ, token_file)
     os.environ.pop(TOKEN_VARIABLE, None)  # no rank is to have it
     if moving := os.environ.pop(moving_endpoint.VARIABLE, ""):
@@ -100,11 +103,11 @@ def train_on_several(
         if plan.ranks_per_node > 1 and (why := why_unreachable(LOOPBACK)):
             raise BadInputError(LOOPBACK, "", why)  # a coordinator finds that at its store
         token = given or await_token(folder, options, say=lambda text: print(text, flush=True))
-        return follow(plan, meeting(plan, token=token, silent_s=silent_s), lead=take_over)
+        return follow(plan, meeting(plan, token=token, silent_s=silent_s), lead=lead)
     known = given or shared_token(folder) or b""
     if known and options.moving_fd is None and leads_elsewhere(plan, known):
         door.listening.close()
-        return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=take_over)
+        return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=lead)
     try:
         found = meeting(plan, token=given or make_token(folder), silent_s=silent_s)
         if not found.allows_different_code:
@@ -248,7 +251,7 @@ def leads_elsewhere(plan: LaunchPlan, token: bytes) -> bool:
     """
     assert plan.nodes is not None
     directories, options = RunDirectories(plan.settings.run), plan.nodes
-    give_up_s = time.monotonic() + _TAKING_OVER_S
+    began_s, limit_s = time.monotonic(), _CLAIMING_S
     while True:
         is_held = directories.are_checkpoints_held()
         owner = FolderOwner(Path(plan.settings.run.checkpoint_dir), "").read()
@@ -257,12 +260,13 @@ def leads_elsewhere(plan: LaunchPlan, token: bytes) -> bool:
         if owner.at != (options.host, options.port):
             with contextlib.suppress(OSError, WrongTokenError):
                 connection = socket.create_connection(owner.at, timeout=_DIAL_S)
+                limit_s = _TAKING_OVER_S
                 answer = ask(connection, token=token, limit_s=_ANSWER_S)
                 if answer.term == owner.term and answer.run_id == options.run_id:
                     where = "{}:{}".format(*owner.at)
                     print(f"{where} has taken this machine's place: following it", flush=True)
                     return True
-        if not is_held or time.monotonic() >= give_up_s:
+        if not is_held or time.monotonic() >= began_s + limit_s:
             return False
         time.sleep(_LOOK_AGAIN_S)
 

@@ -89,7 +89,14 @@ class MakesAgent(Protocol):
         """Make it; no process has been started."""
 
 
-class OwnCoordinator(OwnAgent, Coordinates, HearsNodes, Protocol):
+class Succeeds(Protocol):
+    """Who may take the place of a coordinator that was lost."""
+
+    def succeed(self, heir: Heir) -> None:
+        """Go on from where that one was; called before anything else."""
+
+
+class OwnCoordinator(OwnAgent, Coordinates, HearsNodes, Succeeds, Protocol):
     """The same, on several machines, in place of a :class:`CoordinatorSupervisor`."""
 
 
@@ -139,9 +146,12 @@ class Assembly:
         shown = (one.shown().get("spare") for one in self.features)
         return dict(next(filter(None, shown), {}))
 
-    def tidy_up(self) -> None:
-        """Remove what the run has left on disk, and take up what it has saved; every process has ended."""
-        for one in self.features:
+    def tidy_up(self, *, has_successor: bool) -> None:
+        """Remove what the run has left on disk, and take up what it has saved; every process has ended.
+
+        ``has_successor``: another supervisor goes on with the run, and what features keep there is that one's.
+        """
+        for one in () if has_successor else self.features:
             one.tidies_up()
         for path in remove_temporary_files(Path(self.plan.settings.run.checkpoint_dir)):
             self.recorder.say(f"removed {path}, which a save that was cut off had left")
@@ -293,7 +303,7 @@ def supervise(
         return at.supervise(ahead, agent)
 
 
-class Coordinator(Agent, Coordinates, HearsNodes, Protocol):
+class Coordinator(Agent, Coordinates, HearsNodes, Succeeds, Protocol):
     """Decides in a run on several machines."""
 
 
@@ -306,8 +316,11 @@ class _Coordinating:
     summary: Callable[[Ending], Summary | None]
 
 
-def take_over(heir: Heir) -> int:
-    """Coordinate a run whose coordinator was lost, from the machine that has taken its place; returns the exit code."""
+def take_over(heir: Heir, *, coordinator: MakesCoordinator | None = None) -> int:
+    """Coordinate a run whose coordinator was lost, from the machine that has taken its place; returns the exit code.
+
+    ``coordinator``: as for :func:`supervise`.
+    """
     parent_death.set_process_name("ddp:supervisor")
     at = _Here(
         heir.plan,
@@ -315,7 +328,7 @@ def take_over(heir: Heir) -> int:
         selector=heir.selector,
         directories=heir.taken.directories,
     )
-    return at.coordinate(heir.place, None, heir)
+    return at.coordinate(heir.place, coordinator, heir)
 
 
 class _Here:
@@ -378,7 +391,6 @@ class _Here:
             clock=SYSTEM_CLOCK,
         )
         if heir is not None:
-            assert isinstance(supervisor, CoordinatorSupervisor)
             supervisor.succeed(heir)
         ending = Ending.of(RunStatus.FAILED, "the coordinator has failed")
         with self._cleared(node):

@@ -15,7 +15,6 @@ import contextlib
 import hmac
 import os
 import socket
-from hashlib import sha256
 
 MAGIC = b"DDPRUN02"
 NONCE_BYTES = 32
@@ -194,4 +193,4 @@ class NodeLink:
 
 
 def _proof(key: bytes, number: int, content: bytes) -> bytes:
-    return hmac.new(key, number.to_bytes(8, "big") + content, sha256).digest()
+    return hmac.digest(key, number.to_bytes(8, "big") + content, "sha256")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ from ddp_runner.config.identity import with_shared
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.system.interfaces import address_leading_out, is_loopback
 from ddp_runner.supervisor.nodes.admission import why_not
+from ddp_runner.system.run_directories import RunDirectories
 from tests.nodes.conftest import free_port
 from tests.test_identity import other_value
 
@@ -313,3 +316,36 @@ def test_another_number_of_machines_is_refused_by_its_option(words, name):
     refused = why_not(_says_hello(theirs), mine)
     assert (refused.name, refused.value) == (name, words[1])
     assert refused.expected == "the coordinator has 2: give all nodes the same settings"
+
+
+@pytest.mark.parametrize(
+    ("is_held", "listens", "waits_s"),
+    [(False, False, 0.0), (True, False, 0.3), (False, True, 0.0), (True, True, 0.9)],
+    ids=["dead", "dead, and locked", "silent", "silent, and locked"],
+)
+def test_a_start_waits_shortly_for_a_successor_that_is_none(
+    tmp_path, monkeypatch, is_held, listens, waits_s
+):
+    """Whom the folder names does not answer: only while somebody holds the folder may it be about to."""
+    for name, seconds in {
+        "CLAIMING": 0.3,
+        "TAKING_OVER": 0.9,
+        "ANSWER": 0.1,
+        "LOOK_AGAIN": 0.01,
+    }.items():
+        monkeypatch.setattr(nodes, f"_{name}_S", seconds)
+    folder = tmp_path / "kept"
+    plan = _plan("--cpu", "-n", "2", "-c", str(folder), "-l", str(tmp_path / "logs"))
+    folder.mkdir()
+    holder = RunDirectories(plan.settings.run)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        at = server.getsockname()
+        if not listens:
+            server.close()
+        FolderOwner(folder, "another", at=at).take()
+        if is_held:
+            assert holder.hold_checkpoints()
+        began_s = time.monotonic()
+        assert not nodes.leads_elsewhere(plan, TOKEN)
+        assert waits_s <= time.monotonic() - began_s < waits_s + 0.8
+    holder.release()

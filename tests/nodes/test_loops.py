@@ -139,3 +139,28 @@ def test_a_stopped_loop_resumes_from_whichever_machine_has_its_state(nodes, weig
     summary = first.summary()
     assert (summary["exact"], summary["faults"]) == (True, []), summary
     assert first.digest == weights_of_one_machine
+
+
+def test_a_loop_goes_on_under_another_coordinator(nodes, weights_of_one_machine):
+    """SIGKILL of the first machine's supervisor: the other one takes its place, and the same command follows it."""
+    shared = nodes.folder / "shared"
+    options = ("save_interval=0", "-c", shared / "kept", "-l", shared / "logs")
+    first, second = (start(nodes, number, *options) for number in (0, 1))
+    for run in (first, second):
+        run.logs, run.checkpoints = shared / "logs", shared / "kept"
+    wait_for_step(first, 10)
+    pids = second.rank_pid(2), second.rank_pid(3)
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    poll(lambda: "this machine coordinates from here on" in second.console, what="the new one")
+    first = start(nodes, 0, *options)
+    first.logs, first.checkpoints = shared / "logs", shared / "kept"
+    wait_for_step(second, 20)
+    assert (second.rank_pid(2), second.rank_pid(3)) == pids
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    summary = second.summary()
+    assert (summary["exact"], summary["steps"]) == (True, 60), summary
+    assert second.digest == weights_of_one_machine
+    for rank, run in ((1, first), (2, second)):
+        log = (shared / "logs" / f"rank_{rank}.log").read_text()
+        assert log.count(f"rank {rank} of 4 is behind its loop") == 1, run.console

@@ -159,3 +159,30 @@ def test_a_script_goes_on_with_fewer_machines_and_more(nodes):
     assert "node 1" in causes[0]
     assert "SIGKILL" in causes[1]
     assert len(causes) == 3
+
+
+def test_a_script_starts_again_under_another_coordinator(nodes):
+    """SIGKILL of the first machine: the other one takes its place, and both begin again from the script's checkpoint."""
+    shared = nodes.folder / "shared"
+    first, second = (nodes.start(k, "-l", shared) for k in (0, 1))
+
+    def log(rank, attempt):
+        path = shared / f"attempt_{attempt}" / f"rank_{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+    poll(lambda: "began" in log(1, 0), what="the first attempt")
+    poll((nodes.folder / "kept.pt").exists, what="a checkpoint")
+    poll(lambda: "is followed by a machine that is left" in second.console, what="a shared lock")
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    poll(lambda: "this machine coordinates from here on" in second.console, what="the new one")
+    first = nodes.start(0, "-l", shared)
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert "has taken this machine's place: following it" in first.console
+    assert "the coordinator, node 0, is lost" in second.console
+    for rank in (0, 1):
+        step, variables = began(log(rank, 1))
+        assert step > 0
+        assert variables["TORCHELASTIC_RESTART_COUNT"] == "1"
+        assert variables["WORLD_SIZE"] == "2"
+        assert f"ended with {-0.5 * 1.5 * 60}" in log(rank, 1)

@@ -12,6 +12,7 @@ def test_a_machine_takes_the_coordinators_place_and_the_lost_one_follows(nodes, 
     """Ranks keep their memory, the same files go on, and the same command on the lost machine finds the new one."""
     shared = nodes.folder / "shared"
     words = (SLOW, "-c", shared / "kept", "-l", shared / "logs", "save_interval=0")
+    words += ("recovery.drill_at=40",)
     first, second = (nodes.start(number, *words) for number in (0, 1))
     for run in (first, second):
         run.logs, run.checkpoints = shared / "logs", shared / "kept"
@@ -29,5 +30,27 @@ def test_a_machine_takes_the_coordinators_place_and_the_lost_one_follows(nodes, 
     assert "has taken this machine's place: following it" in first.console
     summary = second.summary()
     assert (summary["exact"], second.digest) == (True, one_machine(4)), summary
+    assert summary["exact_proof"]["repairs_proved"] == "1 of 1"
     assert_every_sample_once(second, 4, samples=192)
     assert [one.get("took_over", False) for one in second.events("run_begins")] == [False, True]
+
+
+def test_a_machine_that_is_asked_to_stop_saves_as_the_new_coordinator(nodes):
+    """SIGKILL of the coordinator, SIGTERM of the machine that is left: what its ranks hold is on disk, and it ends with 75."""
+    shared = nodes.folder / "shared"
+    words = (SLOW, "-c", shared / "kept", "-l", shared / "logs", "save_interval=0")
+    words += ("save_every_steps=1000",)
+    first, second = (nodes.start(number, *words, ranks=1) for number in (0, 1))
+    for run in (first, second):
+        run.logs, run.checkpoints = shared / "logs", shared / "kept"
+    first.wait_for_step(12)
+    poll(lambda: "is followed by a machine that is left" in second.console, what="a shared lock")
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    poll(lambda: "the ranks here wait for it" in second.console, what="parked ranks")
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 75, second.console
+    assert "this machine coordinates from here on" in second.console
+    (kept,) = (shared / "kept").glob("step_*.pt")
+    assert int(kept.stem.removeprefix("step_")) >= 12
+    assert f"is saved in {kept}: the same command goes on from there" in second.console

@@ -211,7 +211,12 @@ def test_a_coordinator_whose_folder_was_taken_ends(nodes):
     first, second = nodes.start(0, *words), nodes.start(1, *words)
     first.wait_for_checkpoint(20)
     FolderOwner(first.checkpoints, new_term()).take()
+    theirs = first.checkpoints / ".drill" / "step_99"  # what the other one is about to drill
+    theirs.mkdir(parents=True)
     before = sorted(path.name for path in first.checkpoints.glob("step_*"))
+    first.assert_gone()
+    theirs.rmdir()  # and nobody has removed it
+    theirs.parent.rmdir()
     assert (first.wait(), second.wait()) == (75, 75), first.console + second.console
     assert "another coordinator has taken" in first.console
     assert "the ranks here wait for it, with their memory" in second.console

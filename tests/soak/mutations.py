@@ -457,6 +457,11 @@ MUTATIONS = (
         also="test_the_newest_memory_is_known_by_term_and_number",
     ),
     _break("noted-before-going-on", "return False", "return True"),
+    _break("newest-is-saved", "return present if is_newer else here", "return here or present"),
+    _break("superseded-writes-nothing", "self._files.status.is_anothers", "False"),
+    _break("taken-over-is-repaired", "replaced = self._without_memory()", "return"),
+    _break("one-budget", "[before] * heir.restarts", "[]"),
+    _break("memory-is-saved", "return bool(ready)", "return False"),
     # drills
     _break("witnessed-repairs", "rank not in (self._witnesses(number) or self.ranks)", "False"),
 )

@@ -36,6 +36,7 @@ from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner, new_term
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RunEnds
+from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
@@ -319,6 +320,27 @@ def test_a_copy_on_another_machine_is_taken_where_it_is_the_newest(
     assert supervisor._repair.loaders_elsewhere == {2}
     said = [line for _, line in coordinator.simulation.outputs.said if "has a newer" in line]
     assert said == [f"node 1 has a newer {taken}: it loads it"]
+
+
+def test_nothing_is_newer_than_what_ranks_here_have_kept(coordinator):
+    """The ranks of a machine have ended, and left a copy and a file: those here, in their generation, are further."""
+    supervisor, node = coordinator.supervisor, coordinator.other
+    supervisor._owner_before = Owner(term="before", without=())
+    supervisor.world.ranks[0].ready = Ready(
+        rank=0,
+        committed_step=31,
+        run_id="r",
+        total_steps=99,
+        steps_per_epoch=9,
+        train_samples=9,
+        parameters=1,
+        device="cpu",
+    )
+    copied = Parked(node=1, term="before", generation=3, run_id="r", inexact_reasons=[])
+    hello = replace(node.hello, copied=copied, copied_step=30, newest_step=30)
+    supervisor.on_node_event(coordinator.links._take_in(node, node.link, hello))
+    assert supervisor._repair.loaders_elsewhere == set()
+    assert not any("has a newer" in line for _, line in coordinator.simulation.outputs.said)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -165,6 +166,24 @@ def test_a_rank_s_lines_come_to_the_console_once(logs, capsys):
     shown = capsys.readouterr().out
     assert shown.count("said early") == 1
     assert shown.count("said late") == 1
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["alone", "a successor writes"])
+def test_who_has_a_successor_leaves_that_ones_files(logs, is_taken):
+    """One that stood still ends long after the other. Control: where nobody has gone on, how it ended is written."""
+    first = make_records(logs)
+    first.open()
+    first.status(view(step=3))
+    if is_taken:
+        second = make_records(logs)
+        second.open()
+        second.finish(view("done", step=9), summary())
+    files = [logs / name for name in ("status.json", "summary.json", "events.jsonl")]
+    before = [one.read_bytes() for one in files if one.exists()]
+    first.leave()
+    first.write(happened.SaveAsked())
+    first.finish(view("failed", step=3), replace(summary(), status=RunStatus.PREEMPTED))
+    assert ([one.read_bytes() for one in files if one.exists()] == before) is is_taken
 
 
 def test_a_summary_that_cannot_be_written_is_said(logs, capsys):

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from ddp_runner.kernel.recovery.zygote_keeper import ZYGOTES_LOST_MAX
-from ddp_runner.kernel.rules.exits import ExitCode
+from ddp_runner.kernel.rules.exits import ExitCode, StopReason
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from tests.supervisor.judging import assert_generations_grow, lost, plans
 from tests.supervisor.simulated_nodes import NodesSimulation
@@ -319,6 +319,57 @@ def test_without_the_coordinator_all_end_with_75(simulate, is_silent):
     assert run.exit_codes() == [75, 75]
     assert 20.0 < run.clock.now_s - at_s < 26.0
     assert not [p for p in run.processes.values() if p.rank >= 0 and not p.dead]
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["alone", "asked to stop"])
+def test_a_coordinator_that_nobody_joins_saves_what_others_have_kept(simulate, is_asked):
+    """Started again, it has the memory of one machine of the two that it needs: that is on disk before it ends."""
+    run = simulate(nodes=3, steps=300, node_patience_s=5.0, conf={"join_timeout_s": 20.0})
+    run.to_step(15)
+    run.kill_coordinator()
+    run.followers[1].kill()
+    run.pass_time(2.0)
+    reached, held = run.checkpoint, max(p.committed for p in run.who_counts())
+    assert held > reached
+    before = run.supervisor._owner
+    run.restart_coordinator()
+    run.run_until(lambda: run.said("its ranks have kept their memory"))
+    at_s = run.clock.now_s
+    if is_asked:
+        run.pass_time(0.5)
+        run.supervisor.ask_stop(StopReason.PREEMPTED)
+    ending = run.run_to_end()
+    assert ending.exit_code is ExitCode.PREEMPTED, ending
+    assert run.clock.now_s - at_s < (10.0 if is_asked else 32.0)
+    assert run.saved_alone[-1] == (2, held)
+    assert run.checkpoint == held
+    owner = run.supervisor._owner.read()
+    assert (owner.term, owner.after, owner.without) == (
+        run.supervisor._owner.term,
+        before.term,
+        (0,),
+    )
+    assert run.exit_codes() == [75, None]
+
+
+def test_a_newer_state_on_another_machine_is_saved(simulate):
+    """A rank elsewhere may have ended the step in which a machine was lost: that step is on disk, not the one before."""
+    was_elsewhere = False
+    for seed in range(8):
+        run = simulate(
+            nodes=3,
+            ranks=1,
+            steps=10**6,
+            seed=seed,
+            node_patience_s=0.0,
+            conf={"join_timeout_s": 1.0},
+        )
+        run.followers[1].kill()
+        assert run.run_to_end().exit_code is ExitCode.PREEMPTED
+        here, there = (p.committed for p in run.who_counts() if p.machine.number < 2)
+        assert run.checkpoint == max(here, there)
+        was_elsewhere |= there > here
+    assert was_elsewhere
 
 
 def test_a_superseded_coordinator_leaves_the_others_to_the_new_one(simulate):

@@ -181,13 +181,17 @@ class Watched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """Coordinator -> follower, the answer to Look ``number``: how the run stands."""
+    """Coordinator -> follower, the answer to Look ``number``: how the run stands.
+
+    ``restarts``: so often all ranks of a script were started again.
+    """
 
     number: int
     generation: int
     committed_step: int
     is_fault_free: bool
     inexact_reasons: list[str] = field(default_factory=list)
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

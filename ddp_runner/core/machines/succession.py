@@ -22,11 +22,13 @@ class Arbiter:
     """Describes what could decide between two machines that do not hear each other.
 
     ``shares_folder``: this machine has the coordinator's checkpoint folder. ``keeps_locks``: it has seen the coordinator's
-    lock on it, so that a lock there holds between machines. ``otherwise``: why this run has no successor in any case.
+    lock on it, so that a lock there holds between machines. ``folder``: its name for people. ``otherwise``: why this run has no
+    successor in any case.
     """
 
     shares_folder: bool
     keeps_locks: bool
+    folder: str = "checkpoint folder"
     otherwise: str = ""
 
 
@@ -35,9 +37,9 @@ def why_no_successor(arbiter: Arbiter) -> str:
     if arbiter.otherwise:
         return arbiter.otherwise
     if not arbiter.shares_folder:
-        return "this machine does not share its checkpoint folder"
+        return f"this machine does not share its {arbiter.folder}"
     if not arbiter.keeps_locks:
-        return "the file system of the checkpoint folder keeps no locks between machines"
+        return f"the file system of the {arbiter.folder} keeps no locks between machines"
     return ""
 
 

@@ -670,8 +670,9 @@ class ScriptAgent:
         """Nothing: no process waits to become a rank of a script."""
         return {}
 
-    def tidy_up(self) -> None:
+    def tidy_up(self, *, has_successor: bool) -> None:
         """Remove what a save into the folder of the logs has left that was cut off; every process has ended."""
+        del has_successor
         for path in remove_temporary_files(Path(self.plan.settings.run.log_dir)):
             self.recorder.say(f"removed {path}, which a save that was cut off had left")
 

@@ -159,6 +159,7 @@ def _with_script(plan: LaunchPlan, script: ScriptPlan, own: Mapping[str, str]) -
         opaque=OpaqueProgram(
             name=script.name,
             module=RANK,
+            may_restart=script.restarts,
             preload=script.preload,
             code="" if script.is_program else script.path or f"{script.module}:",
             arguments=script.arguments,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.machines.node_messages import Beat, Parked
+from ddp_runner.features.script.live_attempt import LiveAttempt
 from ddp_runner.features.script.parent import ScriptAgent
+from ddp_runner.features.script.rules import Attempt
 from ddp_runner.features.script.script_machines import LEFT, ScriptMachines
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.kernel.rules.lifecycle import RankState, RunEvent, RunState
 from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.board import Cell
 
 if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from ddp_runner.kernel.processes.rank_process import WhatItWrote
     from ddp_runner.kernel.system.clock import Clock
     from ddp_runner.supervisor.assembly import OtherMachines
+    from ddp_runner.supervisor.nodes.coordinator import Heir
     from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined
     from ddp_runner.supervisor.nodes.remote_node import RemoteNode
     from ddp_runner.supervisor.reporting.outputs import Outputs
@@ -52,10 +56,38 @@ class ScriptCoordinator(ScriptAgent):
         )
         self._machines = ScriptMachines(self, machines, plan=plan, clock=clock)
         self.has_successor = False  # another coordinator has taken the folder
+        self._is_heir = False
+
+    def succeed(self, heir: Heir) -> None:
+        """Take the place of a coordinator that was lost: its attempt is over, and counts as failed like those before."""
+        self._is_heir = True
+        self._run_id = heir.run_id or self._run_id
+        self.facts.generation = heir.generation
+        here = [self.world.ranks[rank] for rank in self.node.processes]
+        for handle in here:  # the leases here have run out
+            handle.slot.set(Cell.LEASE_NS, 0)
+        self._has_saved = any(handle.slot.get(Cell.SCRIPT_SAVES) for handle in here)
+        self.facts.committed_step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in here)
+        now_s = self._clock.monotonic()
+        fault = self._machines.fault_of(
+            self._machines.node(heir.taken.lost),
+            f"the coordinator, node {heir.taken.lost}, is lost",
+        )
+        before = Attempt(fault=fault, exit_code=1, steps=self.facts.committed_step, at_s=now_s)
+        # INVARIANT one-budget: a lost coordinator takes one restart of the run, and gives none back. Broken if: a script
+        # that fails each time is started again without end, because its coordinators are lost as well.
+        # Guarded by: test_a_script_has_one_budget_under_all_its_coordinators.
+        self._failed = [before] * heir.restarts
+        self._attempt = LiveAttempt(heir.restarts, now_s=now_s)
+        self._report(fault)
+        if heir.stop is not None:
+            self.ask_stop(heir.stop)
+        else:
+            self._judge(now_s)
 
     def advance(self) -> None:
         """Do what :meth:`ScriptAgent.advance` does, unless the folder of the run is another's by now."""
-        if self.ending is None and self.recorder.may_write:
+        if self.ending is None and (self.recorder.may_write or self._is_heir):
             line = self._machines.why_not_owner(self._clock.monotonic())
             if line:
                 self.has_successor = True
@@ -67,7 +99,7 @@ class ScriptCoordinator(ScriptAgent):
 
     def _may_begin(self, now_s: float) -> bool:
         """Return whether all machines are there that take part in this attempt; it may end the run for want of them."""
-        verdict = self._machines.gather(now_s, has_trained=self.facts.ever_formed)
+        verdict = self._machines.gather(now_s, has_trained=self.facts.ever_formed or self._is_heir)
         if verdict.gives_up:
             self._end(Ending.of(RunStatus.PREEMPTED, verdict.gives_up))
             return False
@@ -99,6 +131,7 @@ class ScriptCoordinator(ScriptAgent):
             generation=self.facts.generation,
             committed_step=self.facts.committed_step,
             is_fault_free=trains and not self._attempt.is_ending,
+            restarts=len(self._failed),
         )
 
     def keeps(self, parked: Parked, node: RemoteNode) -> bool:

@@ -50,6 +50,10 @@ class ScriptMachines:
             agent, machines.nodes, least=plan.nodes.least, clock=clock, keeps_checkpoints=False
         ).on_event
 
+    def node(self, number: int) -> RemoteNode:
+        """Return the machine of this number."""
+        return next(one for one in self._nodes if one.number == number)
+
     def waits_for(self) -> str:
         """Return in words which machines the run cannot begin without; empty: none."""
         return missing_nodes(self._nodes, self._options, self._world)

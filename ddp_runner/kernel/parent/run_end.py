@@ -26,6 +26,12 @@ from ddp_runner.kernel.rules.recovery import GiveUp
 from ddp_runner.kernel.wire.messages import WriteCopy
 
 
+def _never(ending: Ending) -> bool:
+    """Return that there is no state but in files."""
+    del ending
+    return False
+
+
 class RunEnd:
     """Driven by :class:`Supervisor`, which says that the run ends, and why. ``ending`` is None until then.
 
@@ -52,6 +58,8 @@ class RunEnd:
         self._write_by_s = 0.0
         self.ending: Ending | None = None
         self._after_save: Ending | None = None
+        # Whether ranks that have not formed yet hold a state that is to be saved before such an ending.
+        self.saves_unformed: Callable[[Ending], bool] = _never
 
     @property
     def is_open(self) -> bool:
@@ -80,7 +88,9 @@ class RunEnd:
         """End the run, once the newest state that is left is on disk."""
         if self.is_known:
             return
-        if not self._facts.ever_formed:  # there is none that is newer
+        if not (
+            self._facts.ever_formed or self.saves_unformed(ending)
+        ):  # there is none that is newer
             self.at_once(ending)
             return
         self._after_save, now_s = ending, self._clock.monotonic()
@@ -171,7 +181,10 @@ class RunEnd:
                 level="WARNING",
             )
         newest = self._published.newest()
-        is_saved = newest is not None and newest[0] >= self._facts.committed_step
+        outcome = self.last_save.outcome
+        is_saved = (outcome.is_saved and not outcome.is_rescued) or (
+            newest is not None and newest[0] >= self._facts.committed_step
+        )
         if stop is not None and is_saved and _ends_as_stopped(ending):
             line = f"{stop.value}, and saved in spite of it: {ending.reason}"
             ending = Ending.of(STATUS_OF_REASON[stop], line)

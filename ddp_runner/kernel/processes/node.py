@@ -47,7 +47,15 @@ from ddp_runner.kernel.wire.fork_specs import (
     SpareSpec,
     Spec,
 )
-from ddp_runner.kernel.wire.messages import NO_PROCESS, Fork, Forked, Form, Message, encode
+from ddp_runner.kernel.wire.messages import (
+    NO_PROCESS,
+    Fork,
+    Forked,
+    Form,
+    Message,
+    SaveAlone,
+    encode,
+)
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 FIRST_LOGS = 0  # the number of the first coordinator's machine
@@ -357,6 +365,8 @@ class Node:
         if isinstance(message, Form) and rank in self.moved:
             self.moved.discard(rank)
             message = self.with_store(message)
+        elif isinstance(message, SaveAlone):
+            message = replace(message, term=self.term)
         self.pass_on(rank, encode(message))
 
     def with_store(self, form: Form) -> Form:

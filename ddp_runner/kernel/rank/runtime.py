@@ -320,6 +320,9 @@ class SupervisedRuntime:
             case ReopenLog():
                 self._output.reopen()
             case SaveAlone():
+                self.run_id = message.run_id or self.run_id
+                if self._owner is not None and message.term:
+                    self._owner.term = message.term
                 self._forms.put(None)
             case WriteCopy():
                 self._owed = message

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.recovery.communicator_cut import LEAVE_TIMEOUT_S, Cutting
-from ddp_runner.kernel.rules.election import ReplicaProgress
+from ddp_runner.kernel.rules.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.last_save import (
     AskToSave,
@@ -92,9 +92,7 @@ class LastSave:
         if self._asked is not None or is_owed:
             return
         newest = self._published.newest()
-        # Whoever is on another machine saves to that one's disk: only where nobody is left here.
-        here = [one for one in self._world.present if self._world.is_here(one) and one.is_alive]
-        able = here or self._world.present
+        able = self._able()
         move = next_saver(
             [handle.progress for handle in able if self._is_parked(handle)],
             [self._leaving(handle) for handle in able if self._is_in(handle)],
@@ -108,6 +106,28 @@ class LastSave:
                 self._conclude(SaveOutcome(step=self._facts.committed_step, cause=self._cause))
             case _:
                 pass
+
+    def _able(self) -> Sequence[RankHandle]:
+        """Return the ranks to choose from: those here, or all where one elsewhere has a newer state.
+
+        Whoever is on another machine may save to a disk of that machine's own.
+        """
+        # INVARIANT newest-is-saved: a run that ends before its end saves the newest state that a rank has. Broken if: ranks
+        # here save an older one, and what was committed since is lost with the others.
+        # Guarded by: test_a_newer_state_on_another_machine_is_saved.
+        present = [one for one in self._world.present if one.is_alive]
+        here = [one for one in present if self._world.is_here(one)]
+        newest = max((self._step_of(one) for one in here), default=EMPTY_STEP)
+        is_newer = any(self._step_of(one) > newest for one in present)
+        return present if is_newer else here
+
+    def _step_of(self, handle: RankHandle) -> int:
+        """Return the step that a rank could save by now; EMPTY_STEP if it has none."""
+        if handle.rank in self._refused:
+            return EMPTY_STEP
+        if self._is_in(handle):
+            return handle.committed_step
+        return handle.progress.committed_step if handle.state is RankState.READY else EMPTY_STEP
 
     def _wake_stopped(self, now_s: float) -> None:
         """A rank that is stopped while all wait for its save would cost the whole of their time."""
@@ -141,7 +161,7 @@ class LastSave:
         self._asked = move
         self._by_s = now_s + self._settings.checkpoint_timeout_s
         self._recorder.record(events.LastSaveAsked(rank=move.rank, step=move.step))
-        self._world.send(self._world.ranks[move.rank], SaveAlone())
+        self._world.send(self._world.ranks[move.rank], SaveAlone(run_id=self._facts.run_id))
 
     def _conclude(self, outcome: SaveOutcome) -> None:
         if self.outcome is not None:

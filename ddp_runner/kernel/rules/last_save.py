@@ -106,6 +106,8 @@ def closing_words(
             f"step {outcome.step} is saved, but not with the other checkpoints: "
             f"go on from it with --resume {outcome.path}"
         )
+    if outcome.is_saved and (newest is None or newest[0] < outcome.step):
+        return f"step {outcome.step} is saved in {outcome.path} on another machine: {go_on}"
     lost = ""
     if outcome.cause:
         lost = f"step {outcome.step} could not be saved: {outcome.cause}; "

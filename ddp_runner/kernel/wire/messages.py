@@ -122,7 +122,14 @@ class ReopenLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAlone:
-    """Supervisor -> rank outside a generation: none comes any more; save what you have, with nobody else."""
+    """Supervisor -> rank outside a generation: none comes any more; save what you have, with nobody else.
+
+    ``run_id``: of the run, which a rank that was in no generation does not know. ``term``: of the coordinator, if there are
+    several machines.
+    """
+
+    run_id: str = ""
+    term: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.lifecycle import (
@@ -53,6 +54,9 @@ from ddp_runner.system.run_directories import RunDirectories
 
 OWNER_EVERY_S = 0.5
 LEAVES = "this node leaves; the others go on"
+# For the ranks that hold a state to be ready, once a run that has formed nothing is asked to stop; and, at first, for other
+# machines to find one that has just taken the coordinator's place.
+MEMORY_READY_S, FOUND_S = 30.0, 3.0
 PAUSE_S = (
     1.0  # between two turns: this process did not run, and other machines are not blamed for it
 )
@@ -76,7 +80,7 @@ class Taken:
     """A coordinator's place that this machine has taken: the folder with its lock and term, and where it listens.
 
     ``before``: what the folder said of the coordinator that was lost; ``without``: the machines that it says now have not the
-    newest memory.
+    newest memory; ``lost``: the number of that coordinator's machine.
     """
 
     owner: FolderOwner
@@ -85,6 +89,7 @@ class Taken:
     directories: RunDirectories
     listening: socket.socket
     address: str
+    lost: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,7 @@ class Heir:
     """All that the new coordinator has from the follower that it was.
 
     ``kept``: what each rank that waits here with its memory has reported last; ``generation``: its newest.
-    ``inexact_reasons``: of the run, as the coordinator before has said last.
+    ``inexact_reasons`` and, of a script, ``restarts``: of the run, as the coordinator before has said last.
     """
 
     plan: LaunchPlan
@@ -101,7 +106,10 @@ class Heir:
     node: Node
     kept: Mapping[int, Ready]
     generation: int
+    run_id: str
+    restarts: int
     inexact_reasons: tuple[str, ...]
+    stop: StopReason | None  # that this machine was asked for meanwhile
     signals: SignalBox
     selector: selectors.BaseSelector
 
@@ -129,6 +137,8 @@ class CoordinatorSupervisor(Supervisor):
         # The coordinator before this one, whose place it has taken, until this one has formed a generation.
         self._after = ""
         self._is_heir = False
+        self._began_s = self._clock.monotonic()
+        self.run_end.saves_unformed = self._saves_unformed
         self._going_on = GoingOn()
         self._leaves: set[int] = set()  # machines that the run is about to continue without
         self._looked_at_owner_s = 0.0
@@ -137,7 +147,7 @@ class CoordinatorSupervisor(Supervisor):
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
         self._has_parked = False  # whether ranks of others came with a memory
         assert plan.nodes is not None
-        self._has_heirs = plan.loop is None and plan.nodes.moving_fd is None
+        self._has_heirs = plan.nodes.moving_fd is None
         self._others = tuple(others)
         self._events = NodeEvents(self, others, least=plan.nodes.least, clock=self._clock)
         self._missing = MissingNodes(
@@ -209,6 +219,8 @@ class CoordinatorSupervisor(Supervisor):
             f"the coordinator was lost: node {heir.place.number} ({self.node.host}) has taken its place",
             level="WARNING",
         )
+        if heir.stop is not None:
+            self.ask_stop(heir.stop)
 
     def _on_formed(self, formed: RankFormed) -> None:
         self._formed_in = max(self._formed_in, formed.generation)
@@ -307,13 +319,57 @@ class CoordinatorSupervisor(Supervisor):
 
     def _look_at_missing(self, now_s: float) -> None:
         verdict = self._missing.look(now_s, has_trained=self.facts.ever_formed or self._is_heir)
-        if self._stop is not None and self.facts.ever_formed:
+        if self._stop is not None and (self.facts.ever_formed or self._is_memory_ready(now_s)):
             self._stop_without_missing(self._stop)
         elif verdict.gives_up:
             self.run_end.begin(Ending.of(RunStatus.PREEMPTED, verdict.gives_up))
         else:
             for node in verdict.without:
                 self._go_on_without(node, now_s)
+
+    def _is_memory_ready(self, now_s: float) -> bool:
+        """Return whether all ranks that hold a state could save it, or have had the time to get ready for that."""
+        if not self._has_parked or (self._is_heir and now_s < self._began_s + FOUND_S):
+            return False
+        asked_s = self._stop_by_s - self.run.settings.stop_timeout_s
+        ranks = [
+            rank
+            for node in self._others
+            if node.is_there and node.keeps_memory
+            for rank in node.ranks
+        ]
+        if self._is_heir:
+            ranks += self.node.ranks
+        are_ready = all(self.world.ranks[rank].state is RankState.READY for rank in ranks)
+        return are_ready or now_s >= asked_s + MEMORY_READY_S
+
+    def _saves_unformed(self, ending: Ending) -> bool:
+        """Return whether ranks hold a state that no file has, and may write it, though none has formed under this coordinator."""
+        # INVARIANT memory-is-saved: a run that ends while it waits for machines saves what the ranks at hand have kept of
+        # the run before. Broken if: it ends with that only in memory.
+        # Guarded by: test_a_coordinator_that_nobody_joins_saves_what_others_have_kept.
+        is_asked = self._stop is not None or ending.status is RunStatus.PREEMPTED
+        if not (self._has_parked and (self._is_heir or is_asked)) or self._is_superseded():
+            return False
+        ready = [one.ready for one in self.world.present if one.ready is not None]
+        if self.recorder.may_write or not ready:
+            return bool(ready)
+        try:
+            self._opening.claim(ready)
+            if self._opening.record(ready):
+                return False  # it was complete
+            before = self._owner_before
+            if before is not None and not self._is_heir:
+                # Nobody has formed: the memory of others stays as new as it was.
+                number = self.node.ranks[0] // self.node.ranks_per_node
+                without = tuple(sorted({*before.without, number}))
+                self._owner.take(without=without, after=before.after or before.term)
+            elif not self._is_heir:
+                self._owner.take()
+        except (BadInputError, OSError) as error:
+            self.recorder.say(f"what the ranks have kept cannot be saved: {error}", level="WARNING")
+            return False
+        return True
 
     def _stop_without_missing(self, stop: StopReason) -> None:
         """Nobody waits for a node where the run is to end: who is there saves what was committed."""
@@ -365,7 +421,7 @@ class CoordinatorSupervisor(Supervisor):
     def _take_over(self, inexact_reasons: Sequence[str]) -> None:
         """Ranks come with their memory, or a copy of it is left: the run goes on, and is what it was."""
         self._has_parked = True
-        self._record.took_over = True
+        self.facts.took_over = True
         reasons = self.facts.inexact_reasons
         reasons[:] = dict.fromkeys([*inexact_reasons, *reasons])
 
@@ -382,11 +438,11 @@ class CoordinatorSupervisor(Supervisor):
         if self.facts.ever_formed:
             return
         ours, what = Catalog(Path(settings.checkpoint_dir)).newest(), ""
+        held = max(one.progress.committed_step for one in self.world.present)
         if node.newest is not None and loads_own(node.newest, ours, resume=settings.resume):
-            what = f"checkpoint, of step {node.newest.step}"
-        if node.copied_step > max(
-            (one.step for one in (ours, node.newest) if one), default=EMPTY_STEP
-        ):
+            held, newer = max(held, node.newest.step), node.newest.step > held
+            what = f"checkpoint, of step {node.newest.step}" if newer else ""
+        if node.copied_step > max(held, EMPTY_STEP if ours is None else ours.step):
             what = f"copy of the state in memory, of step {node.copied_step}"
         if what:
             self._repair.loaders_elsewhere.add(first)

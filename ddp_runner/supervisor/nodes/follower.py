@@ -65,6 +65,7 @@ from ddp_runner.kernel.wire.messages import (
     LoaderWorkers,
     Message,
     Ready,
+    SaveAlone,
     decode,
     encode,
 )
@@ -82,7 +83,7 @@ NOBODY = -1
 _REPORTS_READ = by_name(
     Ready | AbortHeard | RankFormed | Finished | LoaderWorkers | RepairedInPlace
 )
-_ORDERS_READ = by_name(Form | Abort)
+_ORDERS_READ = by_name(Form | Abort | SaveAlone)
 _KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve bytes each in a frame
 
 
@@ -140,6 +141,10 @@ class Follower:
         clock: LeaseClock,
     ) -> None:
         self.lease_s = lease_s
+        self.restarts = 0  # of a script's ranks, by the newest word of a coordinator
+        self._keeps_nothing = (
+            plan.opaque is not None
+        )  # what its ranks hold is of use to nobody else
         self._node = node
         self._report = report
         self._clock = clock
@@ -159,15 +164,8 @@ class Follower:
         self._beside = around.observers(
             around.OfMachine(plan=plan, node=node, world=world, recorder=herald, repair=reporter)
         )
-        self._keeper = NodeKeeper(
-            ZygoteKeeper(settings, node=node, world=world, recorder=herald, repair=reporter),
-            StorePolicy(self._facts, node=node, stopped_max_s=settings.stopped_max_s),
-            around.policies(self._beside),
-            node=node,
-            world=self._world,
-            recorder=herald,
-            clock=clock,
-        )
+        zygotes = ZygoteKeeper(settings, node=node, world=world, recorder=herald, repair=reporter)
+        self._keeper = self._keeper_with(zygotes, stopped_max_s=settings.stopped_max_s)
         # Which of each rank's this one is, as the coordinator counts them; NOBODY: none that it asked for.
         self._process = dict.fromkeys(node.processes, NOBODY)
         self._parked: set[int] = set()  # ranks that wait, with their memory, for a coordinator
@@ -189,6 +187,18 @@ class Follower:
         self._debug = plan.settings.run.debug
         self._no_zygote = ""  # why none is here that could start a rank; tried again
         self._again_at_s = 0.0  # when
+
+    def _keeper_with(self, zygotes: ZygoteKeeper, *, stopped_max_s: float) -> NodeKeeper:
+        """Return who looks after the processes of this machine that are no ranks."""
+        return NodeKeeper(
+            zygotes,
+            StorePolicy(self._facts, node=self._node, stopped_max_s=stopped_max_s),
+            around.policies(self._beside),
+            node=self._node,
+            world=self._world,
+            recorder=self._herald,
+            clock=self._clock,
+        )
 
     @property
     def failed(self) -> str:
@@ -214,6 +224,7 @@ class Follower:
                 self._facts.committed_step = message.committed_step
                 self._facts.inexact_reasons[:] = message.inexact_reasons
                 self._is_fault_free = message.is_fault_free
+                self.restarts = message.restarts
             case StartRank(rank=rank, process=process, start=start):
                 self._start(self._world.ranks[rank], RankStart(**start), process, now_s)
             case ToRank(rank=rank, packet=packet):
@@ -325,6 +336,10 @@ class Follower:
                 packet = encode(self._node.with_store(message))
         elif isinstance(message, Abort):
             handle.machine.advance(RankEvent.ABORT_SENT)
+        elif isinstance(message, SaveAlone):
+            if not self._node.shares_checkpoints:
+                self._take_own_folder()
+            packet = encode(replace(message, term=self._node.term))
         self._node.pass_on(handle.rank, packet)
 
     def _follow_logs(self) -> None:
@@ -501,7 +516,7 @@ class Follower:
         """The report to a coordinator about ranks that wait here; None if there are none."""
         if not self._parked:
             return None
-        return self._of_before()
+        return self.of_before()
 
     @property
     def copied_step(self) -> int:
@@ -511,9 +526,10 @@ class Follower:
     @property
     def copied(self) -> Parked | None:
         """The report to a coordinator about that copy; None if there is none."""
-        return None if self.copied_step == EMPTY_STEP else self._of_before()
+        return None if self.copied_step == EMPTY_STEP else self.of_before()
 
-    def _of_before(self) -> Parked:
+    def of_before(self) -> Parked:
+        """Return where the ranks here were in their newest generation."""
         ranks = self._node.ranks
         return Parked(
             node=ranks[0] // len(ranks),
@@ -530,11 +546,17 @@ class Follower:
 
     @property
     def kept(self) -> Kept | None:
-        """The memory that waits here, as far as it decides who coordinates; None if there is none."""
+        """What waits here, as far as it decides who coordinates; None if that is nothing.
+
+        Ranks with their memory; of a script, which begins again anywhere, the place of ranks that have ended.
+        """
+        living = [handle for handle in self.handles if handle.is_alive]
+        if self._keeps_nothing and self._term and self.handles:
+            before = self.of_before()
+            return Kept(number=before.node, term=before.term, have_left=not living)
         parked = self.parked
         if parked is None:
             return None
-        living = [handle for handle in self.handles if handle.is_alive]
         have_left = all(one.rank in self._parked and one.state is RankState.READY for one in living)
         return Kept(number=parked.node, term=parked.term, have_left=have_left)
 

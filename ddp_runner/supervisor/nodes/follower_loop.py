@@ -57,6 +57,8 @@ from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
 TICK_S = 0.1
 DIAL_S = 1.0  # for one attempt to connect, and for the wait to the next
 WELCOME_TIME_S = 10.0
+# For a machine that is asked to stop to find the coordinator's place free: silence and a lock of a lost one are over by then.
+SAVES_FIRST_S = 10.0
 END_TIME_S = 60.0  # for ranks that were killed
 # By a coordinator with another token: it may be that of a run that ends just then, but not so often.
 REFUSALS_MAX = 3
@@ -68,6 +70,7 @@ LEASE_SHARE = 0.8
 class _Stop:
     reason: StopReason | None = None
     signals: StopSignals = field(default_factory=StopSignals)
+    asked_s: float = 0.0  # when
     is_at_once: bool = False  # nothing is to be saved any more
 
     @property
@@ -248,7 +251,20 @@ class _FollowerLoop:
     def _may_look(self, give_up_s: float) -> bool:
         """Return whether to go on looking: until ``give_up_s``, or until a claim of this machine's own is settled."""
         in_time = self._clock.monotonic() < give_up_s or self._has_claimed
-        return in_time and not self._stop.is_asked
+        return in_time and not self._is_to_end
+
+    @property
+    def _is_to_end(self) -> bool:
+        """True if a stop was asked for, and this machine cannot save what its ranks hold.
+
+        It can as the coordinator, whose place may be free.
+        """
+        stop, succession = self._stop, self.succession
+        if not stop.is_asked or succession is None or self._is_in_a_hurry or stop.is_at_once:
+            return stop.is_asked
+        holds = self._follower is not None and self._follower.parked is not None
+        in_time = self._clock.monotonic() < stop.asked_s + SAVES_FIRST_S
+        return not (holds and succession.may_succeed and (in_time or succession.has_claimed))
 
     @property
     def _has_claimed(self) -> bool:
@@ -562,7 +578,7 @@ class _FollowerLoop:
             by = INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
             self._stop.signals.heard(by, self._clock.monotonic())
             if self._stop.reason is None:
-                self._stop.reason = reason
+                self._stop.reason, self._stop.asked_s = reason, self._clock.monotonic()
                 self._say(f"asked to stop ({reason.value}): the coordinator decides what is saved")
                 self._report_stop(reason)
 
@@ -574,7 +590,7 @@ class _FollowerLoop:
 
     def _wait(self, seconds: float) -> None:
         give_up_s = self._clock.monotonic() + seconds
-        while self._clock.monotonic() < give_up_s and not self._stop.is_asked:
+        while self._clock.monotonic() < give_up_s and not self._is_to_end:
             self._look_at_processes()
             if self._succeeds():
                 return
@@ -595,6 +611,7 @@ class _FollowerLoop:
             replace(self._meeting, shared=welcome.settings, silent_s=welcome.silent_s),
             node=node,
             follower=follower,
+            stop=self._stop.reason,
             signals=self._signals,
             selector=self._selector,
         )

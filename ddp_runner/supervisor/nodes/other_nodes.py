@@ -203,6 +203,11 @@ class OtherNodes:
         """True if nobody can be taken in for a moment: this process has no descriptor left."""
         return self._shut_until_s > 0
 
+    @property
+    def has_successor(self) -> bool:
+        """True if another coordinator decides about the machines by now."""
+        return self._coordinator.has_successor
+
     def read(self, link: NodeLink | None) -> Iterator[NodeEvent]:
         """The door, or a link, is ready."""
         if link is None:

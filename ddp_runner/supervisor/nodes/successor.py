@@ -21,6 +21,7 @@ from ddp_runner.core.machines.succession import (
 from ddp_runner.kernel.parent.signal_box import SignalBox
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
+from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.supervisor.nodes.admission import Meeting
@@ -47,11 +48,22 @@ class Succession:
         self._claim = Claim()
         self._taken: Taken | None = None
         otherwise = "the engine starts it again" if plan.nodes.moving_fd is not None else ""
-        if len(plan.stages) > 1 or plan.loop is not None or plan.opaque is not None:
-            otherwise = "only a task without stages goes on under another coordinator"
-        self._arbiter = Arbiter(shares_folder=False, keeps_locks=False, otherwise=otherwise)
+        if plan.opaque is not None and not plan.opaque.may_restart:
+            otherwise = "a script is started again only with --max-restarts or --resume-with"
+        self._arbiter = Arbiter(
+            shares_folder=False,
+            keeps_locks=False,
+            folder="checkpoint folder" if plan.opaque is None else "log folder",
+            otherwise=otherwise,
+        )
+        self._loses_all = plan.opaque is not None  # in any case: its ranks begin again
         self._term = ""  # of the newest coordinator that has formed
         self._said = ""
+
+    @property
+    def may_succeed(self) -> bool:
+        """True if nothing keeps this machine from the coordinator's place for the whole of this term."""
+        return not why_no_successor(self._arbiter)
 
     @property
     def has_claimed(self) -> bool:
@@ -70,7 +82,7 @@ class Succession:
             self._arbiter,
             shares_folder=shares_folder,
             keeps_locks=shares_folder and self._directories.are_checkpoints_held(),
-            otherwise=self._arbiter.otherwise or _SILENT * loses_memory,
+            otherwise=self._arbiter.otherwise or _SILENT * (loses_memory and not self._loses_all),
         )
         why = why_no_successor(self._arbiter)
         line = f"must be started again: {why}" if why else "is followed by a machine that is left"
@@ -133,6 +145,7 @@ class Succession:
             directories=self._directories,
             listening=listening,
             address=address,
+            lost=lost,
         )
         try:
             owner.take(without=without, after=kept.term)
@@ -165,6 +178,7 @@ class Succession:
         *,
         node: Node,
         follower: Follower,
+        stop: StopReason | None,
         signals: SignalBox,
         selector: selectors.BaseSelector,
     ) -> Heir:
@@ -174,8 +188,7 @@ class Succession:
         """
         taken = self._taken
         assert taken is not None
-        parked = follower.parked
-        assert parked is not None
+        parked = follower.of_before()
         port = int(taken.listening.getsockname()[1])
         options = replace(meeting.options, host=taken.address, port=port, node_rank=parked.node)
         run = replace(plan.settings.run, resume="auto")  # the files of the run that goes on
@@ -185,13 +198,7 @@ class Succession:
                 limit, seconds=max(0.0, limit.seconds - (self._clock.monotonic() - self._began_s))
             )
         code = "" if meeting.allows_different_code else digest_of(meeting.code)
-        node.term = taken.owner.term
-        if not node.shares_logs:
-            node.logs_number = parked.node
-            with contextlib.suppress(OSError):
-                (Path(run.log_dir) / followed_run.NAME).unlink(missing_ok=True)
-        node.shares_checkpoints = node.shares_logs = True
-        node.store_at = StorePlace.on_this_machine(plan.settings.ddp.port, address=taken.address)
+        self._lead_from(node, taken, plan, number=parked.node)
         return Heir(
             plan=replace(
                 plan,
@@ -211,7 +218,21 @@ class Succession:
             node=node,
             kept=follower.hand_over(),
             generation=parked.generation,
+            run_id=parked.run_id,
+            restarts=follower.restarts,
             inexact_reasons=tuple(parked.inexact_reasons),
+            stop=stop,
             signals=signals,
             selector=selector,
         )
+
+    @staticmethod
+    def _lead_from(node: Node, taken: Taken, plan: LaunchPlan, *, number: int) -> None:
+        """Make this machine's node that of the coordinator: its term, its folders and its store."""
+        node.term = taken.owner.term
+        if not node.shares_logs:
+            node.logs_number = number
+            with contextlib.suppress(OSError):
+                (Path(plan.settings.run.log_dir) / followed_run.NAME).unlink(missing_ok=True)
+        node.shares_checkpoints = node.shares_logs = True
+        node.store_at = StorePlace.on_this_machine(plan.settings.ddp.port, address=taken.address)

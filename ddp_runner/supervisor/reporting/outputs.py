@@ -47,6 +47,13 @@ class _Files:
         )
         self.summary_path = directory / "summary.json"
 
+    def close(self) -> None:
+        """Close those that are open."""
+        self.tail.close()
+        self.journal.close()
+        self.metrics.close()
+        self.logger.close()
+
 
 def _logger(path: Path, *, debug: bool, warn: Warn) -> DDPLogger:
     """The supervisor's own log. No log is worth a run: without the file its lines are on the console."""
@@ -213,6 +220,15 @@ class Outputs:
             for line in self._files.tail.drain():
                 self.show_line(line)
 
+    def leave(self) -> None:
+        """Write nothing more where another supervisor has gone on with the run, in these very files."""
+        # INVARIANT superseded-writes-nothing: a supervisor whose run another one has taken over leaves that one's files as
+        # they are. Broken if: one that stood still ends long after, and the summary of the run is its own.
+        # Guarded by: test_who_has_a_successor_leaves_that_ones_files.
+        if self._files is not None and self._files.status.is_anothers:
+            self._files.close()
+            self._files = None
+
     def finish(self, view: RunView, summary: Summary | None) -> None:
         """The last look, the summary on disk and on the screen, and everything closed."""
         self.show_rest()
@@ -224,10 +240,7 @@ class Outputs:
                     write_summary(files.summary_path, summary)
                 except OSError as error:
                     self.warn_console(f"{files.summary_path} could not be written: {error}")
-            files.tail.close()
-            files.journal.close()
-            files.metrics.close()
-            files.logger.close()
+            files.close()
         self._display.update(view)
         shown = summary if isinstance(summary, RunSummary) else None
         self._display.finish(shown if files is not None else None)
@@ -247,12 +260,30 @@ class Outputs:
 # Owns status.json: the newest state of the run, readable whole at every moment. Never raises.
 
 
+_Mark = tuple[int, int, int]
+
+
+def _mark(path: Path) -> _Mark | None:
+    """Return what identifies this file among those of its name; None if there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
 class StatusFile:
     """Replaces status.json; not synced, since it is worth nothing after a power cut."""
 
     def __init__(self, path: Path, *, warn: Warn | None = None) -> None:
         self._path = path
         self._outage = Outage(path, warn)
+        self._written: _Mark | None = None  # the file that this process has written last
+
+    @property
+    def is_anothers(self) -> bool:
+        """True if another process has replaced the file since this one has."""
+        return self._written is not None and _mark(self._path) not in (None, self._written)
 
     @property
     def writes_lost(self) -> int:
@@ -267,4 +298,5 @@ class StatusFile:
             self._outage.failed(error)
             return False
         self._outage.ended()
+        self._written = _mark(self._path)
         return True

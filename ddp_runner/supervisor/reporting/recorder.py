@@ -73,7 +73,6 @@ class Recorder:
         self.observers: list[Callable[[events.Event], None]] = []  # each hears every event, once
         # Each gives figures of a rank that stand in a logged step beside what the rank has reported.
         self.readings: list[Callable[[int], Mapping[str, float]]] = []
-        self.took_over = False  # ranks with their memory, from a coordinator that was lost
         self._host_of = host_of
 
     @property

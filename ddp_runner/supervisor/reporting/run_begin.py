@@ -89,7 +89,7 @@ class RunBegin:
         """The run begins, with what its ranks have built."""
         first, recorder = ready[0], self._recorder
         recorder.published.begin()
-        if recorder.took_over:
+        if recorder.facts.took_over:
             recorder.outputs.keep_points()
             log_dir = Path(plan.settings.run.log_dir)
             recorder.accounting.before = faults_before(
@@ -102,7 +102,7 @@ class RunBegin:
                 world_size=plan.world_size,
                 resumed_step=max(one.committed_step for one in ready),
                 total_steps=first.total_steps,
-                took_over=recorder.took_over,
+                took_over=recorder.facts.took_over,
                 lines=lines_of_begin(plan, ready),
                 warnings=config.unread_warning(
                     plan.settings, plan.origins, is_given_all=first.is_given_all

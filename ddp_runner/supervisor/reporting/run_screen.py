@@ -54,12 +54,16 @@ class Shown(Protocol):
     def spare(self) -> dict[str, object]:
         """What the process holds that waits to become a rank; empty if there is none."""
 
-    def tidy_up(self) -> None:
-        """Remove what the run has left on disk; every process has ended."""
+    def tidy_up(self, *, has_successor: bool) -> None:
+        """Remove what the run has left on disk; every process has ended. ``has_successor``: another supervisor goes on with it."""
 
 
 class Machines(Protocol):
     """The other machines of a run: :class:`~ddp_runner.supervisor.nodes.other_nodes.OtherNodes`."""
+
+    @property
+    def has_successor(self) -> bool:
+        """True if another coordinator decides about them by now."""
 
     def watched(self) -> Iterable[tuple[int, Watched]]:
         """Return the usage that machines have reported since the last call, by their numbers."""
@@ -134,7 +138,7 @@ class RunScreen:
             # A rank that was taken over may have made its first step before.
             first_step_s = max(first_ns / 1e9, self._recorder.facts.formed_at_s)
             accounting.first_step_s = first_step_s if first_ns and first_step_s else None
-        if now_s - self._shown_at_s < SHOW_INTERVAL_S:
+        if now_s - self._shown_at_s < SHOW_INTERVAL_S or self._has_successor:
             return
         self._shown_at_s = now_s
         self._shown.start.look(now_s)
@@ -144,6 +148,10 @@ class RunScreen:
             self._status_at_s = now_s
             self._look_after_folders()
             self._outputs.status(view)
+
+    @property
+    def _has_successor(self) -> bool:
+        return self._others is not None and self._others.has_successor
 
     def _look_after_folders(self) -> None:
         if self._outputs.may_write:
@@ -181,9 +189,13 @@ class RunScreen:
     ) -> None:
         """End every process first: whatever is written after that is the last word."""
         self._end_ranks(ending)
-        if self._outputs.may_write:
+        had_files = self._outputs.may_write
+        if self._has_successor:
+            self._outputs.leave()
+        elif had_files:
             self._look_after_folders()
-            self._shown.tidy_up()
+        if had_files:
+            self._shown.tidy_up(has_successor=self._has_successor)
         for one in self._programs:
             one.finish(is_cut_short=lambda: _is_interrupted(signals))
         self._shown.start.look(self._clock.monotonic())

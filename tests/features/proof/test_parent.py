@@ -449,6 +449,25 @@ def test_an_earlier_proof_is_none_of_a_later_repair(simulate):
     assert reason.startswith("not proved: a rank was replaced")
 
 
+@pytest.mark.parametrize("is_proved", [True, False])
+def test_a_run_that_was_taken_over_is_to_be_proved(simulate, is_proved):
+    """What the coordinator before has not proved is not known: the take-over is a repair, of the ranks without memory."""
+    run = simulate(steps=100)
+    run.supervisor.facts.took_over = True
+    run.to_step(10)
+    assert keeper_of(run).owes() is not None
+    give(run, 20)
+    run.run_until(lambda: run.rank(DRILL))
+    if is_proved:
+        answer(run, 20)
+        run.run_until(lambda: proof(run) == {20})
+    else:
+        run._end(run.rank(DRILL), signal_number=9)
+    assert_done(run)
+    assert any("not proved" in one for one in reasons(run)) is not is_proved
+    assert [one["proved"] for one in run.events("repairs_proved")] == [0, 1][: 1 + is_proved]
+
+
 def test_another_stage_is_no_repair(simulate):
     """All ranks are replaced by some that train something else."""
     run = simulate(stage_ends=(15, 30))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.kernel.wire.events import Faulted
+from ddp_runner.supervisor.nodes.successor import Succession
 from tests.features.script.simulated_script import ScriptNodesSimulation
 
 
@@ -204,3 +208,39 @@ def test_a_rank_that_is_stopped_elsewhere_is_a_fault(simulate):
     run.run_to_end()
     assert "stopped by a signal" in run.attempts[0].cause
     assert run.attempts[0].rank == 3
+
+
+def _heir(*, restarts):
+    """What a machine has of a coordinator on machine 1 that is lost in an attempt, after so many restarts."""
+    taken = SimpleNamespace(lost=1)
+    return SimpleNamespace(
+        run_id="theirs", generation=restarts + 1, restarts=restarts, stop=None, taken=taken
+    )
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_script_has_one_budget_under_all_its_coordinators(simulate, restarts):
+    """The loss of one is a restart; those before it count, too."""
+    run = simulate(to_step=0, max_restarts=2)
+    run.supervisor.succeed(_heir(restarts=restarts))
+    if restarts == 2:
+        assert run.supervisor.ending.exit_code == ExitCode.GAVE_UP
+        assert "gave up" in run.supervisor.ending.reason
+        return
+    assert run.supervisor.beat(1).restarts == restarts + 1
+    run.run_until(lambda: len(run.forms.get(restarts + 2, {})) == 4)
+    assert {attempt for attempt, _ in run.started} == {restarts + 1}
+    run.pass_time(0.5)
+    run.kill(2)
+    ending = run.run_to_end()
+    assert (ending.exit_code, run.supervisor._run_id) == (ExitCode.GAVE_UP, "theirs")
+
+
+def test_a_script_that_is_not_started_again_has_no_successor(simulate):
+    """Its loss ends the run with 75, which may be tried again as a whole; a new coordinator could only end it with 1."""
+    plan = simulate(to_step=0)._plan
+    for may_restart, why in ((False, "only with --max-restarts"), (True, "")):
+        program = replace(plan.opaque, may_restart=may_restart)
+        succession = Succession(replace(plan, opaque=program), clock=SYSTEM_CLOCK)
+        line = succession.formed("a term", shares_folder=False, loses_memory=True)
+        assert why in line if why else "does not share its log folder" in line
