@@ -82,13 +82,12 @@ def run_block(block, folder, *, short=SHORT, is_cold=False):
 
     What is launched is a fork of the ready process, unless it ``is_cold``, and so are Python blocks.
     """
-    words = [sys.executable, "-c", block.text]
-    in_a_row = folder / "in_a_row.py"
-    if block.language != "python":
+    program = folder / "program.py"
+    if block.language == "python":
+        program.write_text(block.text, encoding="utf-8")
+        words = [sys.executable, str(program)]
+    else:
         words = ["bash", "-euo", "pipefail", "-c", block.text]
-    elif "launch(" not in block.text:
-        in_a_row.write_text(block.text, encoding="utf-8")
-        words = [sys.executable, str(in_a_row)]
     done = subprocess.run(
         words,
         cwd=folder,
@@ -106,7 +105,7 @@ def run_block(block, folder, *, short=SHORT, is_cold=False):
         timeout=250,
         check=False,
     )
-    in_a_row.unlink(missing_ok=True)
+    program.unlink(missing_ok=True)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, f"{block.place}: exit {done.returncode}\n{block.text}\n{printed}"
     if short:  # what takes minutes shows faults that are asked for
