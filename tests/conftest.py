@@ -11,6 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.huge_pages import use_huge_pages
+
 # The same examples every time, and no limit on how long one takes: that is the machine's matter. Its
 # own profile for continuous integration is alike, but only where a variable says that this is one.
 hypothesis.settings.register_profile(
@@ -48,6 +50,7 @@ def pytest_collection_finish(session):
     gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    use_huge_pages()
 
 
 @pytest.hookimpl(trylast=True)  # after those that mark whole runs

@@ -1,8 +1,8 @@
 """Real rank processes for tests: forked in milliseconds, talked to by pipes, gone with the test.
 
-They are forks of one server per test process, which has torch imported and no thread: the test
-process itself may have threads by now, and must not be forked. The server and all it forked die
-with the test process by the kernel.
+They are forks of one server per test process, which is a fork of tests.ready: it has torch imported and
+no thread. The test process itself may have threads by now, and must not be forked. The server and all it
+forked die with the test process.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.kernel.system import parent_death
-from tests.huge_pages import use_huge_pages
+from tests import ready
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 120.0  # a hang; a slow machine has its time
@@ -218,14 +216,12 @@ class _Server:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = mine
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.processes", str(theirs.fileno()), str(os.getpid())],
+        self._process = ready.shared().start(
+            ["-m", "tests.processes"],
             cwd=ROOT,
+            output=self._output,
             env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-            pass_fds=(theirs.fileno(),),
+            program_stdin=theirs.fileno(),
         )
         theirs.close()
         assert self._answer(timeout_s=250.0) == "ready"
@@ -337,16 +333,17 @@ def _run(member: Member, connection: Connection, module: str, name: str, argumen
 
 
 def _main() -> None:
-    descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    parent_death.die_with_parent(parent_pid)
+    # The test process's end is standard input, whose number a rank's files must not get.
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)
     for name in _PRELOADED:
         importlib.import_module(name)
     # Imported by its name: classes pickled by the test process belong to that module.
     own = importlib.import_module("tests.processes")
     gc.collect()
     gc.freeze()
-    use_huge_pages()
-    own._serve(socket.socket(fileno=descriptor))
+    own._serve(connection)
 
 
 if __name__ == "__main__":

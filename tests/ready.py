@@ -11,17 +11,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from array import array
 from pathlib import Path
@@ -51,43 +54,67 @@ _PRELOADED = (
     "ddp_runner.observe.display",
 )
 _POPEN = subprocess.Popen
+_STARTED = "started"
+_READY_WITHIN_S = 250.0
 # For the environments of all that is forked, in the memory from which the kernel shows them.
 _ROOM = {"_ROOM": "0" * 16384}
 
 
 class Launcher:
-    """The process that forks launches, and the way to it. Ends with this process, or when closed."""
+    """The process that forks launches, and the way to it. Ends with its owner, or when closed."""
 
-    def __init__(self, **variables: str) -> None:
-        """``variables`` are added to those of its interpreter."""
-        self._folder = tempfile.TemporaryDirectory(prefix="launcher_")
-        self.path = str(Path(self._folder.name) / "socket")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ready", self.path, str(os.getpid())],
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT, **_ROOM, **variables},
-            stdout=subprocess.PIPE,
-            text=True,
+    def __init__(self, folder: str = "", *, owner_pid: int = 0, **variables: str) -> None:
+        """``variables`` are added to those of its interpreter. The owner is this process, unless said."""
+        self._folder = Path(folder or tempfile.mkdtemp(prefix="launcher_"))
+        self.path = str(self._folder / "socket")
+        owner_pid = owner_pid or os.getpid()
+        self._pid = 0
+        if (self._folder / _STARTED).exists():
+            return
+        # No Popen, which warns where it is forgotten before its process has ended.
+        self._pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-m", "tests.ready", self.path, str(owner_pid)],
+            {**os.environ, **ENVIRONMENT, **_ROOM, **variables},
+            file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
         )
-        assert self._process.stdout.readline() == "ready\n"
+        (self._folder / _STARTED).touch()
 
     def close(self) -> None:
         """End it; runs that go on are not its matter."""
-        self._process.kill()
-        self._process.wait()
-        self._process.stdout.close()
-        self._folder.cleanup()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        shutil.rmtree(self._folder)
 
-    def start(self, words, *, cwd, output, env, namespaces=()):
+    def connect(self) -> socket.socket:
+        """A link to it, once it is ready."""
+        deadline_s = time.monotonic() + _READY_WITHIN_S
+        while True:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                link.connect(self.path)
+            except (FileNotFoundError, ConnectionRefusedError):
+                link.close()
+                assert not self._pid or os.waitpid(self._pid, os.WNOHANG) == (0, 0), "it has ended"
+                assert time.monotonic() < deadline_s, f"not ready within {_READY_WITHIN_S:g} s"
+                time.sleep(0.02)
+            else:
+                return link
+
+    def start(self, words, *, cwd, output, env, namespaces=(), program_stdin=None):
         """The command with these words, as ``subprocess.Popen`` would start it.
 
         ``namespaces``: files of those that it enters first, that of its users before others.
+        ``program_stdin``: the words are those of a program that ends with this process, and that is its input.
         """
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.connect(self.path)
+        link = self.connect()
         asked = {"words": words, "cwd": str(cwd), "env": env, "namespaces": namespaces}
+        fds = [output.fileno()]
+        if program_stdin is not None:
+            asked |= {"is_program": True, "is_bound": True, "has_stdin": True}
+            fds.append(program_stdin)
         asked = json.dumps(asked).encode()
-        fds = array("i", [output.fileno()]).tobytes()
+        fds = array("i", fds).tobytes()
         link.sendmsg(
             [len(asked).to_bytes(4, "little")],
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)],
@@ -125,10 +152,18 @@ _shared: list[Launcher] = []
 
 
 def shared() -> Launcher:
-    """The one of this test process, started when it is first asked for."""
+    """The one of all test processes, started by the first that asks for it; it ends with their parent."""
     if not _shared:
-        _shared.append(Launcher())
-        atexit.register(_shared[0].close)
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+        if run is None:
+            _shared.append(Launcher())
+            atexit.register(_shared[0].close)
+        else:
+            folder = Path(tempfile.gettempdir()) / f"launcher_{run}"
+            folder.mkdir(exist_ok=True)
+            with (folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _shared.append(Launcher(str(folder), owner_pid=os.getppid()))
     return _shared[0]
 
 
@@ -140,6 +175,7 @@ def environment(imports: str = str(ROOT), *, programs: bool = False) -> dict[str
     """
     path = f"{ROOT / 'tests' / 'forked'}{os.pathsep}{imports}"
     more = {"TESTS_READY_PROGRAMS": "1"} if programs else {}
+    shared().connect().close()
     return {"PYTHONPATH": path, "TESTS_READY": shared().path, **more}
 
 
@@ -153,9 +189,10 @@ def _received(link, size):
     return data
 
 
-def _serve(path: str) -> None:
+def _serve(path: str, owner_pid: int) -> None:
     from ddp_runner.kernel.rank import zygote
 
+    owner = os.pidfd_open(owner_pid)
     zygote.preload(f"{TRAINED}:")
     zygote.preload(f"{RANK}:")
     for name in _PRELOADED:
@@ -165,21 +202,28 @@ def _serve(path: str) -> None:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(path)
     listening.listen()
-    print("ready", flush=True)
     while True:
+        readable, _, _ = select.select([listening, owner], [], [])
+        if owner in readable:
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
+            return
         link, _ = listening.accept()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
         if os.fork() == 0:
             listening.close()
+            os.close(owner)
             _keep(link)
         link.close()
 
 
 def _keep(link) -> None:
     """Start one launch, report its pid, and, once it has ended, how."""
-    size, [(_, _, fds)], _, _ = link.recvmsg(4, socket.CMSG_SPACE(4))
+    size, ancillary, _, _ = link.recvmsg(4, socket.CMSG_SPACE(8))
+    if not size:  # it was asked whether it is ready
+        os._exit(0)
+    [(_, _, fds)] = ancillary
     outputs = array("i", fds)
     asked = json.loads(_received(link, int.from_bytes(size, "little")))
     pid = os.fork()
@@ -214,7 +258,8 @@ def _launch(asked, outputs) -> None:
     for number in asked.get("ignored", ()):
         signal.signal(number, signal.SIG_IGN)
     os.chdir(asked["cwd"])
-    _become(asked["env"], outputs)
+    given = outputs.pop() if asked.get("has_stdin") else os.open(os.devnull, os.O_RDONLY)
+    _become(asked["env"], outputs, given)
     if asked.get("is_program"):
         _be_program(asked["words"])
         sys.exit()
@@ -266,17 +311,16 @@ def _be_program(words) -> None:
     exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
 
 
-def _become(environment, outputs) -> None:
-    """Have another process's environment, also in the eyes of others, and write to one output or to two."""
+def _become(environment, outputs, given) -> None:
+    """Have another process's environment, also in the eyes of others, and its input; write to one output or to two."""
     os.environ.clear()
     _show(environment)
     os.environ.update(environment)
     tempfile.tempdir = None
     start.clean_search_path()
-    null = os.open(os.devnull, os.O_RDONLY)
-    for number, stream in enumerate((null, outputs[0], outputs[-1])):
+    for number, stream in enumerate((given, outputs[0], outputs[-1])):
         os.dup2(stream, number)
-    for number in {null, *outputs}:
+    for number in {given, *outputs}:
         if number > 2:
             os.close(number)
 
@@ -301,7 +345,7 @@ def _be_zygote(link, supervisor_pid) -> None:
     link.close()
     asked = json.loads(message)
     os.setsid()
-    _become(asked["env"], [output])
+    _become(asked["env"], [output], os.open(os.devnull, os.O_RDONLY))
     # Which torch has read already, as it stood in the launcher's environment.
     sys.modules["torch"].set_num_threads(int(asked["env"]["OMP_NUM_THREADS"]))
     sys.argv = ["zygote", str(channel), *asked["arguments"][1:]]
@@ -339,5 +383,4 @@ class _Zygote:
 
 
 if __name__ == "__main__":
-    parent_death.die_with_parent(int(sys.argv[2]))
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], int(sys.argv[2]))

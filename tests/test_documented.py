@@ -29,11 +29,15 @@ _EXAMPLE = re.compile(r"^    (\./launch_training\.sh .*)$", re.MULTILINE)
 _SAVED = "saved as "
 _NOT_RUN = "not run: "
 _RUN_BY = "run by "
-# A few steps of each run; the command line, and what it means, stay as they are written.
+# A few steps of each run, of a small model where the task is built in; the command line, and what it means,
+# stay as they are written.
 SHORT = {
     "DDP_RUNNER_RUN__MAX_STEPS": "6",
     "DDP_RUNNER_RUN__DEVICE": "cpu",
     "DDP_RUNNER_LOG__EVALUATE_BATCHES": "2",
+    "DDP_RUNNER_MODEL__HIDDEN_SIZE": "64",
+    "DDP_RUNNER_MODEL__NUM_LAYERS": "1",
+    "DDP_RUNNER_MODEL__SEQ_LEN": "16",
 }
 
 
@@ -76,10 +80,13 @@ def documents():
 def run_block(block, folder, *, short=SHORT, is_cold=False):
     """Run it in ``folder`` as a reader would; what it printed.
 
-    What is launched is a fork of the ready process, unless it ``is_cold``.
+    What is launched is a fork of the ready process, unless it ``is_cold``, and so are Python blocks.
     """
-    words = [sys.executable, "-c", block.text]
-    if block.language != "python":
+    program = folder / "program.py"
+    if block.language == "python":
+        program.write_text(block.text, encoding="utf-8")
+        words = [sys.executable, str(program)]
+    else:
         words = ["bash", "-euo", "pipefail", "-c", block.text]
     done = subprocess.run(
         words,
@@ -87,7 +94,7 @@ def run_block(block, folder, *, short=SHORT, is_cold=False):
         env={
             **os.environ,
             **short,
-            **({"PYTHONPATH": str(ROOT)} if is_cold else ready.environment()),
+            **({"PYTHONPATH": str(ROOT)} if is_cold else ready.environment(programs=True)),
             "DDP_RUNNER_PYTHON": sys.executable,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # for torchrun
             "TMPDIR": str(folder),
@@ -98,6 +105,7 @@ def run_block(block, folder, *, short=SHORT, is_cold=False):
         timeout=250,
         check=False,
     )
+    program.unlink(missing_ok=True)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, f"{block.place}: exit {done.returncode}\n{block.text}\n{printed}"
     if short:  # what takes minutes shows faults that are asked for
@@ -106,7 +114,7 @@ def run_block(block, folder, *, short=SHORT, is_cold=False):
 
 
 def run_in_a_row(blocks, folder):
-    """Run these Python blocks in one interpreter, which imports torch once, each with names of its own."""
+    """Run these Python blocks in one process, each with names of its own."""
     lines = [
         f"exec(compile({block.text!r}, {block.place!r}, 'exec'), {{'__name__': '__main__'}})\n"
         for block in blocks

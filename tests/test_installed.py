@@ -40,6 +40,10 @@ print("the package is in", ddp_runner.__path__[0], flush=True)
 """
 
 
+# One test process has all of these tests, and builds it once.
+pytestmark = pytest.mark.xdist_group("wheel")
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
     """The wheel of this checkout, built from a copy: building leaves files beside the sources."""

@@ -88,6 +88,10 @@ print(json.dumps({
 """
 
 
+# One test process has all of these tests, and makes it once.
+pytestmark = pytest.mark.xdist_group("one setting")
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What a package says and does in which that field, and nothing else, was added."""

@@ -36,6 +36,10 @@ class Kill:
     then_s: float
 
 
+# One test process has all of these tests, and starts it once.
+pytestmark = pytest.mark.xdist_group("saver")
+
+
 @pytest.fixture(scope="module")
 def saver():
     """A process that forks savers; it ends when its stdin closes."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
 
-from ddp_runner import config
+from ddp_runner import config, start
 from ddp_runner.__main__ import main
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.left_out import START
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.weights import load_weights
+from ddp_runner.cli import checkpoints
 from ddp_runner.cli.checkpoints import DECLARATION, perform_pruning, plan_pruning
 from ddp_runner.config import from_flat
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.rank import export
 from ddp_runner.training.components.start_weights import record_of
 from tests.checkpoint.states import facts_of, save, steps_in
+from tests.processes import run_ranks
 
 TASK = """
 import torch
@@ -123,9 +131,42 @@ def test_show_of_a_damaged_or_older_checkpoint_says_so(tmp_path, capsys):
     assert "BAD: its SHA-256" in capsys.readouterr().out
 
 
+def _exported(me, spec):
+    """In a fork that has imported torch: what the process of an export answers."""
+    reader, writer = os.pipe()
+    sys.stdin = io.StringIO(spec.decode())
+    export.main([str(writer), str(os.getppid())])
+    with os.fdopen(reader, "rb") as pipe:
+        return pipe.read()
+
+
+class _Fork:
+    """Stands for the process of an export."""
+
+    returncode = 0
+
+    def __init__(self, words, *, stdin, pass_fds, env):
+        assert words[1:3] == [start.__file__, "ddp_runner.rank.export"]
+        self._pipe = os.dup(*pass_fds)
+
+    def communicate(self, spec):
+        (answer,) = run_ranks(_exported, 1, spec)
+        with os.fdopen(self._pipe, "wb") as file:
+            file.write(answer)
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Exports that import nothing."""
+    process = types.SimpleNamespace(Popen=_Fork, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(checkpoints, "subprocess", process)
+
+
 @pytest.mark.parametrize("form", ["safetensors", "pt"])
-def test_export_writes_weights_that_a_run_can_begin_with(tmp_path, capsys, form):
+def test_export_writes_weights_that_a_run_can_begin_with(tmp_path, capsys, request, form):
     """Of a task without ``save_pretrained``, in the type that is asked for; its data is not made."""
+    if form == "pt":  # the other as a process of its own, as for a person
+        request.getfixturevalue("forks")
     task = tmp_path / "task.py"
     task.write_text(TASK)
     made(tmp_path / "c", task=f"{task}:Plain")
@@ -144,6 +185,7 @@ def test_export_writes_weights_that_a_run_can_begin_with(tmp_path, capsys, form)
         DECLARATION.run(["export", *words])
 
 
+@pytest.mark.usefixtures("forks")
 def test_export_has_the_model_save_itself_with_the_average(tmp_path, capsys):
     """By its own ``save_pretrained``; of a task that is gone, the bare weights, and why."""
     task = tmp_path / "task.py"
@@ -166,6 +208,7 @@ def test_export_has_the_model_save_itself_with_the_average(tmp_path, capsys):
     assert torch.equal(found["weight"], means["weight"])
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("averages", [True, False])
 def test_export_as_a_dict_has_weights_average_and_counts(tmp_path, capsys, averages):
     """As readers of other trainers expect it; plain ``torch.load`` reads it, and a run can begin with it."""
@@ -210,6 +253,7 @@ def test_export_refuses_options_that_do_not_go_together(tmp_path, capsys, more, 
     assert not to.exists()
 
 
+@pytest.mark.usefixtures("forks")
 def test_export_of_a_file_without_its_frozen_weights_is_whole_or_refused(tmp_path, capsys):
     """They are in what its run has begun with; where that is gone nothing is written."""
     begun = tmp_path / "begun.pt"

@@ -27,6 +27,7 @@ from ddp_runner.observe.summary import (
     TimeShares,
     write_summary,
 )
+from tests import ready
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOP = str(ROOT / "docs" / "examples" / "my_loop.py")
@@ -628,7 +629,7 @@ def test_variables_of_a_launcher_in_the_shell_are_said_not_refused(tmp_path):
     """One line for each kind; the run is planned as without them."""
     found = {"RANK": "0", "WORLD_SIZE": "2", "PET_RDZV_BACKEND": "etcd", "PET_NPROC_PER_NODE": "x"}
     words = ("--cpu", "-n", "1", "--dry-run", "--task", "synthetic", "--max-steps", "2")
-    answer = command(*words, cwd=tmp_path, **found)
+    answer = command(*words, cwd=tmp_path, **found, **ready.environment())
     assert answer.returncode == 0, answer
     said = answer.stdout + answer.stderr
     assert said.count("RANK=0 and WORLD_SIZE=2 of the environment are not used: ") == 1

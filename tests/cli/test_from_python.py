@@ -17,7 +17,16 @@ dist.init_process_group("gloo")
 print(json.dumps([sys.argv[1:], dist.get_world_size()]), flush=True)
 dist.destroy_process_group()
 """
-TINY = {"batch_size": 4, "num_workers": 0, "device": "cpu"}
+TINY = {
+    "batch_size": 4,
+    "num_workers": 0,
+    "device": "cpu",
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "seq_len": 16,
+    "vocab_size": 64,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -219,7 +219,10 @@ def joined(given):
     return [item for of_rank in given for item in of_rank]
 
 
-@pytest.fixture(params=KINDS, scope="module")
+# One test process has all tests of a kind, and what is undisturbed of it.
+@pytest.fixture(
+    params=[pytest.param(one, marks=pytest.mark.xdist_group(one)) for one in KINDS], scope="module"
+)
 def kind(request):
     return KINDS[request.param]()
 

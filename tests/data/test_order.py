@@ -124,10 +124,12 @@ def test_an_order_of_a_newer_program_is_an_error():
         SampleOrder(seed=1, dataset_size=8, global_batch_size=4, version=3)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_every_size_is_permuted_one_to_one(part):
-    """All sizes up to 10,000, each in whole: no sample is left out or comes twice in an epoch."""
-    for size in range(part + 1, 10_001, 4):
+def test_every_size_is_permuted_one_to_one():
+    """All sizes up to 4,200, where larger ones have fewer rounds, then one of 31, each in whole.
+
+    No sample is left out or comes twice in an epoch.
+    """
+    for size in (*range(1, 4_200), *range(4_200, 10_001, 31)):
         order = KeyedPermutation(seed=size, epoch=size % 3, size=size)
         taken = order.at(np.arange(size, dtype=np.int64))
         assert len(taken) == size

@@ -97,6 +97,10 @@ def _host_stores(me, folder):
     return facts
 
 
+# One test process has all of these tests, and makes it once.
+pytestmark = pytest.mark.xdist_group("zygote")
+
+
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
     return run_ranks(_host_stores, 1, tmp_path_factory.mktemp("run"))[0]

@@ -35,10 +35,17 @@ TWO_STARTS_S = 180.0  # each of which imports torch in every process, on a machi
 
 
 def rank_process(run, rank):
-    """The rank's process: a child of torchrun with this number in its environment."""
-    children = psutil.Process(run.process.pid).children()
-    (found,) = [each for each in children if each.environ().get("RANK") == str(rank)]
-    return found
+    """The rank's process: it has this number in its environment, and nobody has who started it."""
+    numbered = {}
+    for found in run.processes():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            process = psutil.Process(found.pid)
+            if process.environ().get("RANK") == str(rank):
+                numbered[found.pid] = (process.create_time(), process.ppid(), process)
+    started = [(at, process) for at, parent, process in numbered.values() if parent not in numbered]
+    return max(started, key=lambda one: one[0])[
+        1
+    ]  # a fork is younger than what stands in its place
 
 
 def check_one_run(run, *, wall_s):
@@ -72,7 +79,8 @@ def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(fault_free, tmp_path
     """The peers end with an exit code that makes torchrun restart all; they resume from the files."""
     began_s = time.monotonic()
     unread = "model.vocab_size=300"
-    with Run(tmp_path, *SETTINGS, *SLOWLY, unread, command=TORCHRUN) as run:
+    forks = {"command": TORCHRUN, "environment": ready.environment(programs=True)}
+    with Run(tmp_path, *SETTINGS, *SLOWLY, unread, **forks) as run:
         run.wait_for_step(22)
         run.wait_for_checkpoint(20)
         pids = {rank_process(run, rank).pid for rank in (0, 1)}

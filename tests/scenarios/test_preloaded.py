@@ -58,7 +58,9 @@ def test_nobody_reads_again_whoever_dies_while_it_is_read_or_later(tmp_path, mad
     by_others = Counter((kind, index) for pid, kind, index in after if pid != reader)
     assert set(by_others.values()) == {1}
     assert len(by_others) <= 192 + 24
-    assert len({pid for pid, _, _ in after}) == 2
+    # Each part by whichever rank comes to it first: the replacement may be the first at the second one.
+    readers = Counter(kind for kind, _ in {(kind, pid) for pid, kind, _ in after})
+    assert readers == {"train": 2, "validation": 1}
     drilled = ("data.preload=true", "recovery.drill_at=2")
     with Run(tmp_path, *SETTINGS, slowly, *drilled, task=TASK) as again:
         assert again.wait() == 0, again.console

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from ddp_runner import launch
+from tests import ready
 from tests.scenarios.harness import Run
 
 from .test_scripts import run_script
@@ -88,6 +89,9 @@ def test_launch_puts_no_secret_on_a_command_line(tmp_path, monkeypatch):
     )
     settings = ["--cpu", "-b", "8", "num_workers=0", "--max-steps", "1"]
     for words in ([f"task.api_key={LAUNCHED}"], ["--task.api_key", LAUNCHED]):
+        if len(words) == 2:  # behind the command's own line, all that is started is the same
+            for name, value in ready.environment().items():
+                monkeypatch.setenv(name, value)
         folders = ["-l", f"logs{len(words)}", "-c", f"checkpoints{len(words)}"]
         result = launch(f"{task}:Looks", nproc=1, arguments=[*settings, *folders, *words])
         assert result.exit_code == 0

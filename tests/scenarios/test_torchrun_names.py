@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests import ready
+
 from .harness import poll
 from .test_scripts import TRAIN, run_script
 
@@ -66,9 +68,10 @@ def test_a_killed_program_starts_again_as_it_is(tmp_path, worker):
 
 
 def test_a_python_of_its_own_trains_as_well(tmp_path):
-    """torchrun's way: ``python train.py``, which imports torch itself."""
+    """torchrun's way: ``python train.py``, which no zygote has forked."""
     words = (sys.executable, TRAIN, "--epochs", 1)
-    with run_script(tmp_path, *words, options=("--no-python",)) as run:
+    forks = {"environment": ready.environment(programs=True)}
+    with run_script(tmp_path, *words, options=("--no-python",), **forks) as run:
         assert run.wait() == 0, run.console
     assert (tmp_path / "final.pt").exists()
 

@@ -241,7 +241,12 @@ MUTATIONS = (
         "self._replica.drop_signals()",
         "self._replica.drop_signals(); self.seed()",
     ),
-    _break("summed-as-trained", "if flags == self._flags:", "if True:"),
+    # A change before the net is called is seen twice: also behind its forward, which is done again then.
+    _break(
+        "summed-as-trained",
+        "return not any(now and not wrapped for now, wrapped in zip(flags, self._flags, strict=True))",
+        "return True",
+    ),
     _break(
         "carried-is-lost",
         "self._began_again |= self._has_formed or self.committed_step > 0",
@@ -326,7 +331,14 @@ MUTATIONS = (
     _break("own-stage", "raise OtherStageError(other)", "return loaded"),
     _break("nothing-new-in-threads", "tensor_hash(tensor)", "pass"),
     # the command
-    _break("no-code-from-here", "del sys.path[0]", "pass"),
+    # Of start.py Python itself puts the package's folder first, where nothing is planted; of -m the working directory.
+    _break(
+        "no-code-from-here",
+        'if sys.argv[:1] == ["-m"] and _is_ours(sys.orig_argv):',
+        "if False:",
+        after="def leave_working_directory(",
+        also="test_python_m_and_launch_leave_the_folder_out_too",
+    ),
     _break(
         "no-run-without-a-waiter",
         "before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])",

@@ -11,11 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ddp_runner.features.demo.check import KILLS
 from tests import ready
+from tests.scenarios.harness import MARK
+from tests.scenarios.leftovers import processes_with
 
 ROOT = Path(__file__).resolve().parents[3]
 SCENARIOS = ROOT / "tests" / "scenarios"
@@ -33,13 +34,13 @@ _ONE_KILL = (
 def start(tmp_path):
     """Start a check whose temporary folder is ours; whatever it started ends with the test.
 
-    Its runs are forks of the ready process, and are not its descendants then, where ``is_cold`` is False.
+    Its runs are forks of the ready process, known by their environment: they are not its descendants.
     """
     started = []
 
-    def start(*words, command=("-m", "ddp_runner", "check"), is_cold=False):
+    def start(*words, command=("-m", "ddp_runner", "check")):
         (tmp_path / "folders").mkdir()
-        variables = {"PYTHONPATH": str(ROOT)} if is_cold else ready.environment()
+        variables = {**ready.environment(), MARK: tmp_path.name}
         process = subprocess.Popen(
             [sys.executable, *command, "--cpu", "-b", "8", *words],
             cwd=tmp_path,
@@ -66,7 +67,7 @@ def folders(tmp_path):
 @pytest.mark.timeout(600)
 def test_all_holds_of_a_sound_task(start, tmp_path):
     """A row for each kill, with its repair; the folder is gone."""
-    check = start("--json", "--task", SOUND, "num_workers=1")
+    check = start("--json", "--task", SOUND, "--max-steps", "20", "num_workers=1")
     text, progress = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 0, text + progress
     reported = json.loads(text)
@@ -84,7 +85,9 @@ def test_all_holds_of_a_sound_task(start, tmp_path):
 @pytest.mark.timeout(600)
 def test_what_a_replacement_cannot_know_is_found(start, tmp_path):
     """State in a global of the module: the row says no, exit 1, and the folder is kept to look at."""
-    check = start("--task", FORGETFUL, "num_workers=1", command=("-c", _ONE_KILL))
+    check = start(
+        "--task", FORGETFUL, "--max-steps", "20", "num_workers=0", command=("-c", _ONE_KILL)
+    )
     text, errors = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 1, text + errors
     assert re.search(r"a rank killed in forward +NO +\d", text)
@@ -119,17 +122,17 @@ def test_wrong_input_is_one_line(start, tmp_path, words, line):
 
 
 def test_a_signal_ends_everything_and_removes_the_folder(start, tmp_path):
-    check = start("--task", SOUND, "--max-steps", "100000", is_cold=True)
+    check = start("--task", SOUND, "--max-steps", "100000")
     deadline_s = time.monotonic() + DEADLINE_S
     while not any(path.stat().st_size for path in tmp_path.glob("folders/*/*/logs/metrics.jsonl")):
         assert check.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
-    family = psutil.Process(check.pid).children(recursive=True)
-    assert {"ddp:rank0", "ddp:rank1"} <= {process.name() for process in family}
+    family = processes_with(f"{MARK}={tmp_path.name}")
+    assert {"ddp:rank0", "ddp:rank1"} <= {one.name for one in family}
     check.send_signal(signal.SIGINT)
     text, _ = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 130
     assert "check: interrupted" in text
-    assert not [process for process in family if process.is_running()]
+    assert processes_with(f"{MARK}={tmp_path.name}") == []
     assert folders(tmp_path) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -11,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
@@ -20,6 +18,8 @@ from ddp_runner.features.demo.tables import read_repairs
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares
 from tests import ready
+from tests.scenarios.harness import MARK
+from tests.scenarios.leftovers import processes_with
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 250.0  # a hang; three runs on a slow machine take minutes
@@ -45,26 +45,19 @@ def demo_folders(tmp_path):
     return list((tmp_path / "folders").glob("ddp_runner*"))
 
 
-def name_of(process):
-    """Its name for ``ps``; None for one that has ended, as what a zygote forks in between does."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.name()
-    return None
-
-
 @pytest.fixture
 def start(tmp_path):
     """Start a demo whose temporary folder is ours; whatever it started ends with the test.
 
-    Its runs are forks of the ready process, and are not its descendants then, where ``is_cold`` is False.
+    Its runs are forks of the ready process, known by their environment: they are not its descendants.
     """
     started = []
 
-    def start(steps, harmless, changing=(), *, is_cold=False):
+    def start(steps, harmless, changing=()):
         code = _SHORT.format(steps=steps, harmless=harmless, changing=changing)
         output = (tmp_path / "output.txt").open("w")
         (tmp_path / "folders").mkdir()
-        variables = {"PYTHONPATH": str(ROOT)} if is_cold else ready.environment()
+        variables = {**ready.environment(), MARK: tmp_path.name}
         with output:
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -133,7 +126,7 @@ def test_a_fault_that_never_came_is_no_proof(start, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_and_removes_the_folder(start, tmp_path, number):
     """Interrupted in the middle of training: exit 130, no process, no file."""
-    demo = start(100_000, (), is_cold=True)
+    demo = start(100_000, ())
     folders = tmp_path / "folders"
     status = poll(
         # Not in every folder: others come and go, and a look into one that has gone is an error.
@@ -144,11 +137,11 @@ def test_a_signal_ends_everything_and_removes_the_folder(start, tmp_path, number
         ],
         "a running run",
     )
-    family = psutil.Process(demo.pid).children(recursive=True)
-    assert {name_of(process) for process in family} >= {"ddp:rank0", "ddp:rank1", "ddp:store"}
+    family = processes_with(f"{MARK}={tmp_path.name}")
+    assert {one.name for one in family} >= {"ddp:rank0", "ddp:rank1", "ddp:store"}
     demo.send_signal(number)
     assert demo.wait(DEADLINE_S) == 130
-    assert not [process for process in family if process.is_running()]
+    assert processes_with(f"{MARK}={tmp_path.name}") == []
     assert not status[0].exists()
     assert demo_folders(tmp_path) == []
     assert "demo: interrupted" in (tmp_path / "output.txt").read_text()

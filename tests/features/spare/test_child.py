@@ -124,6 +124,7 @@ def spares(tmp_path_factory):
     return run_ranks(_spares_one_after_the_other, 1, tmp_path_factory.mktemp("spares"))[0]
 
 
+@pytest.mark.xdist_group("spares")  # one test process has them all
 @pytest.mark.parametrize("how", HOW)
 def test_a_spare_waits_warm_and_small_for_what_becomes_of_it(spares, how):
     """One thread, little memory of its own, our child; then rank 1, or gone, or passed over."""
