@@ -1,4 +1,4 @@
-"""Wrong gradients and hidden state: found by a drill, told from each other, and undone where that can be."""
+"""Wrong gradients and hidden state: found by a drill, distinguished, and undone where that can be."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_wrong_gradient_is_found_and_undone(fault_free, tmp_path):
     assert run.digest == fault_free(2).digest
 
 
-def test_state_that_only_one_process_has_is_told_from_a_device(tmp_path):
+def test_state_that_only_one_process_has_is_no_device(tmp_path):
     """Another process of the rank has none of it: no step is undone, and the run is not exact."""
     run, found = finish(tmp_path, "--inject", "hidden_state:rank=1,step=3")
     assert (found["rank"], found["cause"], found["undone"]) == (1, "process", False), run.console

@@ -121,7 +121,7 @@ class Suspects:
             )
             self._decide(case, now_s)
         elif is_certain and cause is Cause.LASTING and self._wanted != "continue":
-            # Only another process of the same rank can tell the device from what this one has hidden.
+            # Only another process of the same rank shows whether it is the device or what this one has hidden.
             self._case = replace(case, is_another=True, process=-1)
             words = "other bits than any process with its state: replaced, to see if its device is wrong"
             self._found = Found(fault=self._fault(case, words, now_s))

@@ -150,7 +150,7 @@ def test_what_is_no_device_is_said_and_no_rank_repaired(simulate, monkeypatch, f
 def test_a_device_that_is_wrong_in_two_processes_is_lost(
     simulate, monkeypatch, min_ranks, replaced
 ):
-    """The rank's process is replaced first, to tell; then its place is given up where the run may go on without."""
+    """The rank's process is replaced first, to find out; then its place is given up where the run may go on without."""
     run = diagnosing(simulate, monkeypatch, min_ranks=min_ranks)
     diagnose(run, **LASTING)
     run.run_until(lambda: run.events("repaired"))
