@@ -369,7 +369,7 @@ def test_what_was_proved_stands_in_the_summary_always():
     assert made.exact_proof == ExactProof(repeated=1, drilled=(2, 50))
 
 
-def test_a_drill_that_failed_stands_in_the_summary_with_what_became_of_it(tmp_path):
+def test_a_drill_that_failed_stands_in_the_summary(tmp_path):
     """Where it was undone its reason is withdrawn, and no other one; a file is read back as it was."""
     facts = RunFindings()
     for step in (4, 9):
