@@ -1,6 +1,6 @@
 """Faults on request: reads ``--inject`` specs and draws random plans. Never harms anything itself.
 
-``KIND:key=value,...`` with ``rank`` (or ``all``), ``step``, ``phase``, ``times``, ``seconds``; or
+``KIND:key=value,...`` with ``rank`` (or ``all``), ``step``, ``phase``, ``times``, ``seconds``, ``bit``; or
 ``random:mtbf_s=5,seed=7,kinds=kill+stop``, a plan that the same seed draws again.
 """
 
@@ -42,6 +42,8 @@ class InjectKind(Enum):
     NAN = "nan"  # the step's loss is not a number
     SPIKE = "spike"  # the step's loss is 10,000 times what it was
     DIVERGE = "diverge"  # one bit of one weight flips
+    WRONG_GRADIENT = "wrong_gradient"  # one bit of one number in the rank's own gradient flips
+    HIDDEN_STATE = "hidden_state"  # from then on its loss depends on what only this process has
     BAD_SAMPLE = "bad_sample"  # a sample that the rank takes at that step raises, now and for ever
     DISK_FULL = "disk_full"  # for ``seconds`` the system refuses to write checkpoints
     DISK_ERROR = "disk_error"  # the next checkpoint meets an I/O error when it is synced
@@ -72,7 +74,14 @@ SHOWS_AS: Mapping[InjectKind, tuple[FaultKind, ...]] = {
 }
 
 # These change what a step computes, so they happen where its loss is computed.
-KINDS_IN_LOSS = frozenset({InjectKind.UNUSED, InjectKind.NAN, InjectKind.SPIKE, InjectKind.DIVERGE})
+KINDS_IN_LOSS = frozenset(
+    {
+        *(InjectKind.UNUSED, InjectKind.NAN, InjectKind.SPIKE, InjectKind.DIVERGE),
+        *(InjectKind.WRONG_GRADIENT, InjectKind.HIDDEN_STATE),
+    }
+)
+# Of these, what only a computation elsewhere can find: drills look for it.
+FOR_DRILLS = frozenset({InjectKind.WRONG_GRADIENT, InjectKind.HIDDEN_STATE})
 
 # What meets a write of a checkpoint meets rank 0, which writes them: at another rank it would be nothing.
 _OF_SAVES = frozenset(
@@ -84,7 +93,9 @@ _OF_SAVES = frozenset(
 _WRITER = 0
 
 # These belong to one step: another one, which a resume begins with, has none of them.
-_OF_A_STEP = frozenset({InjectKind.NAN, InjectKind.SPIKE})
+_OF_A_STEP = frozenset({InjectKind.NAN, InjectKind.SPIKE, InjectKind.WRONG_GRADIENT})
+_BIT_OF = {InjectKind.WRONG_GRADIENT: ", bit"}
+BIT, BITS = 12, 64  # the bit that flips unless one is named, and the bits of the widest number
 
 # What a program with a loop of its own does is seen where it calls us: its backward lies between.
 _PHASES_OF_TASKS = frozenset(one.label for one in (Phase.BACKWARD, Phase.COMPILE, Phase.PROFILE))
@@ -95,7 +106,7 @@ class Injection:
     """One fault at one place. ``step`` is the index of the step in progress, from 0.
 
     ``times`` is for each rank; ``rank`` may be :data:`EVERY_RANK`. ``last_step``: it happens to no later one;
-    None: whenever one is met.
+    None: whenever one is met. ``bit``: of a number, from its lowest one, where one flips.
     """
 
     kind: InjectKind
@@ -105,6 +116,7 @@ class Injection:
     times: int
     seconds: float
     last_step: int | None = None
+    bit: int = BIT
 
     def is_at(self, step: int) -> bool:
         """Return whether it may happen at ``step``."""
@@ -149,7 +161,11 @@ def parse_injection(text: str, *, world_size: int) -> Injection | RandomPlan:
         injection = replace(injection, rank=_WRITER)
     if kind in _OF_A_STEP:
         injection = replace(injection, last_step=injection.step + injection.times - 1)
-    _refuse_unknown(text, values, "rank, step, phase, times, seconds")
+    if kind is InjectKind.WRONG_GRADIENT:
+        injection = replace(injection, bit=_integer(text, values, "bit", BIT))
+        if injection.bit >= BITS:
+            raise BadInputError(OPTION, text, f"bit is 0 to {BITS - 1}")
+    _refuse_unknown(text, values, f"rank, step, phase, times, seconds{_BIT_OF.get(kind, '')}")
     if injection.phase not in PHASES:
         raise BadInputError(OPTION, text, f"phase is one of {', '.join(PHASES)}")
     if kind in KINDS_IN_LOSS and injection.phase != Phase.FORWARD.label:
@@ -173,19 +189,19 @@ def refuse_of_loops(texts: Sequence[str], *, world_size: int) -> None:
 
 
 def changes_loss(texts: Sequence[str], *, world_size: int) -> bool:
-    """Return whether any of these specs may change the result of a step."""
-    parsed = [parse_injection(text, world_size=world_size) for text in texts]
-    kinds = {kind for one in parsed for kind in getattr(one, "kinds", ())}
-    kinds |= {one.kind for one in parsed if isinstance(one, Injection)}
-    return not KINDS_IN_LOSS.isdisjoint(kinds)
+    """Return whether any of these specs may change the result of a step, and it is not for drills to find that."""
+    return not (KINDS_IN_LOSS - FOR_DRILLS).isdisjoint(_kinds_in(texts, world_size=world_size))
 
 
 def flips_bits(texts: Sequence[str], *, world_size: int) -> bool:
     """Return whether any of these specs makes replicas differ by a bit, as faulty hardware does."""
+    return InjectKind.DIVERGE in _kinds_in(texts, world_size=world_size)
+
+
+def _kinds_in(texts: Sequence[str], *, world_size: int) -> set[InjectKind]:
     parsed = [parse_injection(text, world_size=world_size) for text in texts]
     kinds = {kind for one in parsed for kind in getattr(one, "kinds", ())}
-    kinds |= {one.kind for one in parsed if isinstance(one, Injection)}
-    return InjectKind.DIVERGE in kinds
+    return kinds | {one.kind for one in parsed if isinstance(one, Injection)}
 
 
 def bad_sample_places(

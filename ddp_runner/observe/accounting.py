@@ -285,7 +285,7 @@ class RunAccounting:
             epochs=end.whole("epochs", facts.own_steps(end.steps) // max(1, steps_per_epoch)),
             exact=not facts.inexact_reasons,
             inexact_reasons=tuple(facts.inexact_reasons),
-            exact_proof=ExactProof.of(facts.proved, facts.repairs_proved),
+            exact_proof=ExactProof.of(facts.proved, facts.repairs_proved, facts.differences),
             wall_s=round(end.now_s - self.began_s, 3),
             time_s=self.shares(end.reading, now_s=end.now_s),
             faults=(*self.before, *sorted(repaired, key=lambda record: record.detected_s)),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ddp_runner.kernel.wire.board import SlotReading
     from ddp_runner.kernel.wire.messages import Finished
 
+DIFFERENCES_KEPT = 20  # of drills that have failed, the first
 _PEAKS = ("peak_rss_bytes", "peak_device_bytes", "peak_device_permille")
 
 
@@ -109,25 +110,49 @@ class TimeShares:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A drill that has failed: of ``rank`` at ``step``, first in the parameter ``first_in``.
+
+    ``cause`` by the name that the diagnosis gives it, empty without one; ``places``: names of the state outside the
+    model that make the difference. ``undone``: all ranks have gone back to a state from before.
+    """
+
+    rank: int
+    step: int
+    first_in: str
+    cause: str = ""
+    places: tuple[str, ...] = ()
+    undone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExactProof:
     """The steps of this launch that were computed twice, with the same bits.
 
     ``repeated``: steps that the ranks themselves have computed twice; ``drilled``: those of which a
     process like a replacement has computed a rank's share, in order. ``repairs_proved``: how many of the repairs
-    that have replaced ranks a drill has proved since, such as ``2 of 3``; empty without any.
+    that have replaced ranks a drill has proved since, such as ``2 of 3``; empty without any. ``differences``: the
+    first drills that have failed.
     """
 
     repeated: int = 0
     drilled: tuple[int, ...] = ()
     repairs_proved: str = ""
+    differences: tuple[Difference, ...] = ()
 
     @classmethod
-    def of(cls, proved: Mapping[str, Collection[int]], repairs_proved: str = "") -> ExactProof:
+    def of(
+        cls,
+        proved: Mapping[str, Collection[int]],
+        repairs_proved: str = "",
+        differences: Sequence[Difference] = (),
+    ) -> ExactProof:
         """Return the proof from the reported steps, by the kind of repetition."""
         return cls(
             repeated=len(proved.get("repeated", ())),
             drilled=tuple(sorted(proved.get("drilled", ()))),
             repairs_proved=repairs_proved,
+            differences=tuple(differences),
         )
 
 
@@ -238,6 +263,10 @@ def read_summary(path: Path) -> RunSummary:
             repeated=int(proof.get("repeated", 0)),
             drilled=tuple(proof.get("drilled", ())),
             repairs_proved=str(proof.get("repairs_proved", "")),
+            differences=tuple(
+                Difference(**{**one, "places": tuple(one.get("places", ()))})
+                for one in proof.get("differences", ())
+            ),
         )
         known["stages"] = tuple(StageRecord(**one) for one in known.get("stages", ()))
         known["gpu_epochs"] = tuple(known.get("gpu_epochs", ()))
@@ -296,6 +325,7 @@ class RunFindings:
     # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
     proved: dict[str, set[int]] = field(default_factory=dict)
     repairs_proved: str = ""
+    differences: list[Difference] = field(default_factory=list)  # the first that drills have found
 
     @property
     def stage(self) -> str:
@@ -308,6 +338,9 @@ class RunFindings:
 
     def take(self, event: events.Event) -> None:
         """Take the facts about the result from an event."""
+        if isinstance(event, events.Drill) and event.differs:
+            found = Difference(rank=event.rank, step=event.step, first_in=event.differs)
+            self.differences += [found] * (len(self.differences) < DIFFERENCES_KEPT)
         match event:
             case events.StageBegins(stage=stage, first_step=first_step):
                 self.stages.append(StageRecord(name=stage, first_step=first_step))
@@ -330,7 +363,24 @@ class RunFindings:
                 if reason and reason not in self.inexact_reasons:
                     self.inexact_reasons.append(reason)
             case _:
+                self._take_difference(event)
+
+    def _take_difference(self, event: events.Event) -> None:
+        """Take what becomes of a drill that has failed."""
+        match event:
+            case events.Diagnosed(of_step=of_step, rank=rank, source=cause, places=places):
+                self._change(of_step, rank, cause=cause, places=tuple(places))
+            case events.Undone(of_step=of_step, rank=rank, withdrawn=reason):
+                self._change(of_step, rank, undone=True)
+                if reason in self.inexact_reasons:
+                    self.inexact_reasons.remove(reason)
+            case _:
                 pass
+
+    def _change(self, step: int, rank: int, **changes: Any) -> None:
+        for place, one in enumerate(self.differences):
+            if (one.step, one.rank) == (step, rank):
+                self.differences[place] = replace(one, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from ddp_runner import installed
+from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.step import Stepper
@@ -13,9 +15,11 @@ from ddp_runner.training.step import Stepper
 class BesideSteps:
     """Lives as long as the rank's process. All calls come from the training thread; what is not overridden does nothing."""
 
-    def beside(self, stepper: Stepper, group: Group) -> AbstractContextManager[None]:
-        """Return what surrounds the step that begins now."""
-        del stepper, group
+    def beside(
+        self, stepper: Stepper, group: Group, micro_batches: Sequence[MicroBatch]
+    ) -> AbstractContextManager[None]:
+        """Return what surrounds the step that begins now, of ``micro_batches``."""
+        del stepper, group, micro_batches
         return nullcontext()
 
     def conclude(self, group: Group) -> None:

@@ -195,6 +195,21 @@ class Stepper:
         self._state.drop_unfinished_step()
         return norm
 
+    def share_again(self, micro_batches: Sequence[MicroBatch]) -> OwnShare:
+        """Compute this rank's share of the step that comes next, without reducing it; changes nothing that is kept.
+
+        As before any step, nothing may be unfinished. What forward has changed is put back.
+        """
+        state, notes = self._state, ShareNotes.of(self._state)
+        state.side.look_again(whole=True)  # so that all of it can be
+        self._share.compute(micro_batches, step=state.committed_step, reduces=False, notes=notes)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                notes.gradient(parameter, parameter.grad)
+        self._replica.zero_gradients()
+        state.drop_unfinished_step()
+        return notes.share()
+
     def _measure(self, scale: float) -> Tensor | None:
         """Return the gradient norm after the sum over ranks, unless gradients are still scaled; divide totals first."""
         if self._replica.sums_totals:

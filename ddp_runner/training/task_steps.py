@@ -120,7 +120,7 @@ class TaskSteps:
         """
         with contextlib.ExitStack() as around:
             for one in self._beside:
-                around.enter_context(one.beside(self._stepper, self._group))
+                around.enter_context(one.beside(self._stepper, self._group, micro_batches))
             around.enter_context(self._first.watched(self._stepper))
             result = self._stepper.run(
                 micro_batches,

@@ -8,6 +8,7 @@ from ddp_runner.core.injection import (
     EVERY_RANK,
     InjectKind,
     bad_sample_places,
+    changes_loss,
     draw_injection,
     parse_injection,
     refuse_of_loops,
@@ -42,7 +43,22 @@ def test_a_fault_of_saves_meets_the_rank_that_writes(kind, rank):
         parse_injection(f"{kind}:rank=3", world_size=3)
 
 
-@pytest.mark.parametrize("kind", ["unused", "nan", "spike", "diverge"])
+def test_a_wrong_gradient_has_a_bit():
+    """Of no other kind, and not more bits than a number may have; drills look for it, and are not off for it."""
+    assert parse_injection("wrong_gradient:rank=1,step=40", world_size=2).bit == 12
+    found = parse_injection("wrong_gradient:rank=1,step=40,bit=63,times=3", world_size=2)
+    assert (found.bit, found.last_step) == (63, 42)
+    with pytest.raises(BadInputError, match="bit is 0 to 63"):
+        parse_injection("wrong_gradient:bit=64", world_size=2)
+    with pytest.raises(BadInputError, match="bit is unknown; known: rank, step"):
+        parse_injection("nan:bit=3", world_size=2)
+    for spec, is_off in (("wrong_gradient", False), ("hidden_state", False), ("nan", True)):
+        assert changes_loss([spec], world_size=2) == is_off
+
+
+@pytest.mark.parametrize(
+    "kind", ["unused", "nan", "spike", "diverge", "wrong_gradient", "hidden_state"]
+)
 def test_what_changes_a_loss_has_one_place(kind):
     """It happens where the loss is computed; any other phase would be a silent no-op."""
     with pytest.raises(BadInputError, match="phase forward only"):
@@ -90,6 +106,7 @@ def test_bad_samples_of_a_random_plan_are_drawn_before_it_begins():
         ("kill:rank=0,phase=backward", "an attached loop has the phases startup, forming, data,"),
         ("kill:rank=0,phase=compile", "an attached loop has the phases"),
         ("nan:rank=0", "nan is for a task"),
+        ("wrong_gradient:rank=0", "wrong_gradient is for a task"),
         ("random:kinds=kill+spike", "spike is for a task"),
     ],
 )

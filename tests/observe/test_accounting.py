@@ -17,6 +17,7 @@ from ddp_runner.kernel.wire.messages import Finished
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.minor_faults import INJECTED_KEPT, REPAIRED_KEPT
 from ddp_runner.observe.summary import (
+    Difference,
     EndOfRun,
     ExactProof,
     RunFindings,
@@ -361,10 +362,27 @@ def test_what_was_proved_stands_in_the_summary_always():
         "repeated": 0,
         "drilled": (),
         "repairs_proved": "",
+        "differences": (),
     }
     facts = RunFindings(proved={"repeated": {0}, "drilled": {50, 2}})
     made = summary(RunAccounting(began_s=0.0), facts=facts)
     assert made.exact_proof == ExactProof(repeated=1, drilled=(2, 50))
+
+
+def test_a_drill_that_failed_stands_in_the_summary(tmp_path):
+    """Where it was undone its reason is withdrawn, and no other one; a file is read back as it was."""
+    facts = RunFindings()
+    for step in (4, 9):
+        reason = f"differs at {step}"
+        facts.take(events.Drill(rank=1, step=step, differs="w", inexact_reason=reason))
+    facts.take(events.Diagnosed(rank=1, step=12, of_step=4, source="once"))
+    facts.take(events.Undone(rank=1, of_step=4, step=2, withdrawn="differs at 4"))
+    assert facts.inexact_reasons == ["differs at 9"]
+    made = summary(RunAccounting(began_s=0.0), facts=facts)
+    write_summary(tmp_path / "summary.json", made)
+    first, second = read_summary(tmp_path / "summary.json").exact_proof.differences
+    assert first == Difference(rank=1, step=4, first_in="w", cause="once", undone=True)
+    assert (second.step, second.cause, second.undone) == (9, "", False)
 
 
 def test_each_rank_s_own_time_is_reported():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -104,3 +105,36 @@ class Lingers(PacedTask):
             print("a drill of rank", os.environ["RANK"], flush=True)
             time.sleep(600)
         return super().build_datasets()
+
+
+class HasItsOwnCount(PacedTask):
+    """Counts what each rank has its own of: a replacement of rank 1 gets that of rank 0."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.count = 0
+
+    def loss(self, model, batch):
+        if model.training:
+            self.count += 1 + torch.distributed.get_rank()
+        return super().loss(model, batch) * (1 + 0.01 * self.count)
+
+
+class LoadsItsOwn(PacedTask):
+    """Its samples are others in each process."""
+
+    def build_datasets(self):
+        datasets = super().build_datasets()
+        return replace(datasets, train=_OfThisProcess(datasets.train))
+
+
+class _OfThisProcess(torch.utils.data.Dataset):
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __len__(self):
+        return len(self._inner)
+
+    def __getitem__(self, index):
+        inputs, *rest = self._inner[index]
+        return (inputs + 0.25 * is_drill(), *rest)

@@ -190,6 +190,7 @@ MUTATIONS = (
         after="if max(ages_ns) / 1e9 > IN_TIME_SHARE",
     ),
     _break("drilled-in-the-end", "self.is_owed = True", "pass"),
+    _break("back-for-all", "lost=tuple(sorted({*world.lost, *distrusted})),", "lost=world.lost,"),
     _break(
         "reaped-first",
         "if handle.state is RankState.DEAD",

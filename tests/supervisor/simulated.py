@@ -506,6 +506,8 @@ class Simulation:
             assert place["first_step"] == [0, *self.stage_ends][process.stage]
         loads = request.spec.loads
         self.resumed += [request.spec.resume] if loads else []
+        if request.spec.not_after >= 0:
+            self.checkpoint = min(self.checkpoint, request.spec.not_after)
         for number in range(self.preload_stamps):
             self.later(
                 self.preload_s * number / self.preload_stamps,

@@ -131,13 +131,28 @@ class RecoverySettings:
     replica_check_steps: Annotated[NonNegative, CANNOT_MATTER] = 500
     """Steps between comparisons of the ranks' weights, which are compared before each save too. 0:
     never, also not before a save."""
-    drill_at: Annotated[Positives | None, CANNOT_MATTER] = (2, 50, 1000)
+    drill_at: Annotated[
+        Positives | None,
+        CANNOT_MATTER,
+        Option(
+            "--no-proof",
+            group=OptionGroup.KEEPING_GOING,
+            constant="none",
+            says="no fire drills: the end waits for none, and says what is not proved",
+        ),
+    ] = (2, 50, 1000)
     """Steps of a fire drill, counted from where this launch began: in the background, a process like a
     replacement recomputes one rank's share, to prove that a repair is exact. A drill also follows each repair.
     none: no drills."""
     proof_share: Annotated[Share, CANNOT_MATTER] = 0.005
     """Share of the machine's time for further drills, at random steps throughout the run. 0: no drills at random
     steps."""
+    on_wrong_gradient: Annotated[Literal["continue", "rollback", "stop"], CANNOT_MATTER] = (
+        "rollback"
+    )
+    """When drills prove that a rank has computed a wrong gradient: go back to the newest checkpoint from before the
+    last drill of that rank that passed (rollback, at most rollbacks_max times), stop with exit code 1, or only
+    say so (continue)."""
     require_exact: Annotated[Switch, CANNOT_MATTER] = False
     """End a run once it is not exact: its state is saved, exit code 1."""
 

@@ -135,7 +135,7 @@ SETTINGS = (
 # Act 3 has what a run needs so that these can be noticed, or repaired.
 CHANGING_SETTINGS = (
     *("ddp.find_unused_parameters=false", "data.on_bad_sample=substitute"),
-    "recovery.explosion_window=50",
+    *("recovery.explosion_window=50", "recovery.on_wrong_gradient=continue"),
 )
 
 _HARMLESS: tuple[Blow, ...] = (
@@ -161,6 +161,8 @@ _CHANGING: tuple[Blow, ...] = (
     ("nan",),
     ("bad_sample:phase=data",),
     ("spike",),
+    ("wrong_gradient",),
+    ("hidden_state",),
 )
 
 

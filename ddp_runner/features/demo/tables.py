@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.core.injection import SHOWS_AS, InjectKind
+from ddp_runner.core.injection import FOR_DRILLS, SHOWS_AS, InjectKind
 from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.observe.format import printable
 
@@ -30,6 +30,8 @@ _WHAT_WAS_DONE = {
     InjectKind.NAN: "loss is NaN",
     InjectKind.SPIKE: "loss x 10,000",
     InjectKind.DIVERGE: "flipped bit",
+    InjectKind.WRONG_GRADIENT: "bad gradient",
+    InjectKind.HIDDEN_STATE: "hidden state",
     InjectKind.BAD_SAMPLE: "bad sample",
     InjectKind.DISK_FULL: "disk full",
     InjectKind.DISK_ERROR: "I/O error",
@@ -108,16 +110,18 @@ def _of_fault(fault: FaultRecord) -> Repaired:
 
 
 def _unnoticed(injected: InjectedRecord) -> Repaired:
+    kind = InjectKind(injected.kind)
+    by = "drills only" if kind in FOR_DRILLS else "waited for"
     return Repaired(
-        injected=InjectKind(injected.kind),
+        injected=kind,
         rank=injected.rank,
         step=injected.step,
         phase=injected.phase,
-        noticed_by="waited for",
+        noticed_by=by,
         noticed_s=None,
         repaired_s=None,
         steps_lost=0,
-        done="waited for",
+        done=by,
     )
 
 

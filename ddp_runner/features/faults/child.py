@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind, parse_injection
+from ddp_runner.core.injection import BIT, KINDS_IN_LOSS, Injection, InjectKind, parse_injection
 from ddp_runner.core.settings import Settings
 from ddp_runner.features.faults.faulty_disk import FaultyDisk, shared_trouble
 from ddp_runner.features.faults.injected_samples import with_bad_samples
@@ -28,6 +28,7 @@ from ddp_runner.kernel.wire.messages import Inject
 
 FOREVER_S = 1e6
 SPIKE_FACTOR = 1e4
+HIDDEN_FACTOR = 1.25  # of a loss that depends on hidden state
 UNHEARD_OF_BYTES = 1 << 62  # more than any address space: the system refuses it at once
 
 
@@ -92,7 +93,9 @@ class InjectedError(RuntimeError):
 class InjectingSlot(Slot):
     """A board slot that looks, at each stamp, whether a fault is due. Used only with ``--inject``."""
 
-    __slots__ = ("_announce", "_disk", "_left", "_loader_pids", "_pending", "_ruined")
+    __slots__ = (
+        *("_announce", "_bit", "_disk", "_hides", "_left", "_loader_pids", "_pending", "_ruined"),
+    )
 
     def __init__(
         self,
@@ -111,6 +114,8 @@ class InjectingSlot(Slot):
         self._disk = disk
         self._pending: list[tuple[InjectKind, int]] = []
         self._ruined: set[InjectKind] = set()  # what happens to the step in progress
+        self._bit = BIT  # which flips in it
+        self._hides = False  # the loss depends on this process, whose successor has nothing of it
 
     def inject_soon(self, kind: InjectKind, *, number: int) -> None:
         """Have ``kind`` happen at the next stamp, as injection ``number``. For the control thread."""
@@ -141,6 +146,8 @@ class InjectingSlot(Slot):
             if InjectKind.DIVERGE in self._ruined:
                 self._ruined.discard(InjectKind.DIVERGE)
                 flip_a_bit(model)
+            if InjectKind.WRONG_GRADIENT in self._ruined:
+                flip_in_next_gradient(model, self._bit)
             value = (
                 _without_last_module(loss, model, batch)
                 if InjectKind.UNUSED in self._ruined
@@ -148,6 +155,8 @@ class InjectingSlot(Slot):
             )
             if InjectKind.NAN in self._ruined:
                 value = times(value, float("nan"))
+            if self._hides and model.training:
+                value = times(value, HIDDEN_FACTOR)
             return times(value, SPIKE_FACTOR) if InjectKind.SPIKE in self._ruined else value
 
         return ruined_loss
@@ -160,6 +169,7 @@ class InjectingSlot(Slot):
                 continue
             due = injection.phase == place and injection.is_at(step)
             if due and self._can_inject(injection.kind, place):
+                self._bit = injection.bit
                 self._count_down(number, injection)
                 self._announce(number, injection.kind)
                 self._inject(injection.kind, injection.seconds)
@@ -221,7 +231,15 @@ class InjectingSlot(Slot):
                 self._disk.slow_down(seconds=seconds)
             case InjectKind.CORRUPT_CHECKPOINT:
                 self._disk.damage_newest()
-            case InjectKind.UNUSED | InjectKind.NAN | InjectKind.SPIKE | InjectKind.DIVERGE:
+            case InjectKind.HIDDEN_STATE:
+                self._hides = True
+            case (
+                InjectKind.UNUSED
+                | InjectKind.NAN
+                | InjectKind.SPIKE
+                | InjectKind.DIVERGE
+                | InjectKind.WRONG_GRADIENT
+            ):
                 self._ruined.add(kind)
             case InjectKind.BAD_SAMPLE:
                 raise AssertionError("a bad sample is in the data, not in the rank")
@@ -233,6 +251,25 @@ def flip_a_bit(model: nn.Module) -> None:
     itemsize = weight.element_size()
     # Little-endian: this bit belongs to the fraction of every floating-point type of 2 to 8 bytes.
     weight[(0,) * weight.dim()].unsqueeze(0).view(torch.uint8)[max(0, itemsize - 2)] ^= 1 << 3
+
+
+def flip_in_next_gradient(model: nn.Module, bit: int) -> None:
+    """Flip ``bit`` of the first number in the next gradient of the first weight, as a faulty device would.
+
+    It happens while that is computed, before anybody has noted or summed it. A smaller number has fewer bits:
+    they are counted round.
+    """
+    weight = next(one for one in model.parameters() if one.requires_grad)
+
+    def flipped(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        wrong = gradient.clone()
+        place = bit % (8 * wrong.element_size())
+        # Little-endian: the lowest byte comes first.
+        wrong[(0,) * wrong.dim()].unsqueeze(0).view(torch.uint8)[place // 8] ^= 1 << place % 8
+        return wrong
+
+    handle = weight.register_hook(flipped)  # type: ignore[no-untyped-call]
 
 
 def _without_last_module(loss: Loss, model: nn.Module, batch: Any) -> Any:

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 from ddp_runner import config
-from ddp_runner.features.proof.comparison import compare
+from ddp_runner.features.proof.comparison import Compared, compare
 from ddp_runner.features.proof.notes import Drills
 from ddp_runner.kernel.rank.process import prepare_interpreter
 from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
@@ -23,7 +23,7 @@ from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.run_files import open_to_append
-from ddp_runner.kernel.wire.events import Drill, DrillSkipped
+from ddp_runner.kernel.wire.events import Diagnosed, Drill, DrillSkipped
 from ddp_runner.kernel.wire.fork_specs import DrillSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
@@ -31,6 +31,7 @@ from ddp_runner.training.rank_context import TaskParts
 
 LOG_NAME = "drill.log"
 PROBLEM_CHARACTERS_MAX = 300
+PLACES_TOLD = 5
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # system calls without a function in the C library
 _IOPRIO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
@@ -65,24 +66,38 @@ def main(request: Fork, descriptors: list[int]) -> int:
     logger = DDPLogger(rank=rank_info.rank, debug=settings.run.debug)
     logger.hidden = hidden = hidden_texts(settings.task, os.environ)
     install_root_handler(logger)
-    differs = problem = ""
+    found, problem = Compared(differs=""), ""
     try:
-        differs = compare(settings, rank_info, folder=Path(spec.folder), logger=logger)
+        found = compare(settings, rank_info, folder=Path(spec.folder), logger=logger)
     except BaseException as error:  # noqa: BLE001 - the top of a process: no drill is worth a run
         traceback.print_exc()
         text = without_secrets(str(error), hidden)
         problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
-    message = (
-        DrillSkipped(rank=rank_info.rank, step=spec.step, text=problem)
-        if problem
-        else Drill(rank=rank_info.rank, step=spec.step, differs=differs)
-    )
+    message = _report(found, rank=rank_info.rank, step=spec.step, problem=problem)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it
             stream.flush()
     with contextlib.suppress(ChannelClosedError):  # nobody wants to know any more
         channel.send(message)
     return 0
+
+
+def _report(
+    found: Compared, *, rank: int, step: int, problem: str
+) -> Drill | DrillSkipped | Diagnosed:
+    if problem:
+        return DrillSkipped(rank=rank, step=step, text=problem)
+    if not found.diagnoses:
+        return Drill(rank=rank, step=step, differs=found.differs, repeats=found.repeats)
+    return Diagnosed(
+        rank=rank,
+        step=step,
+        plain=found.differs,
+        with_state=found.with_state,
+        with_data=found.with_data,
+        itself=found.itself,
+        places=found.places[:PLACES_TOLD],
+    )
 
 
 def stand_back() -> None:

@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.settings import Settings
-from ddp_runner.features.proof.rules import SHARE_FILE, STATE_FOLDER
+from ddp_runner.data.loader import Loader, MicroBatch
+from ddp_runner.features.proof.rules import BATCH_FILE, SHARE_FILE, SIDE_FILE, STATE_FOLDER
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.run_files import read_small
 from ddp_runner.observe.logger import DDPLogger
@@ -28,56 +33,205 @@ from ddp_runner.training.starting.resume import load_start
 from ddp_runner.training.step import StepRules, own_share
 from ddp_runner.training.workload import backend_of, build_workload
 
+PLACES_TRIED = 8  # names of state, each given alone
 
-def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DDPLogger) -> str:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """How a replacement compares with the rank. ``differs``: in what first; empty: in nothing. ``repeats``: it came to the same twice.
+
+    The rest, where the rank has handed over what it takes (``diagnoses``), is that of :class:`events.Diagnosed`.
+    """
+
+    differs: str
+    repeats: bool = True
+    diagnoses: bool = False
+    with_state: str = ""
+    with_data: str = ""
+    itself: str = ""
+    places: tuple[str, ...] = ()
+
+
+def compare(
+    settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DDPLogger
+) -> Compared:
     """Compute the share of ``rank_info`` once more, from the state in ``folder``, and compare it.
 
-    Returns where it parts first from what the rank has noted, in words; empty where it does not. Raises
-    whatever building, loading or computing raises: then nothing is known.
+    Where there is a difference, more is computed to see where it comes from. Raises whatever building, loading
+    or computing raises: then nothing is known.
     """
     noted: dict[str, Any] = json.loads(read_small(folder / SHARE_FILE))
-    rank, world_size = int(noted["rank"]), int(noted["world_size"])
-    make_forks_safe()
-    # As a resume does, but for the loader, whose workers a drill can do without.
-    settings = replace(
-        settings,
-        run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
-        data=replace(settings.data, num_workers=0, workers_total=None),
-        checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
-    )
-    workload, state = build_workload(settings, rank_info)
-    loaded = load_start(
-        settings, workload, state, CheckpointStore(folder / STATE_FOLDER, keep_last=1)
-    )
-    if loaded is None:
-        raise FileNotFoundError(f"there is no state in {folder}")
-    # Its samples are those of before: what was found bad in that very step is known by now.
-    state.quarantine.merge(noted["quarantine"])
-    step = state.committed_step
-    group = stand_apart(
-        rank=rank, world_size=world_size, backend=backend_of(settings, workload.device)
-    )
-    runtime = Aside(rank_info, logger)
-    compiler = Compiler(settings.run, state.model, slot=runtime.slot)
-    compiler.turn(on=state.tuning.may_compile)
     with contextlib.ExitStack() as ending:
-        workload = with_preloaded_data(settings, workload, state, runtime, ending=ending)
+        other = Replacement(
+            settings, rank_info, noted=noted, folder=folder, logger=logger, ending=ending
+        )
+        first = other.share()
+        differs = other.unlike_noted(first)
+        if "again" not in noted:
+            return Compared(differs=differs, repeats=not differs or other.share() == first)
+        return _diagnosed(other, differs, folder=folder, again=OwnShare.from_record(noted["again"]))
+
+
+def _diagnosed(other: Replacement, differs: str, *, folder: Path, again: OwnShare) -> Compared:
+    """Compute the share with what the rank had: first its state outside the model, then its batch as well."""
+    with_state, with_data, places = differs, differs, list[str]()
+    side, batches = _handed(folder / SIDE_FILE), _handed(folder / BATCH_FILE)
+    if differs and isinstance(side, dict):
+        places = other.unlike_here(side)
+        with_state = with_data = other.unlike_noted(other.share(side=side, names=places))
+        if not with_state:
+            places = _decisive(other, side, places) or places
+    if with_state and isinstance(batches, list):
+        known = side if isinstance(side, dict) else None
+        with_data = other.unlike_noted(other.share(side=known, names=places, batches=batches))
+    return Compared(
+        differs=differs,
+        diagnoses=True,
+        with_state=with_state,
+        with_data=with_data,
+        itself=other.unlike_noted(again),
+        places=tuple(places),
+    )
+
+
+def _decisive(other: Replacement, side: dict[str, Any], places: Sequence[str]) -> list[str]:
+    """Return the one of ``places`` that makes the difference alone; none where it takes several."""
+    if len(places) == 1:
+        return []
+    return next(
+        (
+            [o]
+            for o in places[:PLACES_TRIED]
+            if not other.unlike_noted(other.share(side=side, names=[o]))
+        ),
+        [],
+    )
+
+
+def _handed(path: Path) -> Any:
+    """What the rank has written there; None where it has not, or not so that it can be read without its types."""
+    with contextlib.suppress(Exception):
+        return torch.load(path, weights_only=True)
+    return None
+
+
+class Replacement:
+    """A replacement of a rank that computes its share of one step, as often as it is asked to.
+
+    ``noted``: what the rank has noted of that share. ``ending``: ends what it loads samples with.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        rank_info: RankInfo,
+        *,
+        noted: dict[str, Any],
+        folder: Path,
+        logger: DDPLogger,
+        ending: contextlib.ExitStack,
+    ) -> None:
+        self._noted = noted
+        self._rank, self._world_size = int(noted["rank"]), int(noted["world_size"])
+        make_forks_safe()
+        # As a resume does, but for the loader, whose workers a drill can do without.
+        self._settings = settings = replace(
+            settings,
+            run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
+            data=replace(settings.data, num_workers=0, workers_total=None),
+            checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
+        )
+        self._workload, self._state = build_workload(settings, rank_info)
+        self._store = CheckpointStore(folder / STATE_FOLDER, keep_last=1)
+        self._load()
+        self._is_fresh = True
+        self._step = self._state.committed_step
+        backend = backend_of(settings, self._workload.device)
+        self._group = stand_apart(rank=self._rank, world_size=self._world_size, backend=backend)
+        self._runtime = Aside(rank_info, logger)
+        compiler = Compiler(settings.run, self._state.model, slot=self._runtime.slot)
+        compiler.turn(on=self._state.tuning.may_compile)
+        self._workload = with_preloaded_data(
+            settings, self._workload, self._state, self._runtime, ending=ending
+        )
+        self._loader = self._made_loader()
+        ending.callback(self._loader.close)
+
+    def _made_loader(self) -> Loader:
         loader = make_loader(
-            settings, workload, workload.datasets, state, runtime, on_wait=lambda: None
+            self._settings,
+            self._workload,
+            self._workload.datasets,
+            self._state,
+            self._runtime,
+            on_wait=lambda: None,
         )
-        ending.callback(loader.close)
-        loader.use_shares(tuple(noted["shares"]))
+        loader.use_shares(tuple(self._noted["shares"]))
         loader.assign(
-            rank=rank, world_size=world_size, micro_batch_size=state.tuning.micro_batch_size
+            rank=self._rank,
+            world_size=self._world_size,
+            micro_batch_size=self._state.tuning.micro_batch_size,
         )
-        loader.use_order(state.order_version)
-        share = own_share(
-            state,
+        loader.use_order(self._state.order_version)
+        return loader
+
+    def unlike_noted(self, share: OwnShare) -> str:
+        """Return in what ``share`` differs first from the noted one, in words; empty where it does not."""
+        names = [name for name, _ in self._state.named_parameters()]
+        return first_difference(OwnShare.from_record(self._noted["share"]), share, names=names)
+
+    def unlike_here(self, side: dict[str, Any]) -> list[str]:
+        """Return the names of state outside the model that the rank has otherwise than a replacement."""
+        self._load_again()
+        return self._state.side.unlike(side)
+
+    def share(
+        self,
+        *,
+        side: dict[str, Any] | None = None,
+        names: Iterable[str] = (),
+        batches: Sequence[Any] | None = None,
+    ) -> OwnShare:
+        """Compute the share from the state as it was sent. ``side``, ``batches``: of the rank, in the place of its own.
+
+        ``names``: of ``side``, those that are given. Raises RuntimeError where the task asks another rank for something.
+        """
+        self._load_again()
+        if side is not None:
+            self._state.side.take_over(side, names)
+        self._is_fresh = False
+        micro_batches = self._loader.take_copy(self._step)
+        if batches is not None:
+            micro_batches = [
+                MicroBatch(indices=one.indices, batch=batch)
+                for one, batch in zip(micro_batches, copy.deepcopy([*batches]), strict=True)
+            ]
+        share = self._own_share(micro_batches)
+        if self._group.asked:
+            raise RuntimeError(f"the task asks the other ranks for something ({self._group.asked})")
+        return share
+
+    def _load_again(self) -> None:
+        if not self._is_fresh:
+            self._load()
+        self._is_fresh = True
+
+    def _load(self) -> None:
+        loaded = load_start(self._settings, self._workload, self._state, self._store)
+        if loaded is None:
+            raise FileNotFoundError(f"there is no state in {self._store.directory.parent}")
+        # Its samples are those of before: what was found bad in that very step is known by now.
+        self._state.quarantine.merge(self._noted["quarantine"])
+
+    def _own_share(self, micro_batches: list[MicroBatch]) -> OwnShare:
+        settings, workload = self._settings, self._workload
+        return own_share(
+            self._state,
             workload.task.loss,
-            loader.take(step),
+            micro_batches,
             rules=StepRules(
                 seed=settings.run.seed,
-                rank=rank,
+                rank=self._rank,
                 global_batch=workload.global_batch,
                 total_steps=workload.length.total_steps,
                 first_step=workload.length.first_step,
@@ -85,10 +239,6 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
                 device=workload.device,
                 others=workload.other_devices,
             ),
-            slot=runtime.slot,
-            step=step,
+            slot=self._runtime.slot,
+            step=self._step,
         )
-    if group.asked:
-        raise RuntimeError(f"the task asks the other ranks for something ({group.asked})")
-    names = [name for name, _ in state.named_parameters()]
-    return first_difference(OwnShare.from_record(noted["share"]), share, names=names)

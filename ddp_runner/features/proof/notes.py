@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,10 +20,14 @@ from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.injection import changes_loss
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.data.source import NotCopiedError, copied
 from ddp_runner.features.proof.rules import (
+    BATCH_FILE,
     OWED,
     SHARE,
     SHARE_FILE,
+    SIDE_FILE,
     STATE,
     STATE_FOLDER,
     drilled_rank,
@@ -89,12 +93,15 @@ class Drills(BesideSteps):
         self._step = 0  # of that
         self._formed = (0, 0)  # generation, and the step that it began with
         self._asked: DrillAt | None = None  # a step at random
+        self._diagnoses = False  # the step in hand is to say more of this rank
         if isinstance(runtime, SupervisedRuntime):
             runtime.answer[DrillAt] = self._take_asked
         self._state.readers.append(self._release_state)
 
     @contextlib.contextmanager
-    def beside(self, stepper: Stepper, group: Group) -> Iterator[None]:
+    def beside(
+        self, stepper: Stepper, group: Group, micro_batches: Sequence[MicroBatch]
+    ) -> Iterator[None]:
         """Do this rank's part of a due drill while a step runs, if one is due with it.
 
         INVARIANT untouched: a drill changes no bit of the run: what it is given is copied and noted, and
@@ -116,6 +123,7 @@ class Drills(BesideSteps):
         if group.rank != drilled:
             yield
             return
+        more = self._looked_into(stepper, micro_batches) if self._diagnoses else {}
         with stepper.noted() as notes:
             yield
         if self._state.committed_step == step + 1:  # else its state was given up
@@ -125,7 +133,10 @@ class Drills(BesideSteps):
                 "shares": list(self._loader.shares),
                 "share": notes.share().to_record(),
                 "quarantine": self._state.quarantine.to_record(),
+                **{key: more[key] for key in more.keys() & {"again"}},
             }
+            for name in more.keys() & {SIDE_FILE, BATCH_FILE}:
+                self._write_beside(step, name, more[name])
             self._report_part(step, SHARE, self._write_share(step, record))
 
     def _drilled_at(self, step: int, group: Group) -> int | None:
@@ -133,11 +144,13 @@ class Drills(BesideSteps):
         if not self._drill_at:
             return None
         asked, rank = self._asked, self._runtime.rank_info.rank
+        self._diagnoses = False
         if asked is not None and asked.step <= step:
             self._asked = None
             if (
                 asked.step == step
             ):  # all ranks were asked: one is drilled, and rank 0 writes the state
+                self._diagnoses = asked.diagnoses
                 return group.rank if asked.rank == rank else _ANOTHER
         membership = group.membership
         owed = membership.owes_drill
@@ -153,6 +166,26 @@ class Drills(BesideSteps):
         if number == OWED:
             return owed
         return drilled_rank(number, membership.local_world_size)
+
+    def _looked_into(self, stepper: Stepper, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+        """Compute the share of the step that begins now once more, and hold what it is computed from.
+
+        Without what cannot be copied, or has no room.
+        """
+        side, found = self._state.side, dict[str, Any]()
+        if side.hold_bytes() <= self._memory.room_bytes() / STATES_NEEDED:
+            found[SIDE_FILE] = side.whole_record()
+        with contextlib.suppress(NotCopiedError):
+            found[BATCH_FILE] = [one.batch for one in copied([*micro_batches])]
+            found["again"] = stepper.share_again(copied([*micro_batches])).to_record()
+        return found
+
+    def _write_beside(self, step: int, name: str, content: object) -> None:
+        """Write what a diagnosis can do without: what cannot be written is not in it."""
+        folder = self._folder / folder_name(step)
+        with contextlib.suppress(Exception):  # as a batch of the user's own types may raise
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(content, folder / name)
 
     def _take_asked(self, message: DrillAt) -> None:
         """Called by the thread that listens to the supervisor."""

@@ -20,18 +20,21 @@ from ddp_runner.features.proof.rules import (
     SHARE,
     STATE,
     UNHEARD_S,
+    Cause,
     DrillFacts,
     RepairLedger,
     failed_reason,
     folder_name,
     may_begin,
     must_end,
+    off_line,
     pause_s,
     step_to_drill,
     unproved_reason,
     wait_line,
 )
-from ddp_runner.kernel.parent.ports import Observer, Turn
+from ddp_runner.features.proof.suspects import Suspects
+from ddp_runner.kernel.parent.ports import Found, Observer, Turn
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.keeper import Keeper, Stuck
@@ -67,6 +70,7 @@ class DrillKeeper(Observer):
         here = [handle.rank for handle in self._world.ranks if self._world.is_here(handle)]
         self._repairs = RepairLedger(ranks=here)
         self._processes: list[int] | None = None  # of each rank, when the newest generation formed
+        self._formed_step = 0  # with which that was
         # Drills at random steps.
         self._share = recovery.proof_share if recovery.drill_at else 0.0
         self._draw = random.random
@@ -88,14 +92,14 @@ class DrillKeeper(Observer):
         )
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._said_short = False
+        self._is_off_said = False  # that nothing is proved, as nothing was to be
         self._has_differed = False
-        self._has_taken_over = (
-            False  # a run whose coordinator was lost, once a generation has formed
-        )
+        self._has_taken_over = False  # a run whose coordinator was lost, once it has formed
         self._is_possible = False  # ranks have written what one needs, or have tried to
         self._waits_since_s: float | None = None  # once all ranks have finished
         self._refused: int | None = None  # the newest step of which a part could not be written
         self.is_owed = False  # a repair has cut one short, and none has come to its end since
+        self._suspects = Suspects(around)
 
     def hears(self) -> Mapping[type[object], Callable[..., None]]:
         """Hear of the parts that ranks write."""
@@ -103,7 +107,15 @@ class DrillKeeper(Observer):
 
     def said(self) -> Mapping[type[object], Callable[..., None]]:
         """Hear what came of a drill."""
-        return {events.Drill: self.drilled, events.DrillSkipped: self.drilled}
+        return {
+            events.Drill: self.drilled,
+            events.DrillSkipped: self.drilled,
+            events.Diagnosed: self.diagnosed,
+        }
+
+    def found(self) -> Found | None:
+        """Return a rank that drills have proved wrong, or that is to have another process to see whether it is."""
+        return self._suspects.take_found()
 
     def begins(self) -> None:
         """Remove what a supervisor that was killed has left."""
@@ -112,6 +124,9 @@ class DrillKeeper(Observer):
     def forms(self, first: RankHandle) -> None:
         """Note which ranks were replaced since the generation before."""
         processes = [handle.processes for handle in self._world.ranks]
+        self._suspects.forms(processes)
+        held = [one.ready.committed_step for one in self._world.present if one.ready is not None]
+        self._formed_step = step = max(held, default=0)
         before, self._processes = self._processes, processes
         is_take_over = self._recorder.facts.took_over and not self._has_taken_over
         if is_take_over:
@@ -124,8 +139,6 @@ class DrillKeeper(Observer):
             return
         else:
             replaced = [rank for rank, one in enumerate(processes) if one != before[rank]]
-        held = [one.ready.committed_step for one in self._world.present if one.ready is not None]
-        step = max(held, default=0)
         total = first.slot.get(Cell.TOTAL_STEPS)
         if total and step >= total:
             return  # nothing is computed any more
@@ -217,7 +230,7 @@ class DrillKeeper(Observer):
             self._cut_short(why, keeps=True)
         if not fault_free:
             self.drop()
-        elif turn.is_fault_free and self._share and not is_running:
+        elif turn.is_fault_free and not is_running:
             self._ask(now_s)
         if fault_free and may_begin(facts) and self._waiting is not None:
             self._running, self._waiting = self._waiting, None
@@ -234,14 +247,10 @@ class DrillKeeper(Observer):
         if isinstance(message, events.DrillSkipped):
             self._report_skipped(message.text)
             return
-        self._running = self._problem = None
-        self.is_owed = False
+        self._has_come_to_its_end(step)
         on_cpu = self._plan.devices[rank].device == "cpu"
         # A drill takes what is left of one core. Of a GPU nothing is known to be left.
         self._cost_s = seconds / (len(os.sched_getaffinity(0)) if on_cpu else 1)
-        self._due_s = None
-        self._remove(step)
-        self._keep(None)
         finding, is_first = "", False
         if message.differs:
             finding = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
@@ -251,10 +260,31 @@ class DrillKeeper(Observer):
         drill = replace(message, seconds=round(seconds, 3), finding=finding, inexact_reason=reason)
         self._recorder.record(drill)
         self._has_differed |= bool(message.differs)
-        if not message.differs:
-            self._recorder.record(events.Proved(rank=rank, step=step, what=DRILLED))
-            self._repairs.passed(rank, step=step)
-            self._record_repairs()
+        if message.differs:
+            self._suspects.failed(drill)
+        else:
+            self._has_passed(rank, step)
+
+    def diagnosed(self, message: events.Diagnosed, now_s: float) -> None:
+        """The share of a rank whose drill has failed was computed in several ways."""
+        if self._running != (message.step, message.rank):
+            return
+        self._has_come_to_its_end(message.step)
+        cause = self._suspects.diagnosed(message, now_s)
+        if cause in (Cause.ONCE, Cause.PROCESS):  # a replacement has come to the same
+            self._has_passed(message.rank, message.step)
+
+    def _has_come_to_its_end(self, step: int) -> None:
+        self._running = self._problem = self._due_s = None
+        self.is_owed = False
+        self._remove(step)
+        self._keep(None)
+
+    def _has_passed(self, rank: int, step: int) -> None:
+        self._recorder.record(events.Proved(rank=rank, step=step, what=DRILLED))
+        self._suspects.passed(rank, step=step)
+        self._repairs.passed(rank, step=step)
+        self._record_repairs()
 
     def was_forked(self, forked: Forked, now_s: float) -> None:
         """It computes from here on; that it could not be forked shows at the next look."""
@@ -303,6 +333,11 @@ class DrillKeeper(Observer):
         # Guarded by: test_the_end_waits_for_a_drill_where_a_rank_was_replaced.
         if not self.lacks_proof:
             return False
+        if not self._plan.settings.recovery.drill_at:
+            if not self._is_off_said:
+                self._is_off_said = True
+                self._recorder.say(off_line(self._repairs.count))
+            return False
         why = ""
         if self.pending is not None:
             if self._waits_since_s is None:
@@ -336,18 +371,19 @@ class DrillKeeper(Observer):
         shutil.rmtree(path, ignore_errors=True)
 
     def _ask(self, now_s: float) -> None:
-        """Have the ranks drill a step at random, if one is due: not while one is on its way."""
+        """Have the ranks drill a step at random, or one for a diagnosis, if one is due: not while one is on its way."""
         if self._asked is not None:
             if now_s > self._asked_at_s + UNHEARD_S:
                 self._asked = self._due_s = None
             return
-        if self._due_s is None:
-            self._due_s = now_s + pause_s(self._cost_s, share=self._share, drawn=self._draw())
-        if now_s < self._due_s or self._waiting is not None or self._are_parts_awaited(now_s):
+        if not self._is_due(now_s) or self._waiting is not None or self._are_parts_awaited(now_s):
             return
+        committed = self._recorder.facts.committed_step
+        if committed <= self._formed_step:
+            return  # a rank that begins its first step forgets what it was asked before
         first = self._world.present[0]
         step = step_to_drill(
-            self._recorder.facts.committed_step,
+            committed,
             step_s=first.slot.get(Cell.STEP_NS) / 1e9,
             total_steps=first.slot.get(Cell.TOTAL_STEPS),
         )
@@ -356,9 +392,22 @@ class DrillKeeper(Observer):
             return
         drawn = here[int(self._draw() * len(here))]
         rank = self._repairs.witness(here) if self.lacks_proof else drawn
-        self._asked, self._asked_at_s = DrillAt(rank=rank, step=step), now_s
+        suspect = self._suspects.to_diagnose
+        if suspect is not None:
+            rank = suspect
+        self._asked = DrillAt(rank=rank, step=step, diagnoses=suspect is not None)
+        self._asked_at_s = now_s
         for handle in self._world.present:  # so that nobody takes it for a step of drill_at
             self._world.send(handle, self._asked)
+
+    def _is_due(self, now_s: float) -> bool:
+        if self._suspects.to_diagnose is not None:
+            return True
+        if not self._share:
+            return False
+        if self._due_s is None:
+            self._due_s = now_s + pause_s(self._cost_s, share=self._share, drawn=self._draw())
+        return now_s >= self._due_s
 
     def _are_parts_awaited(self, now_s: float) -> bool:
         """Return whether a drill lacks one of its parts still; one that has lacked it for too long is given up."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from ddp_runner.kernel.rules.helper_roles import Role
+from ddp_runner.kernel.wire.events import Diagnosed
 from ddp_runner.kernel.wire.fork_specs import ForkKind
 
 DRILL = Role(
@@ -22,6 +24,7 @@ DRILL = Role(
 FOLDER = ".drill"  # in the run's folder of checkpoints
 # What a drill needs: a file, and a folder of checkpoints. They are apart: who saves removes what looks left over.
 SHARE_FILE, STATE_FOLDER = "share.json", "state"
+SIDE_FILE, BATCH_FILE = "side.pt", "batch.pt"  # of a rank whose drill has failed
 STATE, SHARE = "state", "share"  # in messages
 REPEATED, DRILLED = "repeated", "drilled"  # what is proved
 # For a drill, once training is complete, where a rank was replaced and none has passed.
@@ -30,6 +33,7 @@ OWED = -1  # the drill that makes up for another one, or proves a repair
 COST_GUESS_S = 10.0  # of a drill, while none has ended
 LEAD_S, LEAD_STEPS = 0.5, 3  # from the order to the step: every rank is to hear of it before
 PART_S = 120.0  # for the second part of what a drill needs, once the first is there
+PLACES_SHOWN = 3  # names of state in a line
 UNHEARD_S = 10.0  # from that step to its files; after that nobody has written any
 
 
@@ -184,9 +188,121 @@ def wait_line(step: int) -> str:
     )
 
 
+def off_line(repairs: int) -> str:
+    """Return the log line of a complete run without drills in which ranks were replaced."""
+    many = f"{repairs} repairs are" if repairs > 1 else "1 repair is"
+    return f"{many} not proved to be exact: drills are off (recovery.drill_at=none, --no-proof)"
+
+
 def unproved_reason(*, step: int, why: str) -> str:
     """Why a run is not exact in which a rank was replaced and no drill has passed."""
     return (
         "not proved: a rank was replaced, and no drill has shown that a replacement computes the same"
         f" bits (that of step {step:,}: {why})"
+    )
+
+
+class Cause(Enum):
+    """What a diagnosis has found a difference to come from."""
+
+    STATE = "state"  # outside the model: with the rank's, a replacement computes the same
+    DATA = "data"  # with the rank's own batch it does
+    UNSTEADY = "unsteady"  # the rank itself computes other bits the second time
+    ONCE = "once"  # it is gone: that once, the rank's result was wrong
+    LASTING = "lasting"  # neither state nor data, and the rank repeats its bits
+    DEVICE = "device"  # the same, in another process of that rank
+    PROCESS = "process"  # it is gone with the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A drill that has failed: of ``rank`` at ``step``, first in ``differs``.
+
+    ``trusted``: the newest step whose state no wrong step of this rank has gone into, as far as its drills show.
+    ``is_proved``: one of them has passed. ``repeats``: the drill has come to its bits twice. ``process``: the how many-th of the rank is to be diagnosed;
+    ``is_another``: it is another one than that of the drill. ``reason``: why the run is not exact for it.
+    """
+
+    rank: int
+    step: int
+    differs: str
+    trusted: int
+    is_proved: bool
+    repeats: bool
+    process: int
+    reason: str
+    is_another: bool = False
+
+
+def cause_of(case: Case, found: Diagnosed) -> Cause:
+    """Return what the difference comes from."""
+    if found.itself:
+        return Cause.UNSTEADY
+    if not found.plain:
+        if case.is_another:
+            return Cause.PROCESS
+        return Cause.ONCE if case.repeats else Cause.UNSTEADY
+    if not found.with_state:
+        return Cause.STATE
+    if not found.with_data:
+        return Cause.DATA
+    return Cause.DEVICE if case.is_another else Cause.LASTING
+
+
+def diagnosis_line(case: Case, found: Diagnosed, cause: Cause) -> str:
+    """Return the log line about a diagnosis."""
+    at = f"step {found.step:,}"
+    places = ", ".join(found.places[:PLACES_SHOWN])
+    what = {
+        Cause.STATE: f"state outside the model: {places}. With the rank's, a replacement computes the same bits at {at}",
+        Cause.DATA: f"the data: with the rank's own batch a replacement computes the same bits at {at}, and with samples"
+        " that are loaded again it does not",
+        Cause.UNSTEADY: f"at {at} the same rank computes other bits twice: the device, or a kernel that is not"
+        " deterministic, or state that cannot be looked into and that each step changes",
+        Cause.ONCE: f"at {at} the same rank computes the same bits as a replacement, twice: that once its result was"
+        " wrong: the device",
+        Cause.LASTING: f"at {at} the rank repeats its bits, and another process with its state and its data does not come"
+        " to them: the device, or state that cannot be looked into (C++, a file)",
+        Cause.DEVICE: f"at {at} another process of the rank computes wrong bits, too: the device",
+        Cause.PROCESS: f"at {at} another process of the rank computes the same bits as a replacement: it was state of the"
+        " former process that cannot be looked into (C++, a file)",
+    }[cause]
+    return (
+        f"the difference of rank {case.rank} at step {case.step:,}, first in {case.differs}: {what}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoBack:
+    """The step of the state to go back to. ``is_sound``: no step that is in doubt has gone into it."""
+
+    step: int
+    is_sound: bool
+
+
+def where_to_go_back(
+    saved: Collection[int], *, trusted: int, failed: int, begun: int
+) -> GoBack | None:
+    """Return the newest of the ``saved`` steps up to ``trusted``, else up to the wrong one, ``failed``; None: there is none.
+
+    A run that has begun at step 0 can begin there again where it has saved nothing, or nothing of its own is proved.
+    """
+    sound = [step for step in saved if step <= trusted]
+    if sound:
+        return GoBack(step=max(sound), is_sound=True)
+    if begun == 0 and (trusted == 0 or not saved):
+        return GoBack(step=0, is_sound=True)
+    earlier = [step for step in saved if step <= failed]
+    return GoBack(step=max(earlier), is_sound=False) if earlier else None
+
+
+def doubt_line(case: Case, *, last: int, then: str) -> str:
+    """Return the log line that names the steps in doubt. ``last``: the newest committed one; ``then``: what follows."""
+    first, count = case.trusted + 1, last - case.trusted
+    since = "this launch began"
+    if case.is_proved:
+        since = f"its drill at step {case.trusted - 1:,}, which passed"
+    return (
+        f"rank {case.rank} has computed a wrong gradient: the {count:,} steps since {since}"
+        f" ({first:,} to {last:,}) are in doubt; {then}"
     )

@@ -179,6 +179,17 @@ class Turn:
     at_end: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A fault of a rank that looks sound from outside, so that another process follows it.
+
+    ``not_after``: all ranks go back to a state of this step, or an older one; None: they keep theirs.
+    """
+
+    fault: Fault
+    not_after: int | None = None
+
+
 class Observer:
     """Works next to a run, which can do without it. It overrides what it cares about; the rest does nothing."""
 
@@ -190,6 +201,10 @@ class Observer:
 
     def look(self, turn: Turn) -> None:
         """Get a turn, also while the run ends."""
+
+    def found(self) -> Found | None:
+        """Return a fault that only it can have found, once; asked after each :meth:`look`."""
+        return None
 
     def look_after_repair(self, turn: Turn) -> None:
         """Get a turn while the run does not end, once everything is repaired that can be."""

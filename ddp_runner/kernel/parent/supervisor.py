@@ -373,6 +373,9 @@ class Supervisor:
         turn = self._turn(now_s)
         for observer in self._observers:
             observer.look(turn)
+            found = observer.found()
+            if found is not None and not self.run_end.is_known and self._finished_at_s is None:
+                self._repair.distrust(found.fault, not_after=found.not_after)
         if self._is_at_its_end(now_s):
             return
         self._keeper.look(now_s)

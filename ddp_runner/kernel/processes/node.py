@@ -491,6 +491,7 @@ class Node:
             **surroundings,
             loads=start.loads,
             resume=start.resume,
+            not_after=start.not_after,
             short_of_memory_in=start.short_of_memory_in,
             device_free_bytes=start.device_free_bytes * self._plan.has_own_device[rank],
             injections_left=dict(start.injections_left),

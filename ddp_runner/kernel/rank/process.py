@@ -69,6 +69,7 @@ def linked(
         loads=spec.loads,
         short_of_memory_in=spec.short_of_memory_in,
         device_free_bytes=spec.device_free_bytes,
+        not_after=spec.not_after,
         preload=spec.preload,
         memory_slots=spec.memory_slots,
         has_saver=spec.has_saver,

@@ -81,6 +81,8 @@ class Repair:
             run, hangs=self._hangs, cutting=cutting, injections_left=injections_left
         )
         self._respawn_at_s = 0.0
+        # The step that all ranks were last sent back to, and the generation that they left for it.
+        self._not_after, self._went_back_in = -1, -1
 
     @property
     def is_open(self) -> bool:
@@ -112,6 +114,18 @@ class Repair:
         self._incident.faults.append(fault)
         self._incident.forked_ahead.discard(fault.rank)  # or what was forked has a fault itself
         self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
+
+    def distrust(self, fault: Fault, *, not_after: int | None) -> None:
+        """Report a fault of a rank that answers like any other, and whose process is to be replaced.
+
+        ``not_after``: the newest step of which the others' state is good; None: what they have is kept.
+        """
+        self.report(fault)
+        assert self._incident is not None
+        self._incident.distrusted.add(fault.rank)
+        if not_after is not None:
+            self._incident.not_after = not_after
+            self._actions.append(f"going back to step {not_after:,}")
 
     def note_action(self, message: events.TuningChanged) -> None:
         """Note the change that a rank makes because of its own fault, which it reports next, or its predecessor's."""
@@ -259,7 +273,7 @@ class Repair:
 
     def _fork_ahead(self, incident: OpenIncident, now_s: float) -> None:
         """Have those who are certainly needed start while the last answers are still awaited."""
-        if now_s < incident.began_s + ANSWERS_TIME_S:
+        if now_s < incident.began_s + ANSWERS_TIME_S or incident.not_after is not None:
             return
         # INVARIANT reaped-first: a number is given out again only when its process has been reaped.
         # Broken if: a rank is forked ahead while its predecessor still ends.
@@ -333,9 +347,10 @@ class Repair:
         ranks = self._world.present
         incident = self._as_incident(opened, now_s)
         self._plain_retry = False
+        world = who_is_left(ranks, incident, forked_ahead=opened.forked_ahead, now_s=now_s)
         plan = plan_recovery(
             incident,
-            world=who_is_left(ranks, incident, forked_ahead=opened.forked_ahead, now_s=now_s),
+            world=self._without_distrusted(world, opened),
             history=self._recorder.history,
             settings=self._settings,
         )
@@ -373,8 +388,28 @@ class Repair:
             for fault in incident.attribution.causes
             if is_short_for_steps(fault) and fault.rank in plan.ranks
         }
+        if opened.not_after is not None:
+            self._not_after, self._went_back_in = opened.not_after, self._facts.generation
         self._replace(plan, now_s, forked_ahead=opened.forked_ahead)
         return None
+
+    def _without_distrusted(self, world: WorldFacts, opened: OpenIncident) -> WorldFacts:
+        """The same, where who is distrusted has no state; all are, where they are to go back."""
+        # INVARIANT back-for-all: what is gone back from is nobody's any more.
+        # Broken if: a rank keeps a state that is later than the one that all are to begin with.
+        # Guarded by: test_all_ranks_go_back_and_what_is_later_is_set_aside.
+        goes_back = opened.not_after is not None
+        distrusted = {h.rank for h in self._world.present} if goes_back else opened.distrusted
+        if not distrusted:
+            return world
+        left = [h for h in self._world.present if h.rank not in {*world.lost, *distrusted}]
+        return replace(
+            world,
+            lost=tuple(sorted({*world.lost, *distrusted})),
+            filled=any(handle.is_filled for handle in left),
+            parked=tuple(one for one in world.parked if one.rank not in distrusted),
+            goes_back=goes_back,
+        )
 
     def _last_sign_s(self, culprit: Fault) -> float:
         """When the culprit last changed its phase, as far as its slot still shows."""
@@ -418,12 +453,17 @@ class Repair:
             short_of_memory_in=self._short_of_memory.get(handle.rank, ""),
             device_free_bytes=handle.device_free_bytes,
             may_take_spare=handle.membership is not Membership.REJOINING,
+            not_after=self._not_after_now(),
         )
         if self._world.spawn_rank(handle, start, now_s=now_s):
             handle.member.advance(MembershipEvent.REPLACED)
             self._short_of_memory.pop(handle.rank, None)
         if handle.was_spare:
             self._recorder.record(events.SpareTaken(rank=handle.rank, pid=handle.pid))
+
+    def _not_after_now(self) -> int:
+        """Return the newest step that a process may begin with; below 0 where any will do: all have formed since."""
+        return self._not_after if self._facts.generation == self._went_back_in else -1
 
     def _loads_elsewhere(self, rank: int) -> bool:
         return not self._facts.ever_formed and rank in self.loaders_elsewhere

@@ -54,6 +54,7 @@ class FaultKind(Enum):
     ZYGOTE_DIED = "zygote_died"
     NODE_LOST = "node_lost"  # all its ranks are gone with it
     DEVICE_LOST = "device_lost"
+    WRONG_GRADIENT = "wrong_gradient"  # a share that a process elsewhere computes otherwise
     BAD_INPUT = "bad_input"  # the user's settings, data or files: never retried
     UNKNOWN = "unknown"
 
@@ -91,6 +92,7 @@ SCOPE_OF_KIND = {
     FaultKind.ZYGOTE_DIED: Scope.RUN,
     FaultKind.NODE_LOST: Scope.NODE,
     FaultKind.DEVICE_LOST: Scope.RANK,
+    FaultKind.WRONG_GRADIENT: Scope.RANK,
     FaultKind.BAD_INPUT: Scope.RUN,
     FaultKind.UNKNOWN: Scope.WORLD,
 }

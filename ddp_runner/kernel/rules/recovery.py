@@ -51,7 +51,7 @@ class WorldFacts:
     """The ranks that remain after a fault.
 
     ``lost`` ranks have no usable process; ``filled`` says whether another one has a state, or is
-    loading one, and ``newest_step`` is the last step that the newest of them committed; ``present`` counts the
+    loading one (``goes_back``: all are to go back to an older one), and ``newest_step`` is the last step that the newest of them committed; ``present`` counts the
     ranks of the generation, the lost ones included. ``parked`` ranks raised an exception themselves
     and wait; they count neither as lost nor as filled. ``unending`` ranks were killed, but their
     processes (rank -> pid) do not end; they are lost too.
@@ -63,6 +63,7 @@ class WorldFacts:
     newest_step: int = EMPTY_STEP
     parked: tuple[ReplicaProgress, ...] = ()
     unending: Mapping[int, int] = field(default_factory=dict)
+    goes_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +296,7 @@ def ranks_to_drop(
     other rank is given up once it was a cause ``slot_failures_max`` times within the window. Never a
     rank that the state would die with.
     """
-    if not settings.min_ranks or not world.filled:
+    if not settings.min_ranks or not (world.filled or world.goes_back):
         return ()
     window_start_s = incident.at_s - settings.restart_window_s
     recent = [incident, *(earlier for earlier in history if earlier.at_s >= window_start_s)]

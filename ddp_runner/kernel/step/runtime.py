@@ -27,6 +27,7 @@ class RankInfo:
     ``short_of_memory_in``: the phase in which its predecessor ended for lack of memory, if it did;
     ``learnt``: the changes that the predecessor reported before it ended. ``device_free_bytes``: the free memory
     of its GPU when the first process of this rank started, if the rank has the GPU alone; 0: unknown.
+    ``not_after``: nothing of a later step is loaded, as it is in doubt; below 0: anything is.
     ``preload``: the memory of the run's training and validation samples; empty without a supervisor.
     """
 
@@ -39,6 +40,7 @@ class RankInfo:
     short_of_memory_in: str = ""
     learnt: TuningChanged | None = None
     device_free_bytes: int = 0
+    not_after: int = -1
     preload: tuple[str, ...] = ()
     memory_slots: tuple[str, ...] = ()  # where copies of the state outlive this process
     has_saver: bool = False  # a process beside the ranks makes files of them

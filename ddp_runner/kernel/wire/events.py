@@ -457,16 +457,65 @@ class Proved(Report):
 class Drill(Report):
     """A process like a replacement has computed a rank's share. ``differs``: in what first; empty if in nothing.
 
-    The supervisor adds the rest: ``finding`` says that for people; it is the ``inexact_reason`` if it is the first
-    of its kind.
+    ``repeats``: the process has come to the same bits twice. The supervisor adds the rest: ``finding`` says that for
+    people; it is the ``inexact_reason`` if it is the first of its kind.
     """
 
     rank: int
     step: int
     seconds: float = 0.0
     differs: str = ""
+    repeats: bool = True
     finding: str = field(default="", metadata=_UNWRITTEN)
     inexact_reason: str = field(default="", metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosed(Report):
+    """A share was computed several times, as a drill of this rank had found a difference before.
+
+    Each text says in what the first difference to the rank's own share is; empty if there is none: ``plain`` as a
+    replacement computes it, ``with_state`` with the rank's state outside the model too, ``with_data`` also with its
+    batch, ``itself`` in the rank once more. ``places``: names of that state that a replacement has otherwise.
+    The supervisor adds the rest: ``of_step`` and ``first_in`` of the drill that failed, ``source``: where the
+    difference comes from, by name, and ``line`` for people.
+    """
+
+    rank: int
+    step: int
+    plain: str = ""
+    with_state: str = ""
+    with_data: str = ""
+    itself: str = ""
+    places: tuple[str, ...] = ()
+    of_step: int = -1
+    first_in: str = ""
+    source: str = ""
+    line: str = field(default="", metadata=_UNWRITTEN)
+    is_warning: bool = field(default=False, metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InDoubt(Event):
+    """Steps from ``first`` to ``last`` may have gone wrong on ``rank``: no drill of it has passed since they began."""
+
+    rank: int
+    first: int
+    last: int
+    line: str = field(metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undone(Event):
+    """What a drill had found is not in the weights any more: all ranks begin again at ``step`` or before.
+
+    ``of_step``: of the drill. ``withdrawn``: the reason for which the run was not exact, and is again.
+    """
+
+    rank: int
+    of_step: int
+    step: int
+    withdrawn: str = field(metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

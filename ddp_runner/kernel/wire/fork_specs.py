@@ -79,11 +79,13 @@ class RankSpec(Surroundings):
     """The specification of a rank. ``loads``: it reads the checkpoint ``resume``, as no other rank has a state for it.
 
     ``short_of_memory_in``: the phase in which its predecessor had too little memory. ``device_free_bytes``: when
-    the first process of the rank came; 0: not known. ``injections_left``: number -> times.
+    the first process of the rank came; 0: not known. ``injections_left``: number -> times. ``not_after``: the newest
+    step whose state may be begun with; below 0: any.
     """
 
     loads: bool = False
     resume: str = "none"
+    not_after: int = -1
     short_of_memory_in: str = ""
     device_free_bytes: int = 0
     injections_left: dict[int, int] = field(default_factory=dict)

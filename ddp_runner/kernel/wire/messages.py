@@ -247,11 +247,12 @@ class LoaderWorkers:
 class DrillAt:
     """Supervisor -> rank: the step that begins with ``step`` committed ones is to be drilled, for the share of ``rank``.
 
-    A rank that has come further ignores it.
+    A rank that has come further ignores it. ``diagnoses``: a drill of that rank has failed, and it is to hand over more.
     """
 
     rank: int
     step: int
+    diagnoses: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

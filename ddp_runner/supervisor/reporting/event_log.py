@@ -30,7 +30,7 @@ class EventLog:
         return event_id
 
 
-def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR0912 - one row an event
+def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR0912, PLR0915 - one row an event
     """The lines for people, each with its level."""
     match event:
         case events.RunBegins(lines=lines) | events.AlreadyComplete(text=lines):
@@ -84,11 +84,13 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
             )
         case events.Drill(finding=finding, inexact_reason=reason):
             yield f"drill: {finding}", "WARNING" if reason else "INFO"
+        case events.Diagnosed(line=line, is_warning=is_warning) if line:
+            yield line, "WARNING" if is_warning else "INFO"
         case events.DrillSkipped(is_said=True):
             words = f"drill at step {event.step:,} of rank {event.rank} skipped: {event.text}"
             yield words, "INFO"
-        case events.NotProved(inexact_reason=reason):
-            yield reason, "WARNING"
+        case events.NotProved(inexact_reason=line) | events.InDoubt(line=line):
+            yield line, "WARNING"
         case events.ZygoteReady(warning=warning) if warning:
             yield warning, "WARNING"
         case events.ZygoteReplaced():

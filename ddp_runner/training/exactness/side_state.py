@@ -8,6 +8,7 @@ seen: it is named.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
@@ -167,6 +168,35 @@ class SideState:
         self._take_picture()
         on_host = any(one.device.type != "cpu" for one in self._model.parameters())
         return self._all(with_contents=True, on_host=on_host)
+
+    def whole_record(self) -> dict[str, tuple[str, Any]]:
+        """Return all that can be looked into, followed or not, for another process: name -> digest, and plain value."""
+        self.look_again(
+            whole=True
+        )  # what has changed is followed, and not taken for what was always so
+        held = self.hold()
+        mark_shared(held.values())
+        found = {}
+        for name, kept in held.items():
+            with contextlib.suppress(NotPlainError):
+                found[name] = repr(kept.digest()), wired(kept)
+        return found
+
+    def unlike(self, record: Mapping[str, tuple[str, Any]]) -> list[str]:
+        """Return the names in a :meth:`whole_record` of another process that are here with another content."""
+        mine = self.whole_record()
+        return [
+            name
+            for name, (digest, _) in record.items()
+            if name not in mine or mine[name][0] != digest
+        ]
+
+    def take_over(self, record: Mapping[str, tuple[str, Any]], names: Iterable[str]) -> None:
+        """Put these of a :meth:`whole_record` in the place of what is here, as far as they can be."""
+        self._owners = self._walk()
+        giving = GivingBack()
+        for name in names:
+            self._give_back(name, from_wire(record[name][1]), giving)
 
     def hold_bytes(self) -> int:
         """About what :meth:`hold` takes."""

@@ -177,6 +177,7 @@ def take_up(
 ) -> TakenUp:
     """Load what the run starts from, on the rank that does. Raises BadInputError for what does not fit."""
     progress = Progress()
+    _leave_doubtful(store, runtime)
     if not runtime.rank_info.loads:
         return TakenUp(loaded=None, progress=progress)
     entering(Stage.CHECKPOINT)
@@ -198,6 +199,23 @@ def take_up(
     progress.checkpoint = str(store.directory / begin.file)
     progress.checkpoint_step = state.committed_step
     return TakenUp(loaded=None, progress=progress, run_id=begin.run_id)
+
+
+def _leave_doubtful(store: CheckpointStore, runtime: Runtime) -> None:
+    """Set aside what all ranks have gone back from, on disk and in the memory of this machine."""
+    info = runtime.rank_info
+    if info.not_after < 0:
+        return
+    slots = open_slots(info) if info.loads or info.local_rank == 0 else None
+    if slots is not None:
+        slots.clear()
+    if info.loads:
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        aside = store.catalog.set_later_aside(info.not_after, stamp)
+        if aside is not None:
+            runtime.logger.warning(
+                f"checkpoints after step {info.not_after:,}, which are in doubt, are now in {aside}"
+            )
 
 
 def restore_newest(

@@ -127,6 +127,54 @@ def test_diverge_flips_one_bit_of_one_weight(dtype):
     assert 0.25 < abs(float(new[0, 0] / before[0][0, 0])) < 4.0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bit"),
+    [(torch.float32, 12), (torch.float32, 31), (torch.bfloat16, 12), (torch.float64, 44)],
+)
+def test_a_wrong_gradient_differs_in_one_bit_of_its_steps(dtype, bit):
+    """Of the rank's own gradient, for as many steps as it was asked for; the loss and the weights show nothing."""
+    bench = Bench(f"wrong_gradient:step=1,times=2,bit={bit}")
+    bench.model.to(dtype)
+    found, losses = [], []
+    for step in range(4):
+        bench.begin(step)
+        bench.slot.stamp(Phase.FORWARD, 1)
+        loss = bench._loss(bench.model, torch.ones(2, 4, dtype=dtype))
+        bench.model.zero_grad()
+        loss.backward()
+        found.append([one.grad.view(torch.uint8).flatten() for one in bench.model.parameters()])
+        losses.append(float(loss.detach()))
+        bench.commit()
+    bits = [
+        [
+            int(byte).bit_count()
+            for was, now in zip(found[0], each, strict=True)
+            for byte in was ^ now
+        ]
+        for each in found
+    ]
+    assert [sum(each) for each in bits] == [0, 1, 1, 0]
+    size = torch.empty((), dtype=dtype).element_size()
+    place = bit % (8 * size)
+    flipped = found[0][0] ^ found[1][0]
+    assert int(flipped[place // 8]) == 1 << place % 8, "of the first number"
+    assert len(set(losses)) == 1
+
+
+def test_hidden_state_stays_with_its_process():
+    """From that step on, in training alone; it is announced once."""
+    bench = Bench("hidden_state:step=1")
+    seen = []
+    for step in range(3):
+        bench.begin(step)
+        seen.append(bench.value())
+        bench.commit()
+    assert seen[1] == seen[2] == pytest.approx(1.25 * seen[0])
+    assert bench.announced == [(0, InjectKind.HIDDEN_STATE)]
+    bench.model.eval()
+    assert bench.value() == seen[0]
+
+
 def test_oom_is_a_refusal_of_the_system_and_passes():
     """A real allocation fails, as one that is too large does; the next try is let through."""
     bench = Bench("oom:step=1,phase=backward")

@@ -12,6 +12,7 @@ import torch
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
+from ddp_runner.data.loader import MicroBatch
 from ddp_runner.features.proof import notes as drill_notes
 from ddp_runner.features.proof.notes import Drills
 from ddp_runner.features.proof.rules import STATE_FOLDER, folder_name
@@ -71,8 +72,12 @@ class Bench:
     def noted(self):
         return _Noted(self.state)
 
-    def step(self, *, commits=True):
-        with self.drills.beside(self, GROUP):
+    def share_again(self, micro_batches):
+        self.given = micro_batches
+        return OwnShare(samples=("s",), losses=("l",), gradients={})
+
+    def step(self, *, commits=True, batches=()):
+        with self.drills.beside(self, GROUP, batches):
             self.state.before_change()
             if commits:
                 for parameter in self.state.model.parameters():
@@ -133,6 +138,39 @@ def test_a_step_that_is_asked_for_is_drilled(tmp_path):
         one.step()
         one.step()
     assert (len(bench.reported), off.reported) == (2, [])
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_rank_that_is_diagnosed_hands_over_what_it_computes_from(tmp_path, is_short):
+    """Its state outside the model, where there is room, its batch, and what it comes to a second time; once."""
+    bench = Bench(tmp_path, drill_at="90")
+    bench.state.side.hold_bytes = lambda: (1 << 50) * is_short
+    bench.state.model.calls = 3
+    bench.step()
+    bench.drills._take_asked(DrillAt(rank=0, step=2, diagnoses=True))
+    bench.step()
+    batch = {"inputs": torch.ones(2)}
+    bench.step(batches=(MicroBatch(indices=(0, 1), batch=batch),))
+    bench.until_reported(2)
+    folder = tmp_path / folder_name(2)
+    record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
+    assert record["again"]["samples"] == ["s"]
+    [given] = torch.load(folder / "batch.pt", weights_only=True)
+    assert torch.equal(given["inputs"], torch.ones(2))
+    assert bench.given[0].batch is not batch, "the step's own stays as it is"
+    assert (folder / "side.pt").exists() == (not is_short)
+    if not is_short:
+        side = torch.load(folder / "side.pt", weights_only=True)
+        assert bench.state.side.unlike(side) == []
+        bench.state.model.calls = 4
+        assert bench.state.side.unlike(side) == ["model.calls"]
+        bench.state.side.take_over(side, ["model.calls"])
+        assert bench.state.model.calls == 3
+    bench.drills._take_asked(DrillAt(rank=0, step=bench.state.committed_step))
+    step = bench.state.committed_step
+    bench.step()
+    again = json.loads((tmp_path / folder_name(step) / "share.json").read_text(encoding="utf-8"))
+    assert "again" not in again
 
 
 @dataclass

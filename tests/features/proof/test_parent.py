@@ -352,10 +352,13 @@ def test_a_drill_that_came_to_nothing_is_no_proof(simulate, is_replaced):
 
 
 def test_a_replaced_rank_without_any_drill_changes_nothing(simulate):
-    """Drills may be off, or impossible."""
-    run = replaced(simulate)
-    assert_done(run)
-    assert reasons(run) == waits(run) == []
+    """Drills may be impossible, or off, which is said."""
+    for drill_at, is_said in (((2,), False), (None, True)):
+        run = replaced(simulate, drill_at=drill_at)
+        assert_done(run)
+        assert reasons(run) == waits(run) == []
+        said = [line for _, line in run.outputs.said if "1 repair is not proved" in line]
+        assert len(said) == is_said
 
 
 def test_what_users_code_starts_in_a_helper_ends_with_it(simulate):
