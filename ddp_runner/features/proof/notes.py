@@ -30,7 +30,7 @@ from ddp_runner.features.proof.rules import (
     folder_name,
     number_of_drill,
 )
-from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.group.group import Group, Membership
 from ddp_runner.kernel.rank.runtime import SupervisedRuntime
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Phase
@@ -38,9 +38,9 @@ from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.system.run_files import replace_file
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
-from ddp_runner.training.beside_steps import BesideSteps
-from ddp_runner.training.rank_context import TaskParts
-from ddp_runner.training.step import Stepper
+from ddp_runner.training.beside_steps import BesideSteps, Noting
+from ddp_runner.training.exactness.own_share import ShareNotes
+from ddp_runner.training.rank_context import RankParts
 
 REASON = "drill"
 LAST_WAIT_S = 10.0  # for a state that is being written while the run ends
@@ -69,12 +69,13 @@ class _Unsynced:
 class Drills(BesideSteps):
     """A rank's part in the drills of its run."""
 
-    def __init__(self, parts: TaskParts) -> None:
+    def __init__(self, parts: RankParts) -> None:
         settings, workload, runtime = parts.settings, parts.workload, parts.runtime
         is_wanted = runtime.is_watched and not changes_loss(
             settings.run.inject, world_size=runtime.rank_info.world_size
         )
-        is_wanted &= not workload.norms.names  # a share of which needs the other ranks
+        norms = getattr(workload, "norms", None)
+        is_wanted &= norms is None or not norms.names  # a share of which needs the other ranks
         self._drill_at = settings.recovery.drill_at if is_wanted else None
 
         self._folder = Path(settings.run.checkpoint_dir)
@@ -94,7 +95,7 @@ class Drills(BesideSteps):
         self._state.readers.append(self._release_state)
 
     @contextlib.contextmanager
-    def beside(self, stepper: Stepper, group: Group) -> Iterator[None]:
+    def beside(self, stepper: Noting, group: Group) -> Iterator[None]:
         """Do this rank's part of a due drill while a step runs, if one is due with it.
 
         INVARIANT untouched: a drill changes no bit of the run: what it is given is copied and noted, and
@@ -119,14 +120,28 @@ class Drills(BesideSteps):
         with stepper.noted() as notes:
             yield
         if self._state.committed_step == step + 1:  # else its state was given up
-            record = {
-                "rank": group.rank,
-                "world_size": group.world_size,
-                "shares": list(self._loader.shares),
-                "share": notes.share().to_record(),
-                "quarantine": self._state.quarantine.to_record(),
-            }
-            self._report_part(step, SHARE, self._write_share(step, record))
+            problem = self._problem_of(notes)
+            problem = problem or self._write_share(step, self._record(notes, group))
+            self._report_part(step, SHARE, problem)
+
+    def _problem_of(self, notes: ShareNotes) -> str:
+        """Why this share cannot be compared, in words; empty where it can."""
+        del notes
+        return ""
+
+    def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
+        """Return what the drill is to know of this share, as plain values."""
+        return {
+            "rank": group.rank,
+            "world_size": group.world_size,
+            "shares": list(getattr(self._loader, "shares", ())),
+            "share": notes.share().to_record(),
+            "quarantine": self._state.quarantine.to_record(),
+        }
+
+    def _drilled(self, number: int, membership: Membership) -> int | None:
+        """Return the rank that the drill of this number is of; None: nobody's."""
+        return drilled_rank(number, membership.local_world_size)
 
     def _drilled_at(self, step: int, group: Group) -> int | None:
         """Return the rank, as the group numbers it, whose share of the step that begins now is drilled; None: nobody's."""
@@ -152,7 +167,7 @@ class Drills(BesideSteps):
             return None
         if number == OWED:
             return owed
-        return drilled_rank(number, membership.local_world_size)
+        return self._drilled(number, membership)
 
     def _take_asked(self, message: DrillAt) -> None:
         """Called by the thread that listens to the supervisor."""

@@ -64,7 +64,9 @@ class DrillKeeper(Observer):
         )
         self._recorder = around.recorder
         self._world = around.world
-        here = [handle.rank for handle in self._world.ranks if self._world.is_here(handle)]
+        # A drill of a loop's rank 0 would do once more what that does alone.
+        self._first_rank = 0 if plan.loop is None else 1
+        here = [one.rank for one in self._world.ranks if self._may_be_drilled(one)]
         self._repairs = RepairLedger(ranks=here)
         self._processes: list[int] | None = None  # of each rank, when the newest generation formed
         # Drills at random steps.
@@ -88,6 +90,7 @@ class DrillKeeper(Observer):
         )
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._said_short = False
+        self._said: set[str] = set()  # why drills could not be done
         self._has_differed = False
         self._is_possible = False  # ranks have written what one needs, or have tried to
         self._waits_since_s: float | None = None  # once all ranks have finished
@@ -206,7 +209,10 @@ class DrillKeeper(Observer):
             self._is_given_up = False
             step, rank = self._running
             around, folder = self._node.surroundings(rank), str(self._folder / folder_name(step))
-            self._keeper.start(now_s, DrillSpec(**around, rank=rank, step=step, folder=folder))
+            spec = DrillSpec(
+                **around, rank=rank, step=step, folder=folder, program=self._node.program
+            )
+            self._keeper.start(now_s, spec)
 
     def drilled(self, message: events.Drill | events.DrillSkipped, now_s: float) -> None:
         """The process has come to an end, which it may have done before it was to be ended."""
@@ -214,6 +220,7 @@ class DrillKeeper(Observer):
             return
         rank, step, seconds = message.rank, message.step, now_s - self._keeper.began_s
         if isinstance(message, events.DrillSkipped):
+            self._cost_s = max(self._cost_s, seconds)  # where it cannot be done, it is tried seldom
             self._report_skipped(message.text)
             return
         self._running = self._problem = None
@@ -355,12 +362,15 @@ class DrillKeeper(Observer):
         return bool(self._parts)
 
     def _drillable(self) -> list[int]:
-        """Return the ranks of this machine that train, or are to."""
-        return [handle.rank for handle in self._world.present if self._world.is_here(handle)]
+        """Return the ranks of this machine that train, or are to, and may be drilled."""
+        return [handle.rank for handle in self._world.present if self._may_be_drilled(handle)]
+
+    def _may_be_drilled(self, handle: RankHandle) -> bool:
+        return handle.rank >= self._first_rank and self._world.is_here(handle)
 
     def _record_repairs(self) -> None:
         proved, count = self._repairs.proved, self._repairs.count
-        if count and self._plan.settings.recovery.drill_at:
+        if count and self._repairs.ranks and self._plan.settings.recovery.drill_at:
             self._recorder.record(events.RepairsProved(proved=proved, repairs=count))
 
     def _report_skipped(self, why: str) -> None:
@@ -372,8 +382,9 @@ class DrillKeeper(Observer):
 
     def _skipped(self, rank: int, step: int, why: str) -> None:
         is_short = "memory is short" in why
-        is_said = not (is_short and self._said_short)
+        is_said = why not in self._said and not (is_short and self._said_short)
         self._said_short |= is_short
+        self._said.add(why)
         self._came_to_nothing(rank, step, why, is_said=is_said)
 
     def _cut_short(self, why: str, *, keeps: bool = False) -> None:
