@@ -6,7 +6,10 @@ function and no save of its own runs there.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +70,7 @@ def compare_loop(
         names = [name for name, _ in parts.state.named_parameters()]
         differs = first_difference(OwnShare.from_record(noted["share"]), share, names=names)
         known = ", ".join(noted[KNOWN])
+        _end_workers(parts)
         if differs and known:
             end(problem=f"{known}, so a replacement computes something else")
         end(differs=differs)
@@ -96,6 +100,15 @@ def compare_loop(
             f"the program has ended before its step, by SystemExit({error.code})"
         ) from error
     raise errors[0] if errors else RuntimeError("the program has ended before its step")
+
+
+def _end_workers(parts: LoopParts) -> None:
+    """End those of the loop's own loader, and remove the folder of their sockets: this process runs no exit function."""
+    with contextlib.suppress(Exception):  # whatever a loader of the program's own raises
+        parts.loader.close()
+    folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing.util has it
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def changed_file(before: Mapping[str, str], now: Mapping[str, str]) -> str:

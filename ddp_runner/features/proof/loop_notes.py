@@ -29,9 +29,6 @@ class LoopDrills(Drills):
     def _drilled(self, number: int, membership: Membership) -> int | None:
         return drilled_rank_of_loop(number, membership.local_world_size)
 
-    def _problem_of(self, notes: ShareNotes) -> str:
-        return str(getattr(notes, "problem", ""))
-
     def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
         return {
             **super()._record(notes, group),

@@ -120,14 +120,7 @@ class Drills(BesideSteps):
         with stepper.noted() as notes:
             yield
         if self._state.committed_step == step + 1:  # else its state was given up
-            problem = self._problem_of(notes)
-            problem = problem or self._write_share(step, self._record(notes, group))
-            self._report_part(step, SHARE, problem)
-
-    def _problem_of(self, notes: ShareNotes) -> str:
-        """Why this share cannot be compared, in words; empty where it can."""
-        del notes
-        return ""
+            self._report_part(step, SHARE, self._write_share(step, self._record(notes, group)))
 
     def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
         """Return what the drill is to know of this share, as plain values."""

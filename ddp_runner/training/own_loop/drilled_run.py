@@ -169,8 +169,6 @@ class LoneBody:
         for parameter in self._hooked.values():
             if parameter.grad is not None and not self.notes.has(parameter):
                 self.notes.gradient(parameter, parameter.grad)
-        if self.notes.problem:
-            self._wanted.fails(self.notes.problem)
         self._wanted.ends(self._parts, self.notes.share())
 
     def asked(self, what: str) -> NoReturn:
@@ -186,7 +184,7 @@ class LoneBody:
         for parameter in self._net.module.parameters():
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked[id(parameter)] = parameter
-                parameter.register_post_accumulate_grad_hook(self._take)
+                parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     def _take(self, parameter: Tensor) -> None:
         if parameter.grad is not None and not self.notes.has(parameter):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ddp_runner.kernel.group.group import Group
@@ -22,12 +21,8 @@ from ddp_runner.training.own_loop.kept import KeptState
 
 @dataclass(slots=True)
 class LoopNotes(ShareNotes):
-    """The notes of a share up to its first sum over ranks: what a body computes from that, other ranks have a part in.
+    """The notes of a share up to its first sum over ranks: what a body computes from that, other ranks have a part in."""
 
-    ``problem``: why the share cannot be compared, in words; empty where it can.
-    """
-
-    problem: str = ""
     _seen: set[int] = field(default_factory=set)
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -35,10 +30,7 @@ class LoopNotes(ShareNotes):
         if id(parameter) in self._seen:
             return
         self._seen.add(id(parameter))
-        if gradient.layout is torch.strided:
-            ShareNotes.gradient(self, parameter, gradient)
-        else:
-            self.problem = f"the gradient of {self._names.get(id(parameter), '')} is sparse"
+        ShareNotes.gradient(self, parameter, gradient)
 
     def has(self, parameter: Tensor) -> bool:
         """Return True if a gradient of the parameter has been noted."""
@@ -49,7 +41,6 @@ class LoopNotes(ShareNotes):
         self.samples.clear()
         self.gradients.clear()
         self._seen.clear()
-        self.problem = ""
 
 
 class WatchedStep:
@@ -101,5 +92,5 @@ class WatchedStep:
 
     def has_rehearsed(self) -> None:
         """The body that has just ended was for nothing; what it has changed is put back."""
-        if self._notes is not None and not self._notes.problem:
+        if self._notes is not None:
             self.rehearsed = self._notes.share()
