@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ddp_runner.core.settings import Settings
-from ddp_runner.features.proof.loop_notes import KNOWN, PROGRAM
+from ddp_runner.features.proof.loop_notes import BESIDE, CARRIED, PROGRAM, explanation
 from ddp_runner.features.proof.rules import SHARE_FILE, STATE_FOLDER
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.run_files import read_small
@@ -60,19 +60,21 @@ def compare_loop(
         checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
     )
 
+    beside: dict[str, str] = {}
+
     def begins(parts: LoopParts, loop: OwnLoop) -> None:
         if changed := changed_file(noted[PROGRAM], loop.program):
             end(problem=f"{changed} has changed on disk since the run began")
         # Its samples are those of before: what was found bad in that very step is known by now.
         parts.state.quarantine.merge(noted["quarantine"])
+        beside.update(parts.state.side.digests())
 
     def ends(parts: LoopParts, share: OwnShare) -> NoReturn:
         names = [name for name, _ in parts.state.named_parameters()]
         differs = first_difference(OwnShare.from_record(noted["share"]), share, names=names)
-        known = ", ".join(noted[KNOWN])
         _end_workers(parts)
-        if differs and known:
-            end(problem=f"{known}, so a replacement computes something else")
+        if differs and (why := explanation(noted[CARRIED], noted[BESIDE], beside)):
+            end(problem=why)
         end(differs=differs)
 
     def fails(problem: str) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddp_runner.features.proof.notes import Drills
@@ -13,7 +13,7 @@ from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.parts import LoopParts
 
 # What a loop's record has beside that of a task.
-PROGRAM, KNOWN = "program", "known"
+PROGRAM, CARRIED, BESIDE = "program", "carried", "beside"
 
 
 class LoopDrills(Drills):
@@ -25,22 +25,34 @@ class LoopDrills(Drills):
         """``program``: files that the loop is made of -> a hash."""
         super().__init__(parts)
         self._program = program
+        self._beside: dict[
+            str, str
+        ] = {}  # what there was beside the model as the drilled step began
 
     def _drilled(self, number: int, membership: Membership) -> int | None:
         return drilled_rank_of_loop(number, membership.local_world_size)
+
+    def _is_drilled_next(self) -> None:
+        self._beside = self._state.side.digests()
 
     def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
         return {
             **super()._record(notes, group),
             PROGRAM: self._program,
-            KNOWN: known_to_differ(self._state),
+            CARRIED: self._state.carried,
+            BESIDE: self._beside,
         }
 
 
-def known_to_differ(state: KeptState) -> Sequence[str]:
-    """What a replacement of this rank lacks, by what is known so far, in words: the run says so by itself."""
-    own = sorted(state.side.differing)
-    return [
-        *(f"{name} is not kept" for name in state.carried),
+def explanation(carried: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Why a replacement is known to compute something else, in words; empty where nothing is known.
+
+    ``before`` and ``now``: digests of what the rank, and the replacement, has beside the model. The run itself says
+    what is lost where it comes to that.
+    """
+    own = [name for name, one in sorted(before.items()) if now.get(name, one) != one]
+    known = [
+        *(f"{name} is not kept" for name in carried),
         *(f"each rank has its own {name}" for name in own),
     ]
+    return f"{', '.join(known)}, so a replacement computes something else" if known else ""

@@ -117,10 +117,14 @@ class Drills(BesideSteps):
         if group.rank != drilled:
             yield
             return
+        self._is_drilled_next()
         with stepper.noted() as notes:
             yield
         if self._state.committed_step == step + 1:  # else its state was given up
             self._report_part(step, SHARE, self._write_share(step, self._record(notes, group)))
+
+    def _is_drilled_next(self) -> None:
+        """Take note that this rank's share of the step that begins now is drilled."""
 
     def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
         """Return what the drill is to know of this share, as plain values."""

@@ -75,7 +75,7 @@ class DrilledRun(AttachedRun):
         # As a replaced rank, which receives the state with its first batch.
         if load_start(parts.settings, parts.workload, parts.state, parts.store) is None:
             raise FileNotFoundError(f"there is no state in {parts.store.directory}")
-        # A rank's local state would be given back to its objects here: it is of this rank, and not in that file.
+        # A rank's local state would be given back to its objects here: it is this rank's, and not in that file.
         wanted, step = self._wanted, parts.state.committed_step
         wanted.begins(parts, self._loop)
         batches = parts.loader.take(step)
