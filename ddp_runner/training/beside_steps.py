@@ -8,6 +8,7 @@ from typing import Protocol
 from ddp_runner import installed
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.training.exactness.own_share import ShareNotes
+from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.rank_context import RankParts, TaskParts
 
 
@@ -42,15 +43,12 @@ def beside_steps(parts: TaskParts) -> tuple[BesideSteps, ...]:
     )
 
 
-def beside_loop(parts: RankParts, program: dict[str, str]) -> tuple[BesideSteps, ...]:
-    """Make the same for a loop of the user's own: ``beside_loop(LoopParts, program)`` of a ``child.py``.
-
-    ``program``: as of :class:`~ddp_runner.training.own_loop.declared.OwnLoop`.
-    """
+def beside_loop(parts: RankParts, loop: OwnLoop) -> tuple[BesideSteps, ...]:
+    """Make the same for a loop of the user's own: ``beside_loop(LoopParts, OwnLoop)`` of a ``child.py``."""
     if not parts.runtime.is_watched:
         return ()
     return tuple(
-        part.beside_loop(parts, program)
+        part.beside_loop(parts, loop)
         for part in installed.parts("child")
         if hasattr(part, "beside_loop")
     )

@@ -30,6 +30,7 @@ from ddp_runner.kernel.wire.events import Drill, DrillSkipped
 from ddp_runner.kernel.wire.fork_specs import DrillSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.rank_context import TaskParts
 
@@ -44,9 +45,9 @@ def beside_steps(parts: TaskParts) -> Drills:
     return Drills(parts)
 
 
-def beside_loop(parts: LoopParts, program: dict[str, str]) -> LoopDrills:
+def beside_loop(parts: LoopParts, loop: OwnLoop) -> LoopDrills:
     """Return a rank's part in the drills of its user's own loop."""
-    return LoopDrills(parts, program)
+    return LoopDrills(parts, loop)
 
 
 def main(request: Fork, descriptors: list[int]) -> int:

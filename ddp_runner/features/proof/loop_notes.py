@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from ddp_runner.features.proof.notes import Drills
 from ddp_runner.features.proof.rules import drilled_rank_of_loop
 from ddp_runner.kernel.group.group import Group, Membership
 from ddp_runner.training.exactness.own_share import ShareNotes
+from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.parts import LoopParts
 
@@ -21,10 +24,12 @@ class LoopDrills(Drills):
 
     _state: KeptState
 
-    def __init__(self, parts: LoopParts, program: dict[str, str]) -> None:
-        """``program``: files that the loop is made of -> a hash."""
+    def __init__(self, parts: LoopParts, loop: OwnLoop) -> None:
         super().__init__(parts)
-        self._program = program
+        modules = () if loop.net is None else loop.net.modules()
+        if any(isinstance(one, nn.SyncBatchNorm) for one in modules):
+            self._drill_at = None  # no share can be computed without the other ranks
+        self._program = loop.program
         self._beside: dict[
             str, str
         ] = {}  # what there was beside the model as the drilled step began

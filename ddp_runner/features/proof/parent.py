@@ -148,6 +148,8 @@ class DrillKeeper(Observer):
             self._remove(message.step)
             return
         self._is_possible = True
+        if self._kept is not None and self._kept[0] == message.step:
+            self._kept = None  # the same step again, after all have gone back: its files are others
         parts = self._parts.setdefault(message.step, {})
         if self._asked is not None and message.step >= self._asked.step:
             self._asked = self._due_s = None

@@ -206,7 +206,7 @@ class LoopClient(RankClient):
     def __init__(self, parts: LoopParts, run_id: str, loop: OwnLoop) -> None:
         super().__init__(parts, run_id)
         self._loop = loop
-        self._beside = beside_loop(parts, loop.program)
+        self._beside = beside_loop(parts, loop)
         self._repeats = RepeatCheck(parts)
         self.steps: LoopSteps | None = None  # of the newest generation
         self.reason: StopReason | None = None  # why training has ended, once it has
