@@ -88,9 +88,7 @@ def test_whoever_is_killed_around_a_drill_no_step_is_lost(tmp_path, without_dril
         ("--asks", "the loop asks the other ranks for something (allreduce)", ""),
     ],
 )
-def test_state_that_no_look_shows_is_found_and_what_cannot_be_drilled_said_once(
-    tmp_path, flag, said, reason
-):
+def test_hidden_state_is_found_and_what_cannot_be_drilled_is_said(tmp_path, flag, said, reason):
     """A counter of the program's: with a parameter's name. A sum over ranks before the first backward is no finding."""
     with run_drilled(tmp_path, "--waits-at", 8, flag) as run:
         for step in (2, 5):

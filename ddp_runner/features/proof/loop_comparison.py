@@ -53,12 +53,7 @@ def compare_loop(
     Returns if the program fails or ends before that, after it has raised what the program has raised.
     """
     noted: dict[str, Any] = json.loads(read_small(folder / SHARE_FILE))
-    settings = replace(
-        settings,
-        run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
-        data=replace(settings.data, num_workers=0, workers_total=None),
-        checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
-    )
+    settings = _with_state(settings, folder)
 
     beside: dict[str, str] = {}
 
@@ -111,6 +106,16 @@ def _end_workers(parts: LoopParts) -> None:
     folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing.util has it
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_state(settings: Settings, folder: Path) -> Settings:
+    """``settings`` with the state in ``folder`` as what is resumed, and without workers of our loader."""
+    return replace(
+        settings,
+        run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
+        data=replace(settings.data, num_workers=0, workers_total=None),
+        checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
+    )
 
 
 def changed_file(before: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -485,7 +485,7 @@ def test_rank_0_of_a_loop_proves_no_repair(simulate):
     assert [one.rank for one in keeper._world.present if keeper._may_be_drilled(one)] == [1, 2, 3]
 
 
-def test_a_kept_drill_of_a_step_that_is_made_again_keeps_its_new_files(simulate, tmp_path):
+def test_a_step_that_is_drilled_again_keeps_its_new_files(simulate, tmp_path):
     """All ranks have gone back: what is written again is not removed with the old drill."""
     run = simulate(steps=300)
     run.to_step(10)
