@@ -78,7 +78,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     differs = problem = ""
 
     def end(*, differs: str = "", problem: str = "") -> NoReturn:
-        _tell(channel, spec, differs=differs, problem=problem)
+        _report(channel, spec, differs=differs, problem=problem)
         os._exit(0)
 
     try:
@@ -90,12 +90,12 @@ def main(request: Fork, descriptors: list[int]) -> int:
         traceback.print_exc()
         text = without_secrets(str(error), hidden)
         problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
-    _tell(channel, spec, differs=differs, problem=problem)
+    _report(channel, spec, differs=differs, problem=problem)
     return 0
 
 
-def _tell(channel: Channel, spec: DrillSpec, *, differs: str, problem: str) -> None:
-    """Tell the supervisor what came of the drill. ``problem``: why nothing is known; empty where something is."""
+def _report(channel: Channel, spec: DrillSpec, *, differs: str, problem: str) -> None:
+    """Report what came of the drill. ``problem``: why nothing is known; empty where something is."""
     message = (
         DrillSkipped(rank=spec.rank, step=spec.step, text=problem)
         if problem
