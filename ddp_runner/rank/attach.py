@@ -24,6 +24,7 @@ from ddp_runner.system import heartbeat
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.local_runtime import local_runtime
 from ddp_runner.training.own_loop.attached_run import AttachedRun
+from ddp_runner.training.own_loop.drilled_run import DrilledRun, ShareWanted
 from ddp_runner.training.own_loop.misuse import misuse
 
 _ALONE = PlainRank(rank=0, world_size=1, local_rank=0, local_world_size=1)
@@ -35,6 +36,7 @@ class _Process:
 
     settings: Settings | None = None  # of the supervisor that has started it
     runtime: Runtime | None = None
+    wanted: ShareWanted | None = None  # in the process of a drill
     run: AttachedRun | None = None
 
 
@@ -44,6 +46,12 @@ _this = _Process()
 def be_supervised(settings: Settings, runtime: Runtime) -> None:
     """Give this supervisor's runtime to the program's later ``attach()``; call it before the program begins."""
     _this.settings, _this.runtime = settings, runtime
+
+
+def be_drilled(settings: Settings, runtime: Runtime, wanted: ShareWanted) -> None:
+    """Have the program's later ``attach()`` compute one share of one step; call it before the program begins."""
+    be_supervised(settings, runtime)
+    _this.wanted = wanted
 
 
 def has_ended() -> bool:
@@ -79,6 +87,10 @@ def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
         raise misuse("attach() is called a second time: keep what the first call gave")
     if _this.runtime is not None and _this.settings is not None:
         settings, runtime = _this.settings, _this.runtime
+        if _this.wanted is not None:
+            arguments = shlex.join(sys.argv[1:])
+            _this.run = DrilledRun(settings, runtime, arguments=arguments, wanted=_this.wanted)
+            return _this.run
         if config:
             runtime.logger.info("run was given the settings: those of attach() are not used")
         _this.run = _attached(settings, runtime)

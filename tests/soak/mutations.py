@@ -477,4 +477,6 @@ MUTATIONS = (
     _break("memory-is-saved", "return bool(ready)", "return False"),
     # drills
     _break("witnessed-repairs", "rank not in (self._witnesses(number) or self.ranks)", "False"),
+    _break("never-as-rank-0", "1 + drilled_rank(number, ranks - 1)", "drilled_rank(number, ranks)"),
+    _break("explained-once", "and not self._state.carried", ""),
 )

@@ -25,6 +25,7 @@ from ddp_runner.cli.from_code.launch import RunResult, launch
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.scratch import in_temporary_folder
 from ddp_runner.core.settings.declaration import Option
+from ddp_runner.features.demo.check_loop import LOOP, LoopRuns, cut_at_program
 from ddp_runner.features.demo.tables import show_checked
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
@@ -53,10 +54,6 @@ _STOP_S = 1.0
 _LOOK_S = 0.02
 _OURS = ("--log-dir", "--checkpoint-dir", "--resume", "--inject")
 _OUR_KEYS = ("run.log_dir", "run.checkpoint_dir", "run.resume", "run.inject")
-_UNEXPLAINED = (
-    "other weights, though the run is exact by all that it knows: the task keeps something outside its"
-    " model and optimizer, such as a global that its loss changes"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +71,14 @@ class Checked:
 
 def _run(arguments: Arguments) -> int:
     """Check it; 0 if all holds. Raises BadInputError."""
+    options, program = cut_at_program(arguments.words)
+    as_json, keep = JSON.long in arguments.switches, KEEP in arguments.switches
+    talk = _Talk(to_stderr=as_json)
+    if program:
+        loop = LoopRuns(options=options, program=program)
+        loop.refuse_set()
+        check = _Check(loop, steps=0, talk=talk, as_json=as_json)
+        return in_temporary_folder("check", check.perform, keep=keep, say=talk.say)
     parsed = parse_train(arguments.words)
     if parsed.page:
         print(DECLARATION.help())
@@ -90,9 +95,8 @@ def _run(arguments: Arguments) -> int:
     if not parsed.files and not {"task", "run.task"} & given.keys():
         raise BadInputError("--task", "", "is needed: FILE.py:NAME is what is checked")
     steps = _steps(given)
-    as_json, keep = JSON.long in arguments.switches, KEEP in arguments.switches
-    talk = _Talk(to_stderr=as_json)
-    check = _Check(words=arguments.words, steps=steps, talk=talk, as_json=as_json)
+    task = _TaskRuns(words=arguments.words, steps=steps)
+    check = _Check(task, steps=steps, talk=talk, as_json=as_json)
     return in_temporary_folder("check", check.perform, keep=keep, say=talk.say)
 
 
@@ -137,11 +141,49 @@ class _Run:
         return f"its run ended with exit code {self.result.exit_code}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TaskRuns:
+    """How a task is run. ``words``: of ``train``."""
+
+    words: tuple[str, ...]
+    steps: int
+
+    unexplained = (
+        "other weights, though the run is exact by all that it knows: the task keeps something outside its"
+        " model and optimizer, such as a global that its loss changes"
+    )
+
+    def kills(self, known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return all of them."""
+        return list(known)
+
+    def start(self, folder: Path, settings: Sequence[str]) -> RunResult:
+        """Train once; logs and checkpoints are below ``folder``."""
+        arguments = [
+            f"--max-steps={self.steps}",
+            "log.evaluate_batches=1",
+            *self.words,
+            f"--log-dir={folder / 'logs'}",
+            f"--checkpoint-dir={folder / 'checkpoints'}",
+            *settings,
+        ]
+        return launch(nproc=2, arguments=arguments)
+
+    def steps_of(self, result: RunResult, *, least: int) -> int:
+        """Return the number of steps, which is known before."""
+        del result, least
+        return self.steps
+
+
 class _Check:
     """One ``check``: its runs, one after the other, in one folder."""
 
-    def __init__(self, *, words: tuple[str, ...], steps: int, talk: _Talk, as_json: bool) -> None:
-        self._words = words
+    def __init__(
+        self, runs: _TaskRuns | LoopRuns, *, steps: int, talk: _Talk, as_json: bool
+    ) -> None:
+        """``steps``: of each run; 0: they are known once the first one has ended."""
+        self._runs = runs
+        self._kills: list[tuple[str, str]] = []
         self._steps = steps
         self._talk = talk
         self._as_json = as_json
@@ -151,7 +193,9 @@ class _Check:
     def perform(self, folder: Path) -> ExitCode:
         """Run and compare; show what holds."""
         self._folder = folder
-        self._talk.say(f"check: {self._steps} steps a run; what holds is shown at the end")
+        length = f"{self._steps} steps a run; " if self._steps else ""
+        self._talk.say(f"check: {length}what holds is shown at the end")
+        self._kills = self._runs.kills(KILLS)  # as a test may have changed them
         first = self._train("without_faults")
         if first.result.exit_code == ExitCode.BAD_USAGE:
             print(f"ddp_runner: error: {first.error}", file=sys.stderr)
@@ -159,6 +203,7 @@ class _Check:
         self._reference = first.result.summary or {}
         rows = [self._row("without faults", first)]
         if first.result.exit_code == ExitCode.DONE:
+            self._steps = self._runs.steps_of(first.result, least=STEPS_MIN)
             rows += self._proof(self._reference)
             rows += self._killed()
             rows.append(self._stopped())
@@ -184,13 +229,8 @@ class _Check:
     def _train(self, name: str, *more: str, runs: str = "", stops: bool = False) -> _Run:
         """A run as a child process; ``runs``: in the folder of that one. KeyboardInterrupt ends it."""
         folder = self._folder / (runs or name)
-        arguments = [
-            f"--max-steps={self._steps}",
-            "log.evaluate_batches=1",
-            *self._words,
-            f"--log-dir={folder / 'logs'}",
-            f"--checkpoint-dir={folder / 'checkpoints'}",
-            f"checkpoint.save_every_steps={max(2, self._steps // 8)}",
+        settings = [
+            *([f"checkpoint.save_every_steps={max(2, self._steps // 8)}"] if self._steps else []),
             "recovery.max_restarts=100",
             "checkpoint.after_save=none",
             "log.display=plain",
@@ -202,7 +242,7 @@ class _Check:
         output = io.StringIO()
         # Neither is a descriptor, so that the child's output comes through a pipe.
         with redirect_stdout(output), redirect_stderr(output), _stopping(folder / "logs", stops):
-            result = launch(nproc=2, arguments=arguments)
+            result = self._runs.start(folder, settings)
         seconds = time.monotonic() - began_s
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.txt").write_text(output.getvalue(), encoding="utf-8")
@@ -224,7 +264,7 @@ class _Check:
             return run.error
         has_other_weights = summary["weights_sha256"] != self._reference["weights_sha256"]
         if summary["exact"]:
-            return _UNEXPLAINED if has_other_weights else ""
+            return self._runs.unexplained if has_other_weights else ""
         if summary is self._reference or self._reference["exact"]:
             return "exact: false, " + "; ".join(summary["inexact_reasons"])
         weights = "other weights, and " if has_other_weights else ""
@@ -245,8 +285,8 @@ class _Check:
     def _killed(self) -> list[Checked]:
         """Test all kills in one run; if that fails, test each kill in a separate run."""
         specs = [
-            _at(spec, (number + 1) * self._steps // (len(KILLS) + 1))
-            for number, (_, spec) in enumerate(KILLS)
+            _at(spec, (number + 1) * self._steps // (len(self._kills) + 1))
+            for number, (_, spec) in enumerate(self._kills)
         ]
         together = self._train("kills", *(f"--inject={spec}" for spec in specs))
         seconds = [_repaired_s(together, number) for number in range(len(specs))]
@@ -254,10 +294,11 @@ class _Check:
         if None not in seconds and (is_known or not self._why_not(together)):
             return [
                 self._row(what, together, seconds=took_s)
-                for (what, _), took_s in zip(KILLS, seconds, strict=True)
+                for (what, _), took_s in zip(self._kills, seconds, strict=True)
             ]
         return [
-            self._killed_alone(what, spec) for (what, _), spec in zip(KILLS, specs, strict=True)
+            self._killed_alone(what, spec)
+            for (what, _), spec in zip(self._kills, specs, strict=True)
         ]
 
     def _killed_alone(self, what: str, spec: str) -> Checked:
@@ -320,17 +361,34 @@ def _stop_when_struck(log_dir: Path, over: threading.Event) -> None:
             return
 
 
-DECLARATION = SmallCommand(
-    usage=f"""Usage:  {COMMAND} check --task FILE.py:NAME [OPTIONS] [SETTINGS]
+class _CheckCommand(SmallCommand):
+    """What follows the file of ``--loop`` is its program's, whatever it is called."""
 
-Proves a task in about a minute, in a temporary folder: short runs without
-faults, with a rank killed in each phase of a step and of a save, with all
-ranks killed, and stopped and resumed. Each must end with the same weights, bit
-for bit, and say so. Ends with a table of what holds: exit 0 if all does, 1 if
-not (with the reason; the folder is kept), 2 for wrong input. Put it into your
-CI.""",
+    def parse(self, words: Sequence[str]) -> Arguments:
+        """Sort ``words``. Raises BadInputError."""
+        options, program = cut_at_program(words)
+        found = super().parse(options)
+        return replace(found, words=(*found.words, *([LOOP, *program] if program else [])))
+
+
+DECLARATION = _CheckCommand(
+    usage=f"""Usage:  {COMMAND} check --task FILE.py:NAME [OPTIONS] [SETTINGS]
+        {COMMAND} check [OPTIONS] [SETTINGS] --loop FILE.py [ARGUMENTS]
+
+Proves a task, or a loop of your own that calls ddp_runner.attach(), in about a
+minute, in a temporary folder: short runs without faults, with a rank killed in
+each phase of a step and of a save, with all ranks killed, and stopped and
+resumed. Each must end with the same weights, bit for bit, and say so. Ends with
+a table of what holds: exit 0 if all does, 1 if not (with the reason; the folder
+is kept), 2 for wrong input. Put it into your CI.""",
     options=(
         Option("--task", key="run.task", metavar="FILE.py:NAME", says="the task"),
+        Option(
+            LOOP,
+            key="run.task",
+            metavar="FILE.py [ARGUMENTS]",
+            says="the program of a loop, which runs each time as long as its ARGUMENTS say, in this folder",
+        ),
         Option(
             "--nproc-per-node", short="-n", key="run.nproc_per_node", metavar="N", says="ranks [2]"
         ),
@@ -350,8 +408,8 @@ CI.""",
         Option(KEEP, says="keep the folder: logs and checkpoints of the runs"),
         replace(JSON, says="the table as JSON, for programs"),
     ),
-    closing="""Every other option and setting of train works as well, but those of folders,
---resume and --inject. The runs are on the device that train would take.""",
+    closing="""Every other option and setting of train works as well, with --loop those of run,
+but those of folders, --resume and --inject. The runs are on the device that train would take.""",
     takes_rest=True,
     perform=_run,
 )

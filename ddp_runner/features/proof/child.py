@@ -13,9 +13,12 @@ import platform
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from ddp_runner import config
 from ddp_runner.features.proof.comparison import Compared, compare
+from ddp_runner.features.proof.loop_comparison import compare_loop
+from ddp_runner.features.proof.loop_notes import LoopDrills
 from ddp_runner.features.proof.notes import Drills
 from ddp_runner.kernel.rank.process import prepare_interpreter
 from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
@@ -27,6 +30,8 @@ from ddp_runner.kernel.wire.events import Diagnosed, Drill, DrillSkipped
 from ddp_runner.kernel.wire.fork_specs import DrillSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.training.own_loop.declared import OwnLoop
+from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.rank_context import TaskParts
 
 LOG_NAME = "drill.log"
@@ -39,6 +44,11 @@ _IOPRIO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 def beside_steps(parts: TaskParts) -> Drills:
     """Return a rank's part in the drills of its run."""
     return Drills(parts)
+
+
+def beside_loop(parts: LoopParts, loop: OwnLoop) -> LoopDrills:
+    """Return a rank's part in the drills of its user's own loop."""
+    return LoopDrills(parts, loop)
 
 
 def main(request: Fork, descriptors: list[int]) -> int:
@@ -59,7 +69,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
         local_world_size=spec.local_world_size,
         device=spec.device,
         other_devices=spec.other_devices,
-        loads=True,
+        loads=spec.program is None,  # a loop receives it with its first batch
         preload=spec.preload,
     )
     prepare_interpreter(spec, rank=rank_info.rank, local_rank=rank_info.local_rank)
@@ -67,22 +77,35 @@ def main(request: Fork, descriptors: list[int]) -> int:
     logger.hidden = hidden = hidden_texts(settings.task, os.environ)
     install_root_handler(logger)
     found, problem = Compared(differs=""), ""
+
+    def end(*, differs: str = "", problem: str = "") -> NoReturn:
+        _report(channel, spec, Compared(differs=differs), problem=problem)
+        os._exit(0)
+
     try:
-        found = compare(settings, rank_info, folder=Path(spec.folder), logger=logger)
+        folder = Path(spec.folder)
+        if spec.program is not None:
+            compare_loop(spec.program, settings, rank_info, folder=folder, logger=logger, end=end)
+        found = compare(settings, rank_info, folder=folder, logger=logger)
     except BaseException as error:  # noqa: BLE001 - the top of a process: no drill is worth a run
         traceback.print_exc()
         text = without_secrets(str(error), hidden)
         problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
-    message = _report(found, rank=rank_info.rank, step=spec.step, problem=problem)
+    _report(channel, spec, found, problem=problem)
+    return 0
+
+
+def _report(channel: Channel, spec: DrillSpec, found: Compared, *, problem: str) -> None:
+    """Report what came of the drill. ``problem``: why nothing is known; empty where something is."""
+    message = _message(found, rank=spec.rank, step=spec.step, problem=problem)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it
             stream.flush()
     with contextlib.suppress(ChannelClosedError):  # nobody wants to know any more
         channel.send(message)
-    return 0
 
 
-def _report(
+def _message(
     found: Compared, *, rank: int, step: int, problem: str
 ) -> Drill | DrillSkipped | Diagnosed:
     if problem:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -34,7 +34,7 @@ from ddp_runner.features.proof.rules import (
     folder_name,
     number_of_drill,
 )
-from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.group.group import Group, Membership
 from ddp_runner.kernel.rank.runtime import SupervisedRuntime
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Phase
@@ -42,9 +42,12 @@ from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.system.run_files import replace_file
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
-from ddp_runner.training.beside_steps import BesideSteps
-from ddp_runner.training.rank_context import TaskParts
-from ddp_runner.training.step import Stepper
+from ddp_runner.training.beside_steps import BesideSteps, Noting
+from ddp_runner.training.exactness.own_share import ShareNotes
+from ddp_runner.training.rank_context import RankParts
+
+if TYPE_CHECKING:
+    from ddp_runner.training.step import Stepper
 
 REASON = "drill"
 LAST_WAIT_S = 10.0  # for a state that is being written while the run ends
@@ -73,12 +76,13 @@ class _Unsynced:
 class Drills(BesideSteps):
     """A rank's part in the drills of its run."""
 
-    def __init__(self, parts: TaskParts) -> None:
+    def __init__(self, parts: RankParts) -> None:
         settings, workload, runtime = parts.settings, parts.workload, parts.runtime
         is_wanted = runtime.is_watched and not changes_loss(
             settings.run.inject, world_size=runtime.rank_info.world_size
         )
-        is_wanted &= not workload.norms.names  # a share of which needs the other ranks
+        norms = getattr(workload, "norms", None)
+        is_wanted &= norms is None or not norms.names  # a share of which needs the other ranks
         self._drill_at = settings.recovery.drill_at if is_wanted else None
 
         self._folder = Path(settings.run.checkpoint_dir)
@@ -100,7 +104,7 @@ class Drills(BesideSteps):
 
     @contextlib.contextmanager
     def beside(
-        self, stepper: Stepper, group: Group, micro_batches: Sequence[MicroBatch]
+        self, stepper: Noting, group: Group, micro_batches: Sequence[MicroBatch]
     ) -> Iterator[None]:
         """Do this rank's part of a due drill while a step runs, if one is due with it.
 
@@ -123,21 +127,33 @@ class Drills(BesideSteps):
         if group.rank != drilled:
             yield
             return
+        self._is_drilled_next()
         more = self._looked_into(stepper, micro_batches) if self._diagnoses else {}
         with stepper.noted() as notes:
             yield
         if self._state.committed_step == step + 1:  # else its state was given up
-            record = {
-                "rank": group.rank,
-                "world_size": group.world_size,
-                "shares": list(self._loader.shares),
-                "share": notes.share().to_record(),
-                "quarantine": self._state.quarantine.to_record(),
-                **{key: more[key] for key in more.keys() & {"again"}},
-            }
+            record = self._record(notes, group)
+            record |= {key: more[key] for key in more.keys() & {"again"}}
             for name in more.keys() & {SIDE_FILE, BATCH_FILE}:
                 self._write_beside(step, name, more[name])
             self._report_part(step, SHARE, self._write_share(step, record))
+
+    def _is_drilled_next(self) -> None:
+        """Take note that this rank's share of the step that begins now is drilled."""
+
+    def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
+        """Return what the drill is to know of this share, as plain values."""
+        return {
+            "rank": group.rank,
+            "world_size": group.world_size,
+            "shares": list(getattr(self._loader, "shares", ())),
+            "share": notes.share().to_record(),
+            "quarantine": self._state.quarantine.to_record(),
+        }
+
+    def _drilled(self, number: int, membership: Membership) -> int | None:
+        """Return the rank that the drill of this number is of; None: nobody's."""
+        return drilled_rank(number, membership.local_world_size)
 
     def _drilled_at(self, step: int, group: Group) -> int | None:
         """Return the rank, as the group numbers it, whose share of the step that begins now is drilled; None: nobody's."""
@@ -165,9 +181,9 @@ class Drills(BesideSteps):
             return None
         if number == OWED:
             return owed
-        return drilled_rank(number, membership.local_world_size)
+        return self._drilled(number, membership)
 
-    def _looked_into(self, stepper: Stepper, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+    def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
         """Compute the share of the step that begins now once more, and hold what it is computed from.
 
         Without what cannot be copied, or has no room.
@@ -177,7 +193,8 @@ class Drills(BesideSteps):
             found[SIDE_FILE] = side.whole_record()
         with contextlib.suppress(NotCopiedError):
             found[BATCH_FILE] = [one.batch for one in copied([*micro_batches])]
-            found["again"] = stepper.share_again(copied([*micro_batches])).to_record()
+            again = cast("Stepper", stepper).share_again(copied([*micro_batches]))
+            found["again"] = again.to_record()
         return found
 
     def _write_beside(self, step: int, name: str, content: object) -> None:

@@ -67,7 +67,9 @@ class DrillKeeper(Observer):
         )
         self._recorder = around.recorder
         self._world = around.world
-        here = [handle.rank for handle in self._world.ranks if self._world.is_here(handle)]
+        # A drill of a loop's rank 0 would do once more what that does alone.
+        self._first_rank = 0 if plan.loop is None else 1
+        here = [one.rank for one in self._world.ranks if self._may_be_drilled(one)]
         self._repairs = RepairLedger(ranks=here)
         self._processes: list[int] | None = None  # of each rank, when the newest generation formed
         self._formed_step = 0  # with which that was
@@ -93,6 +95,7 @@ class DrillKeeper(Observer):
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._said_short = False
         self._is_off_said = False  # that nothing is proved, as nothing was to be
+        self._said: set[str] = set()  # why drills could not be done
         self._has_differed = False
         self._has_taken_over = False  # a run whose coordinator was lost, once it has formed
         self._is_possible = False  # ranks have written what one needs, or have tried to
@@ -176,6 +179,8 @@ class DrillKeeper(Observer):
             self._remove(message.step)
             return
         self._is_possible = True
+        if self._kept is not None and self._kept[0] == message.step:
+            self._kept = None  # the same step again, after all have gone back: its files are others
         parts = self._parts.setdefault(message.step, {})
         if self._asked is not None and message.step >= self._asked.step:
             self._asked = self._due_s = None
@@ -237,7 +242,10 @@ class DrillKeeper(Observer):
             self._is_given_up = False
             step, rank = self._running
             around, folder = self._node.surroundings(rank), str(self._folder / folder_name(step))
-            self._keeper.start(now_s, DrillSpec(**around, rank=rank, step=step, folder=folder))
+            spec = DrillSpec(
+                **around, rank=rank, step=step, folder=folder, program=self._node.program
+            )
+            self._keeper.start(now_s, spec)
 
     def drilled(self, message: events.Drill | events.DrillSkipped, now_s: float) -> None:
         """The process has come to an end, which it may have done before it was to be ended."""
@@ -245,6 +253,7 @@ class DrillKeeper(Observer):
             return
         rank, step, seconds = message.rank, message.step, now_s - self._keeper.began_s
         if isinstance(message, events.DrillSkipped):
+            self._cost_s = max(self._cost_s, seconds)  # where it cannot be done, it is tried seldom
             self._report_skipped(message.text)
             return
         self._has_come_to_its_end(step)
@@ -260,10 +269,10 @@ class DrillKeeper(Observer):
         drill = replace(message, seconds=round(seconds, 3), finding=finding, inexact_reason=reason)
         self._recorder.record(drill)
         self._has_differed |= bool(message.differs)
-        if message.differs:
-            self._suspects.failed(drill)
-        else:
+        if not message.differs:
             self._has_passed(rank, step)
+        elif self._plan.loop is None:  # a loop's rank cannot compute a share a second time
+            self._suspects.failed(drill)
 
     def diagnosed(self, message: events.Diagnosed, now_s: float) -> None:
         """The share of a rank whose drill has failed was computed in several ways."""
@@ -422,12 +431,15 @@ class DrillKeeper(Observer):
         return bool(self._parts)
 
     def _drillable(self) -> list[int]:
-        """Return the ranks of this machine that train, or are to."""
-        return [handle.rank for handle in self._world.present if self._world.is_here(handle)]
+        """Return the ranks of this machine that train, or are to, and may be drilled."""
+        return [handle.rank for handle in self._world.present if self._may_be_drilled(handle)]
+
+    def _may_be_drilled(self, handle: RankHandle) -> bool:
+        return handle.rank >= self._first_rank and self._world.is_here(handle)
 
     def _record_repairs(self) -> None:
         proved, count = self._repairs.proved, self._repairs.count
-        if count and self._plan.settings.recovery.drill_at:
+        if count and self._repairs.ranks and self._plan.settings.recovery.drill_at:
             self._recorder.record(events.RepairsProved(proved=proved, repairs=count))
 
     def _report_skipped(self, why: str) -> None:
@@ -439,8 +451,9 @@ class DrillKeeper(Observer):
 
     def _skipped(self, rank: int, step: int, why: str) -> None:
         is_short = "memory is short" in why
-        is_said = not (is_short and self._said_short)
+        is_said = why not in self._said and not (is_short and self._said_short)
         self._said_short |= is_short
+        self._said.add(why)
         self._came_to_nothing(rank, step, why, is_said=is_said)
 
     def _cut_short(self, why: str, *, keeps: bool = False) -> None:

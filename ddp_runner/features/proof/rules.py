@@ -125,6 +125,16 @@ def drilled_rank(number: int, ranks: int) -> int:
     return number % ranks
 
 
+def drilled_rank_of_loop(number: int, ranks: int) -> int | None:
+    """Return the rank of a user's own loop to drill: each but rank 0 in turn; None where there is no other one.
+
+    Its program would do once more what a loop does on rank 0 alone: print, save, empty a folder.
+    """
+    # INVARIANT never-as-rank-0: no drill runs a user's program as rank 0.
+    # Broken if: rank 0 of a loop is drilled. Guarded by: test_what_a_loop_does_on_rank_0_is_done_once.
+    return None if ranks < 2 else 1 + drilled_rank(number, ranks - 1)
+
+
 def folder_name(step: int) -> str:
     """Return the folder with a drill's state and share of the data, relative to the checkpoint folder."""
     return f"{FOLDER}/step_{step:08d}"

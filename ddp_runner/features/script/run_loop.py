@@ -62,8 +62,8 @@ def with_loop(plan: LaunchPlan, script: ScriptPlan) -> LaunchPlan:
     """``plan`` for a program whose loop attaches. Raises BadInputError for settings of tasks alone."""
     refuse_for_loops(plan.settings)
     refuse_of_loops(plan.settings.run.inject, world_size=plan.world_size)
-    # A spare or a drill would have to run the program.
-    recovery = replace(plan.settings.recovery, warm_spare=False, drill_at=None)
+    # A spare would have to run the program.
+    recovery = replace(plan.settings.recovery, warm_spare=False)
     return replace(
         plan,
         settings=replace(plan.settings, recovery=recovery),

@@ -41,6 +41,7 @@ from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.wire.fork_specs import (
     ForkKind,
     NothingMore,
+    Program,
     ProgramSpec,
     RankSpec,
     SpareKind,
@@ -496,8 +497,13 @@ class Node:
             device_free_bytes=start.device_free_bytes * self._plan.has_own_device[rank],
             injections_left=dict(start.injections_left),
             log_seal=self.log_seal,
-            program=None if self._program is None else self._program.program,
+            program=self.program,
         )
+
+    @property
+    def program(self) -> Program | None:
+        """The program whose loop the ranks are, as it was at launch; None where they are none."""
+        return None if self._program is None else self._program.program
 
     def surroundings(self, rank: int) -> dict[str, Any]:
         """The fields of Surroundings, for this rank."""

@@ -114,11 +114,15 @@ class SpareSpec(Surroundings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillSpec(Surroundings):
-    """The specification of a process that computes the share of ``rank`` of ``step``, from the files in ``folder``."""
+    """The specification of a process that computes the share of ``rank`` of ``step``, from the files in ``folder``.
+
+    ``program``: whose loop it is; None: a task's.
+    """
 
     rank: int
     step: int
     folder: str
+    program: Program | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ others is refused, and remembered, because what it would compute from then on is
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -24,17 +25,19 @@ def _refused(what: str) -> Any:
 
     def collective(self: GroupApart, *_arguments: Any, **_options: Any) -> NoReturn:
         self.asked = self.asked or what
+        self.on_asked(what)
         raise NeedsOthersError(f"{what} needs the other ranks, which are not here")
 
     return collective
 
 
 class GroupApart(dist.ProcessGroup):
-    """``asked``: what was wanted of the others first; empty where nothing was."""
+    """``asked``: what was wanted of the others first; empty where nothing was. ``on_asked`` hears of each such call."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg] # not in torch's stub
         self.asked = ""
+        self.on_asked: Callable[[str], object] = lambda _: None
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name for torch's logs."""

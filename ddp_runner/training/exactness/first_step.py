@@ -31,7 +31,7 @@ from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import SparseGradientError, Stepper, StepRules, own_share
 
 NAMES_SHOWN = 3
-_NOT_DONE = "-"
+NOT_DONE = "-"  # in the place of where two computations part
 _NOT_ITS_OWN = "which each rank has its own of, is another rank's since"
 _NOT_SEEN = "which cannot be looked into, may have been used before"
 
@@ -161,37 +161,45 @@ class FirstStep:
             self._is_first, self._rehearsed = False, None
 
     def _compare_shares(self, step: int) -> None:
-        where = _NOT_DONE
+        where = NOT_DONE
         if self._rehearsed is not None and self._repeated is not None:
             names = [name for name, _ in self._state.named_parameters()]
             where = first_difference(self._rehearsed, self._repeated, names=names)
         answers = self._exchange(f"repeated/{step}", where)
-        differing = {rank: what for rank, what in enumerate(answers) if what not in ("", _NOT_DONE)}
-        if not differing and _NOT_DONE not in answers:
-            if self._group.rank == 0:
-                rank = self._runtime.rank_info.rank
-                self._runtime.report(Proved(rank=rank, step=step - 1, what="repeated"))
+        if self._group.rank != 0:
             return
-        if not differing:
-            return
-        ranks = sorted(differing)
-        what = differing[ranks[0]]
-        seen = (
-            f"; a step also changes {named(self._changed)}, which is put back"
-            if self._changed
-            else ""
-        )
-        if self._group.rank == 0:
-            report_inexact(
-                self._parts,
-                f"the first step cannot be repeated: computed twice from the same state, {what} differs"
-                f" on {rank_list(ranks)} (a kernel that is not deterministic, or a state that cannot be"
-                f" seen: in a global, a closure, a file){seen}",
+        if not any(answers):
+            report_repeated(self._parts, step - 1)
+        elif finding := not_repeated(answers):
+            seen = (
+                f"; a step also changes {named(self._changed)}, which is put back"
+                if self._changed
+                else ""
             )
+            report_inexact(self._parts, finding + seen)
 
     def _exchange(self, name: str, value: str) -> list[str]:
         with waiting_for_peers(self._runtime.slot):
             return self._group.exchange(name, value)
+
+
+def report_repeated(parts: RankParts, step: int) -> None:
+    """Say that every rank has computed ``step`` twice, with the same bits."""
+    rank = parts.runtime.rank_info.rank
+    parts.runtime.report(Proved(rank=rank, step=step, what="repeated"))
+
+
+def not_repeated(answers: Sequence[str]) -> str:
+    """Why a step cannot be repeated, by where each rank's two computations part; empty where nobody has found that."""
+    differing = {rank: what for rank, what in enumerate(answers) if what not in ("", NOT_DONE)}
+    if not differing:
+        return ""
+    ranks = sorted(differing)
+    return (
+        f"the first step cannot be repeated: computed twice from the same state, {differing[ranks[0]]} differs"
+        f" on {rank_list(ranks)} (a kernel that is not deterministic, or a state that cannot be"
+        " seen: in a global, a closure, a file)"
+    )
 
 
 def _known_in(state: TrainState) -> set[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from ddp_runner.kernel.values.nested import IN_BATCH, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.state import TrainState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _OF_ZEROS = "0" * 16  # as a bucket has it where there was no gradient
 
@@ -54,7 +57,7 @@ class ShareNotes:
     _names: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: TrainState) -> ShareNotes:
+    def of(cls, state: TrainState) -> Self:
         """Return empty notes for a share of a step of ``state``."""
         return cls(_names={id(parameter): name for name, parameter in state.named_parameters()})
 

@@ -221,6 +221,24 @@ class AttachedRun:
         Raises BadInputError for what cannot be trained, and FaultError for a fault that no repair ends.
         """
         self._refuse_late("steps()")
+        parts, run_id, accumulate = self._prepared(
+            batches, max_steps=max_steps, epochs=epochs, accumulate=accumulate
+        )
+        kept = self._kept_ids()
+        self._variables = LoopVariables(
+            is_kept=lambda value: id(value) in kept or isinstance(value, (_Steps, AttachedModule))
+        )
+        self._client = LoopClient(parts, run_id, self._loop)
+        self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
+        atexit.register(self._leave)
+        self._engine = self._held.enter_context(engine_of(self._client, parts))
+        return _Steps(self, self._engine.steps(), accumulate=accumulate)
+
+    def _prepared(
+        self, batches: Iterable[Any], *, max_steps: int, epochs: int, accumulate: int
+    ) -> tuple[LoopParts, str, int]:
+        """What this rank trains with, the run that it resumes, and how many batches a step has. Raises as :meth:`steps`."""
         self._check_kept()
         if isinstance(batches, KeptLoader):
             accumulate = batches.accumulate
@@ -249,16 +267,7 @@ class AttachedRun:
         self._held.callback(parts.device.close)
         self._runtime.slot.stamp(Phase.STARTUP, time.monotonic_ns())
         self._state, self._parts = parts.state, parts
-        kept = self._kept_ids()
-        self._variables = LoopVariables(
-            is_kept=lambda value: id(value) in kept or isinstance(value, (_Steps, AttachedModule))
-        )
-        self._client = LoopClient(parts, run_id, self._loop)
-        self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
-        # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
-        atexit.register(self._leave)
-        self._engine = self._held.enter_context(engine_of(self._client, parts))
-        return _Steps(self, self._engine.steps(), accumulate=accumulate)
+        return parts, run_id, accumulate
 
     def step(self) -> _Block:
         """Return a context for the body of one optimizer step, which repairs faults and repeats the step."""

@@ -31,6 +31,7 @@ from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.agreeing import agree_on_weights
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.step.session import Makers
+from ddp_runner.training.beside_steps import beside_loop
 from ddp_runner.training.components.tuning import free_memory
 from ddp_runner.training.exactness.first_step import report_inexact
 from ddp_runner.training.figures.train_report import TrainReport, finished_message, report_of
@@ -46,6 +47,7 @@ from ddp_runner.training.own_loop.batches import (
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.parts import Batches, LoopParts
+from ddp_runner.training.own_loop.repeat_check import RepeatCheck
 from ddp_runner.training.own_loop.steps import LoopSteps
 from ddp_runner.training.prepare import Kept
 from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
@@ -204,6 +206,8 @@ class LoopClient(RankClient):
     def __init__(self, parts: LoopParts, run_id: str, loop: OwnLoop) -> None:
         super().__init__(parts, run_id)
         self._loop = loop
+        self._beside = beside_loop(parts, loop)
+        self._repeats = RepeatCheck(parts)
         self.steps: LoopSteps | None = None  # of the newest generation
         self.reason: StopReason | None = None  # why training has ended, once it has
         self.report: TrainReport | None = None  # of that
@@ -287,7 +291,14 @@ class LoopClient(RankClient):
     def enter(self, group: Group) -> Makers:
         """Wrap the module for the steps of a generation."""
         guard = self._guard(group)
-        self.steps = steps = LoopSteps(self._parts, self._loop, group=group, guard=guard)
+        self.steps = steps = LoopSteps(
+            self._parts,
+            self._loop,
+            group=group,
+            guard=guard,
+            beside=self._beside,
+            repeats=self._repeats,
+        )
         return Makers(maker=steps, guard=guard, side=self._side(group))
 
     def repaired(self, fault: Fault) -> Fault:
@@ -303,6 +314,9 @@ class LoopClient(RankClient):
         """Make the report. Raises FaultError where the replicas ended with different weights."""
         report = report_of(self._parts, reason)
         agree_on_weights(group, self._parts.state, self._runtime, report.weights_sha256)
+        if reason is StopReason.COMPLETED:
+            for one in self._beside:
+                one.conclude(group)
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
         self._runtime.report(finished_message(report, self._runtime.rank_info.rank))
         self.reason, self.report = reason, report

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import IntEnum
@@ -30,6 +31,7 @@ from ddp_runner.kernel.step.session import Outcome, StepInHand, StepResult, Vote
 from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Metrics
+from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.components.sync_batchnorm import Peers
 from ddp_runner.training.exactness.kept_kinds import Kept
@@ -38,6 +40,8 @@ from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.own_loop.declared import LOSS, OwnLoop, RepeatStep
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.parts import LoopParts
+from ddp_runner.training.own_loop.repeat_check import RepeatCheck
+from ddp_runner.training.own_loop.watched_step import WatchedStep
 from ddp_runner.training.saves.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.step import agreed_votes, as_signals
 
@@ -61,9 +65,18 @@ class LoopSteps:
     """Makes the steps of a loop in one generation. Every rank calls its methods at the same places."""
 
     def __init__(
-        self, parts: LoopParts, loop: OwnLoop, *, group: Group, guard: NumericsGuard
+        self,
+        parts: LoopParts,
+        loop: OwnLoop,
+        *,
+        group: Group,
+        guard: NumericsGuard,
+        beside: Sequence[BesideSteps],
+        repeats: RepeatCheck,
     ) -> None:
         self._parts = parts
+        self._repeats = repeats
+        self._watched = WatchedStep(parts.state, group, beside=(*beside, repeats))
         self._settings = parts.settings
         self._length = parts.workload.length
         self._state = parts.state
@@ -106,6 +119,7 @@ class LoopSteps:
 
     def close(self) -> None:
         """Unwrap the module."""
+        self._watched.end()
         assert self._loop.net is not None, "checked before the first step"
         self._loop.net.use(None)
         self._replica.close()
@@ -128,6 +142,7 @@ class LoopSteps:
         self._runtime.logger.step = step
         batches = self._parts.loader.take(step)
         slot.stamp(Phase.FORWARD, time.monotonic_ns())
+        self._watched.begin(batches)
         return batches
 
     def wrap_again(self) -> None:
@@ -159,6 +174,7 @@ class LoopSteps:
         self._given_up = self._has_called = False
         self._loop.noted = {}
         self._replica.drop_signals()
+        self._replica.on_own_gradient = self._watched.gradient
         self._slot.stamp(Phase.FORWARD, time.monotonic_ns())
         if self._rehearses:
             self._begin_rehearsal()
@@ -213,6 +229,7 @@ class LoopSteps:
         self._wrapped_at = self._state.committed_step
         self._replica.close()
         self._wrap()
+        self._replica.on_own_gradient = self._watched.gradient
         self._slot.stamp(Phase.FORWARD, time.monotonic_ns())
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -254,6 +271,8 @@ class LoopSteps:
         if self._agreed is None:
             if self._rehearses:
                 self._replica.check_reduced()
+                if self._held is not None:
+                    self._watched.has_rehearsed()
                 self._rehearses, self._must_undo = False, True
                 return None
             return self._without_update()
@@ -276,6 +295,7 @@ class LoopSteps:
         self._parts.memory.after_step(result.step)
         if due.log:
             self._log(result)
+        self._repeats.after(result.step, self._group, at_end=self.at_end or self._is_to_stop)
         return Outcome.ALL_DONE if self._is_to_stop else Outcome.GOES_ON
 
     def gather(self) -> None:
@@ -443,6 +463,7 @@ class LoopSteps:
     def _commit_step(self, agreed: Agreed, *, has_updated: bool) -> StepResult:
         self._commit.end_change(agreed, applied=True, samples=self._parts.workload.global_batch)
         self._state.committed()
+        self._watched.end()
         # What the loop does before it asks for the next batch may take as long as an evaluation.
         self._slot.stamp(Phase.EVALUATE, time.monotonic_ns())
         self._state.has_updated = has_updated

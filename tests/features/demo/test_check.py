@@ -38,11 +38,11 @@ def start(tmp_path):
     """
     started = []
 
-    def start(*words, command=("-m", "ddp_runner", "check")):
+    def start(*words, command=("-m", "ddp_runner", "check"), batch=("-b", "8")):
         (tmp_path / "folders").mkdir()
         variables = {**ready.environment(), MARK: tmp_path.name}
         process = subprocess.Popen(
-            [sys.executable, *command, "--cpu", "-b", "8", *words],
+            [sys.executable, *command, "--cpu", *batch, *words],
             cwd=tmp_path,
             env={**os.environ, **variables, "TMPDIR": str(tmp_path / "folders")},
             stdin=subprocess.DEVNULL,
@@ -100,9 +100,28 @@ def test_what_a_replacement_cannot_know_is_found(start, tmp_path):
     assert (folder / "stopped" / "resumed.txt").is_file()
 
 
+def test_a_loop_is_checked_with_its_own_arguments(start, tmp_path):
+    """Its length is its own, and words behind the file are the program's; a counter in a library of its is found."""
+    loop = SCENARIOS / "loops" / "drilled.py"
+    check = start(
+        "--loop", str(loop), "--steps", "24", "--hidden", command=("-c", _ONE_KILL), batch=()
+    )
+    text, errors = check.communicate(timeout=DEADLINE_S)
+    assert check.returncode == 1, text + errors
+    assert re.search(r"a rank killed in forward +NO +\d", text)
+    assert re.search(r"stopped and resumed +NO +\d", text)
+    shown = " ".join(text.split())
+    assert "model.0.weight" in shown or "run.keep() was not given" in shown, text
+    (folder,) = folders(tmp_path)
+    assert (folder / "kills" / "logs" / "summary.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (("--loop",), "--loop: needs a value: FILE.py is what is checked"),
+        (("--loop", "none.py"), "--loop=none.py: is no file: give FILE.py, and its arguments"),
+        (("--resume=none", "--loop", __file__), "--resume: is set by check itself: leave it out"),
         ((), "--task: is needed: FILE.py:NAME is what is checked"),
         (("--task", SOUND, "--max-steps", "5"), "--max-steps=5: must be 20 or more"),
         (("--task", SOUND, "--resume", "none"), "resume: is set by check itself: leave it out"),

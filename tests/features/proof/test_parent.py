@@ -486,3 +486,48 @@ def test_a_drill_of_which_one_part_never_comes_holds_up_no_other(simulate):
     run.run_until(lambda: keeper_of(run)._parts)
     run.run_until(lambda: asked(run))
     assert not keeper_of(run)._parts
+
+
+def of_loop(run):
+    """Have the simulated run be one of a loop of the user's own, for its drills."""
+    keeper = keeper_of(run)
+    keeper._first_rank = 1
+    keeper._repairs.ranks = [1, 2, 3]
+    return keeper
+
+
+def test_rank_0_of_a_loop_proves_no_repair(simulate):
+    """Another survivor does; where only rank 0 is left of those that have lived through it, any drill does."""
+    run = simulate(steps=300, ranks=4)
+    keeper = of_loop(run)
+    run.to_step(10)
+    run.kill(1)
+    run.run_until(lambda: len(run.events("forming")) == 2)
+    assert keeper.owes().rank == 2
+    assert [one.rank for one in keeper._world.present if keeper._may_be_drilled(one)] == [1, 2, 3]
+
+
+def test_a_step_that_is_drilled_again_keeps_its_new_files(simulate, tmp_path):
+    """All ranks have gone back: what is written again is not removed with the old drill."""
+    run = simulate(steps=300)
+    run.to_step(10)
+    keeper = keeper_of(run)
+    keeper._folder, removed = tmp_path, []
+    keeper._remove = removed.append
+    keeper._kept = (20, 1)
+    give(run, 20, parts=("share",))
+    run.pass_time(0.1)
+    keeper._keep(None)
+    assert removed == []
+
+
+def test_why_a_drill_cannot_be_done_is_said_once(simulate):
+    """The program asks the others in each of its steps."""
+    run = simulate(steps=100)
+    for step in (10, 20):
+        run.to_step(step)
+        problem = "the loop asks the other ranks for something (allreduce)"
+        run.send(run.rank(0), DrillPart(rank=0, step=step, part="state", problem=problem))
+    assert_done(run)
+    assert len(run.events("drill_skipped")) == 2
+    assert sum("asks the other ranks" in line for _, line in run.outputs.said) == 1

@@ -56,14 +56,14 @@ def refused(theirs, mine):
 
 
 def test_a_loop_has_the_ranks_of_all_machines(plan_in):
-    """The program is that of the machine's own command line; what needs to run it ahead is off."""
+    """The program is that of the machine's own command line; a spare, which would run it ahead, is off."""
     (plan, script), how = plan_in("node0", "--lr", "1")
     assert (script, how) == (None, {"token_file": "token"})
     assert (plan.world_size, plan.ranks_per_node, plan.nodes.most) == (4, 2, 2)
     assert (plan.loop.source, plan.loop.arguments) == (PROGRAM.encode(), ("--lr", "1"))
     assert plan.loop.path.endswith("/node0/loop.py")
     recovery = plan.settings.recovery
-    assert (recovery.warm_spare, recovery.drill_at) == (False, None)
+    assert (recovery.warm_spare, recovery.drill_at) == (False, (2, 50, 1000))
 
 
 def test_a_machine_with_another_program_is_refused_in_one_line(plan_in):

@@ -1,0 +1,70 @@
+"""A rank's part in the drill of a user's own loop: which rank is drilled, and what it notes beside its share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.features.proof.notes import Drills
+from ddp_runner.features.proof.rules import drilled_rank_of_loop
+from ddp_runner.kernel.group.group import Group, Membership
+from ddp_runner.training.beside_steps import Noting
+from ddp_runner.training.exactness.own_share import ShareNotes
+from ddp_runner.training.own_loop.declared import OwnLoop
+from ddp_runner.training.own_loop.kept import KeptState
+from ddp_runner.training.own_loop.parts import LoopParts
+
+# What a loop's record has beside that of a task.
+PROGRAM, CARRIED, BESIDE = "program", "carried", "beside"
+
+
+class LoopDrills(Drills):
+    """A rank's part in the drills of its loop. Rank 0 is never drilled: a loop does there what is wanted once."""
+
+    _state: KeptState
+
+    def __init__(self, parts: LoopParts, loop: OwnLoop) -> None:
+        super().__init__(parts)
+        modules = () if loop.net is None else loop.net.modules()
+        if any(isinstance(one, nn.SyncBatchNorm) for one in modules):
+            self._drill_at = None  # no share can be computed without the other ranks
+        self._program = loop.program
+        self._beside: dict[
+            str, str
+        ] = {}  # what there was beside the model as the drilled step began
+
+    def _drilled(self, number: int, membership: Membership) -> int | None:
+        return drilled_rank_of_loop(number, membership.local_world_size)
+
+    def _is_drilled_next(self) -> None:
+        self._beside = self._state.side.digests()
+
+    def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+        """Nothing: a loop's share cannot be computed a second time by its rank."""
+        del stepper, micro_batches
+        return {}
+
+    def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
+        return {
+            **super()._record(notes, group),
+            PROGRAM: self._program,
+            CARRIED: self._state.carried,
+            BESIDE: self._beside,
+        }
+
+
+def explanation(carried: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Why a replacement is known to compute something else, in words; empty where nothing is known.
+
+    ``before`` and ``now``: digests of what the rank, and the replacement, has beside the model. The run itself says
+    what is lost where it comes to that.
+    """
+    own = [name for name, one in sorted(before.items()) if now.get(name, one) != one]
+    known = [
+        *(f"{name} is not kept" for name in carried),
+        *(f"each rank has its own {name}" for name in own),
+    ]
+    return f"{', '.join(known)}, so a replacement computes something else" if known else ""

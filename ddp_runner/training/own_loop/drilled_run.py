@@ -1,0 +1,193 @@
+"""An attached run in the process of a drill: one rank's share of one step, as a replacement of that rank computes it.
+
+The program runs from its top. Its loop is given the batch of the step, and nothing comes after its first backward:
+no update, no save, no other rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.values.generators import seed_step
+from ddp_runner.training.exactness.apart import stand_apart
+from ddp_runner.training.exactness.own_share import OwnShare
+from ddp_runner.training.own_loop.attached_run import AttachedRun
+from ddp_runner.training.own_loop.declared import OwnLoop
+from ddp_runner.training.own_loop.misuse import misuse
+from ddp_runner.training.own_loop.net import AttachedModule
+from ddp_runner.training.own_loop.parts import LoopParts
+from ddp_runner.training.own_loop.watched_step import LoopNotes
+from ddp_runner.training.starting.resume import load_start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareWanted:
+    """The share that is wanted, by the rank's number in its group.
+
+    ``begins`` is called once the state is in what the program keeps; it may raise. ``ends``, which is called with the
+    share, and ``fails``, which is called where there is none, end the process.
+    """
+
+    rank: int
+    world_size: int
+    begins: Callable[[LoopParts, OwnLoop], object]
+    ends: Callable[[LoopParts, OwnShare], NoReturn]
+    fails: Callable[[str], NoReturn]
+
+
+class DrilledRun(AttachedRun):
+    """What :func:`ddp_runner.attach` gives to a program in the process of a drill."""
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, *, arguments: str, wanted: ShareWanted
+    ) -> None:
+        """``settings`` have the state where a run has its checkpoints."""
+        super().__init__(settings, runtime, arguments=arguments, on_end=lambda _: None)
+        self._wanted = wanted
+        self._lone: LoneBody | None = None  # once the batch is given
+        self._is_inside = False
+
+    def steps(
+        self,
+        batches: Iterable[Any],
+        *,
+        max_steps: int = 0,
+        epochs: int = 0,
+        accumulate: int = 1,
+    ) -> Iterator[Any]:
+        """Give this rank's batch of the one step."""
+        parts, _, accumulate = self._prepared(
+            batches, max_steps=max_steps, epochs=epochs, accumulate=accumulate
+        )
+        self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        return self._one_step(parts, accumulate=accumulate)
+
+    def _one_step(self, parts: LoopParts, *, accumulate: int) -> Iterator[Any]:
+        # As a replaced rank, which receives the state with its first batch.
+        if load_start(parts.settings, parts.workload, parts.state, parts.store) is None:
+            raise FileNotFoundError(f"there is no state in {parts.store.directory}")
+        # A rank's local state would be given back to its objects here: it is this rank's, and not in that file.
+        wanted, step = self._wanted, parts.state.committed_step
+        wanted.begins(parts, self._loop)
+        batches = parts.loader.take(step)
+        group = stand_apart(
+            rank=wanted.rank, world_size=wanted.world_size, backend=parts.workload.backend
+        )
+        assert self._loop.net is not None, "it was looked for"
+        self._lone = LoneBody(self._loop.net, parts, wanted)
+        group.on_asked = self._lone.asked
+        for batch in batches:
+            self._lone.notes.batch(batch)
+        seed_step(seed=self._settings.run.seed, step=step, rank=wanted.rank, micro_step=0)
+        yield batches if accumulate > 1 else batches[0]
+        raise misuse("the loop asks for another batch, and has made no step of the one that it had")
+
+    def begin_step(self) -> None:
+        """Begin the body of the step."""
+        if self._lone is None or self._is_inside:
+            raise misuse("run.step() needs a batch, and so does run.begin_step()")
+        self._is_inside = True
+        self._lone.begin()
+
+    def end_step(self) -> None:
+        """End the body: one without an update. Does not return."""
+        self._end_share()
+
+    def fail_step(self, error: BaseException) -> bool:
+        """Have the error end the program."""
+        del error
+        return False
+
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """A hook of torch's: the share is complete."""
+        del args, named
+        if self._lone is None:
+            return  # before the loop
+        if all(optimizer is not one for one in self._loop.kept.optimizers.values()):
+            self._refuse_kept_parameters(optimizer)
+            return
+        self._end_share()
+
+    def _end_share(self) -> None:
+        if self._lone is None or not self._is_inside:
+            raise misuse("outside of a step: with run.step(): ...")
+        self._lone.end()
+
+
+class LoneBody:
+    """Implements :class:`~ddp_runner.training.own_loop.net.Wrapping` without any other rank, and ends with the share.
+
+    It notes a gradient where DDP would take it for its first sum: when it is accumulated, after a call of the net
+    outside of ``no_sync()``.
+    """
+
+    def __init__(
+        self,
+        net: AttachedModule,
+        parts: LoopParts,
+        wanted: ShareWanted,
+    ) -> None:
+        self.notes = LoopNotes.of(parts.state)
+        self._net = net
+        self._parts = parts
+        self._wanted = wanted
+        self._is_summed = True  # the next call of the net is outside of no_sync()
+        self._hooked: dict[int, Tensor] = {}  # once such a call has come
+
+    def begin(self) -> None:
+        """The body begins: from here on the net is called as that of a rank is."""
+        self._net.use(self)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Return the outputs of the net."""
+        if self._is_summed:
+            self._hook()
+        return self._net.module(*args, **named)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Calls of the net within do not begin a sum over ranks."""
+        before, self._is_summed = self._is_summed, False
+        try:
+            yield
+        finally:
+            self._is_summed = before
+
+    def end(self) -> NoReturn:
+        """End with what there is: parameters that the backward did not use have what was accumulated before."""
+        for parameter in self._hooked.values():
+            if parameter.grad is not None and not self.notes.has(parameter):
+                self.notes.gradient(parameter, parameter.grad)
+        self._wanted.ends(self._parts, self.notes.share())
+
+    def asked(self, what: str) -> NoReturn:
+        """End where the body wants something of the other ranks: what it does then is not what a rank would do.
+
+        After the first backward it comes too late to matter.
+        """
+        if any(map(self.notes.has, self._hooked.values())):
+            self.end()
+        self._wanted.fails(f"the loop asks the other ranks for something ({what})")
+
+    def _hook(self) -> None:
+        for parameter in self._net.module.parameters():
+            if parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked[id(parameter)] = parameter
+                parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+
+    def _take(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and not self.notes.has(parameter):
+            self.notes.gradient(parameter, parameter.grad)
+        if all(map(self.notes.has, self._hooked.values())):
+            self.end()  # what follows is what the ranks' sum is for

@@ -1,0 +1,239 @@
+"""The share of a loop's step: which gradients count, where a drill ends, and what a first step that differs means."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_runner.features.proof.loop_comparison import changed_file
+from ddp_runner.features.proof.rules import drilled_rank_of_loop
+from ddp_runner.training.own_loop import repeat_check
+from ddp_runner.training.own_loop.drilled_run import LoneBody, ShareWanted
+from ddp_runner.training.own_loop.net import AttachedModule
+from ddp_runner.training.own_loop.repeat_check import RepeatCheck
+from ddp_runner.training.own_loop.watched_step import LoopNotes, WatchedStep
+
+from .building import make_slot
+
+
+def small_state():
+    """As much of a state as shares are noted by."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    return SimpleNamespace(
+        model=model, named_parameters=model.named_parameters, committed_step=0, carried=[]
+    )
+
+
+class EndedError(BaseException):
+    """In the place of the end of a process: nothing of a loop catches it."""
+
+
+class Body:
+    """A drilled body of a small net, whose end is written down."""
+
+    def __init__(self):
+        self.state = small_state()
+        self.net = AttachedModule(self.state.model)
+        self.found = []
+        wanted = ShareWanted(
+            rank=1, world_size=2, begins=lambda *_: None, ends=self._ends, fails=self._fails
+        )
+        self.lone = LoneBody(self.net, SimpleNamespace(state=self.state), wanted)
+        self.lone.begin()
+        self.rows = torch.arange(12.0).reshape(3, 4) / 12
+
+    def _ends(self, parts, share):
+        self.found.append(share.gradients)
+        raise EndedError
+
+    def _fails(self, problem):
+        self.found.append(problem)
+        raise EndedError
+
+    def loss(self, rows):
+        return self.net(rows).square().mean()
+
+    def gradients_of(self, loss):
+        """The hashes of what a plain backward gives, and no gradient behind."""
+        notes = LoopNotes.of(self.state)
+        gradients = torch.autograd.grad(loss, list(self.state.model.parameters()))
+        for parameter, gradient in zip(self.state.model.parameters(), gradients, strict=True):
+            notes.gradient(parameter, gradient)
+        return notes.share().gradients
+
+
+def test_a_drill_ends_with_the_first_backward_that_is_summed():
+    """Micro-batches before it, whose sums are put off, are in it; nothing behind it is reached."""
+    body = Body()
+    module = body.state.model
+    both = module(body.rows[:1]).square().mean() + module(body.rows[1:]).square().mean()
+    expected = body.gradients_of(both)
+    with body.net.no_sync():
+        body.loss(body.rows[:1]).backward()
+    assert body.found == []
+    loss = body.loss(body.rows[1:])
+    with pytest.raises(EndedError):
+        loss.backward()
+    assert body.found == [expected]
+
+
+def test_gradients_before_the_net_is_called_are_no_sum():
+    """As under DDP: a penalty on the weights alone is added, and waits for the backward of the net."""
+    body = Body()
+    sum(one.square().sum() for one in body.state.model.parameters()).backward()
+    assert body.found == []
+    loss = body.loss(body.rows)
+    with pytest.raises(EndedError):
+        loss.backward()
+    assert len(body.found[0]) == len(list(body.state.model.parameters()))
+
+
+def test_what_is_asked_of_other_ranks_ends_a_drill():
+    """Before the first backward nothing is known; behind it, where a parameter was left out, its share is."""
+    early, late = Body(), Body()
+    with pytest.raises(EndedError):
+        early.lone.asked("allreduce")
+    assert early.found == ["the loop asks the other ranks for something (allreduce)"]
+    unused = nn.Parameter(torch.ones(1))
+    late.state.model.register_parameter("unused", unused)
+    late.loss(late.rows).backward()
+    assert late.found == []
+    with pytest.raises(EndedError):
+        late.lone.asked("allreduce")
+    assert "unused" not in late.found[0]
+    assert len(late.found[0]) == len(list(late.state.model.parameters())) - 1
+
+
+def test_only_the_first_sum_of_a_step_is_noted():
+    """What a body computes from that is of all ranks, as where it climbs along the gradient first."""
+    state = small_state()
+    notes = LoopNotes.of(state)
+    parameter = next(state.model.parameters())
+    notes.gradient(parameter, torch.ones_like(parameter))
+    first = notes.share()
+    notes.gradient(parameter, torch.zeros_like(parameter) + 2.0)
+    assert notes.share() == first
+    notes.begin_again()
+    assert not notes.has(parameter)
+    assert notes.share().gradients == {}
+
+
+def test_no_drill_runs_a_program_as_rank_0():
+    """Each of the others in turn; alone it has none."""
+    assert [drilled_rank_of_loop(number, 3) for number in range(4)] == [1, 2, 1, 2]
+    assert drilled_rank_of_loop(0, 1) is None
+
+
+def test_a_file_that_was_edited_since_is_no_difference():
+    """One that only one of the two has imported is the program's own choice."""
+    assert changed_file({"a.py": "1", "b.py": "2"}, {"a.py": "1", "c.py": "3"}) == ""
+    assert changed_file({"a.py": "1", "b.py": "2"}, {"a.py": "1", "b.py": "3"}) == "b.py"
+
+
+class Steps:
+    """The first steps of one rank of two, with the answer of the other."""
+
+    def __init__(self, monkeypatch, other=""):
+        self.said, self.reported = [], []
+        monkeypatch.setattr(repeat_check, "report_inexact", lambda _, why: self.said.append(why))
+        runtime = SimpleNamespace(
+            slot=make_slot(), report=self.reported.append, rank_info=SimpleNamespace(rank=0)
+        )
+        self.state = small_state()
+        self.group = SimpleNamespace(
+            rank=0,
+            membership=SimpleNamespace(generation=1),
+            exchange=lambda _, value: [value, other],
+        )
+        settings = SimpleNamespace(stage=None)
+        self.check = RepeatCheck(
+            SimpleNamespace(state=self.state, settings=settings, runtime=runtime)
+        )
+        self.watched = WatchedStep(self.state, self.group, beside=(self.check,))
+
+    def body(self, value):
+        """A body whose gradients are all ``value``."""
+        for parameter in self.state.model.parameters():
+            self.watched.gradient(parameter, torch.full_like(parameter, value))
+
+    def first(self, rehearsed, made):
+        self.watched.begin([torch.ones(1)])
+        self.body(rehearsed)
+        self.watched.has_rehearsed()
+        self.watched.begin([torch.ones(1)])
+        self.body(made)
+        self.commit()
+
+    def commit(self, *, at_end=False):
+        self.state.committed_step += 1
+        self.watched.end()
+        self.check.after(self.state.committed_step, self.group, at_end=at_end)
+
+    def more(self, count=4):
+        for _ in range(count):
+            self.watched.begin([])
+            assert self.watched.gradient is None, "a later step is noted"
+            self.commit()
+
+
+def test_a_first_step_that_repeats_is_a_proof(monkeypatch):
+    """Of all ranks, once."""
+    steps = Steps(monkeypatch)
+    steps.first(1.0, 1.0)
+    steps.more()
+    assert [(one.step, one.what) for one in steps.reported] == [(0, "repeated")]
+    assert steps.said == []
+
+
+@pytest.mark.parametrize("other", ["", "last.bias"])
+def test_a_first_step_that_differs_is_said_once_nothing_explains_it(monkeypatch, other):
+    """On this rank or another; a few steps later, when the loop's variables were looked at."""
+    steps = Steps(monkeypatch, other)
+    steps.first(1.0, 1.0 if other else 2.0)
+    assert steps.said == steps.reported == []
+    steps.more()
+    [reason] = steps.said
+    assert "the first step cannot be repeated: computed twice from the same state, " in reason
+    assert ("last.bias differs on rank 1" in reason) is bool(other)
+
+
+def test_a_variable_that_is_named_explains_a_first_step_that_differs(monkeypatch):
+    """A counter, which is one step further when the first body is made again: a repair makes the run inexact."""
+    steps = Steps(monkeypatch)
+    steps.first(1.0, 2.0)
+    steps.state.carried.append("`global_step` (train.py:3)")
+    steps.more()
+    assert steps.said == steps.reported == []
+
+
+def test_what_a_step_is_surrounded_by_ends_with_its_generation(monkeypatch):
+    """A body that was given up says nothing of the step that is made of the same batch."""
+    seen = []
+
+    class Beside:
+        @contextlib.contextmanager
+        def beside(self, stepper, group, micro_batches):
+            assert micro_batches == ()
+            with stepper.noted() as notes:
+                yield
+            seen.append(notes.share())
+
+    state = small_state()
+    watched = WatchedStep(state, None, beside=(Beside(),))
+    parameter = next(state.model.parameters())
+    for value in (1.0, 3.0):
+        watched.begin([torch.full((2,), 5.0)])
+        watched.gradient(parameter, torch.full_like(parameter, value))
+    watched.end()
+    watched.end()
+    [share] = seen
+    notes = LoopNotes.of(state)
+    notes.gradient(parameter, torch.full_like(parameter, 3.0))
+    assert share.gradients == notes.share().gradients
+    assert len(share.samples) == 1
+    assert watched.gradient is None
