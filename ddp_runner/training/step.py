@@ -117,7 +117,12 @@ class Stepper:
         state, scaler = self._state, self._state.precision.scaler
         limits = state.loss_spikes.limits()
         self._share.compute(
-            micro_batches, step=state.committed_step, votes=votes, limits=limits, notes=self._notes
+            micro_batches,
+            step=state.committed_step,
+            votes=votes,
+            limits=limits,
+            notes=self._notes,
+            before_sum=lambda: state.local.seal(state.committed_step + 1),
         )
         scale = state.precision.scale()
         agreed = self._commit.ready_to_change(
@@ -280,8 +285,11 @@ class Accumulator:
         limits: Limits = _NO_LIMITS,
         reduces: bool = True,
         notes: ShareNotes | None = None,
+        before_sum: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute the share of ``step``, with the sum over ranks where it ``reduces``.
+
+        ``before_sum`` is called once all losses are computed, before this rank adds to a sum that another one waits for.
 
         Raises WrapAgainError where forward has changed which parameters require a gradient.
         """
@@ -319,6 +327,8 @@ class Accumulator:
                 # has changed which do. Guarded by: test_layers_unfrozen_or_frozen_while_training.
                 if self._flags is not None and state.flags() != self._flags:
                     raise WrapAgainError
+                if number == last:
+                    before_sum()
                 slot.stamp(Phase.BACKWARD, time.monotonic_ns())
                 scaled = state.precision.scaler.scale(loss)
                 if reduces:

@@ -71,6 +71,7 @@ def linked(
         device_free_bytes=spec.device_free_bytes,
         preload=spec.preload,
         memory_slots=spec.memory_slots,
+        local_slots=spec.local_slots,
         has_saver=spec.has_saver,
         log_folder=spec.log_folder,
         other_devices=spec.other_devices,
