@@ -125,7 +125,7 @@ class KeptLocally:
         pending = list(self.objects.values())
         while pending and len(found) < _INNER_MAX:
             one = pending.pop()
-            if id(one) in found or isinstance(one, (*_CONSTANT, bool)) or isinstance(one, type):
+            if id(one) in found or isinstance(one, (*_CONSTANT, bool, type)):
                 continue
             found[id(one)] = one
             pending += [inner for _, inner in _inside(one)]
@@ -382,31 +382,29 @@ class _Merging:
         """Write ``new`` into ``live``; False where that cannot be."""
         if type(live) is not type(new):
             return False
+        if isinstance(live, (np.ndarray, Tensor)):
+            return _write_numbers(live, new)
         if kind := generator_kind(live):
             set_generator(kind, live, read_generator(kind, new))
-        elif type(live) is np.ndarray:
-            if live.shape != new.shape or live.dtype != new.dtype or not live.flags.writeable:
-                return False
-            np.copyto(live, new)
-        elif isinstance(live, Tensor):
-            if live.shape != new.shape or live.dtype != new.dtype:
-                return False
-            with torch.no_grad():
-                live.detach().copy_(new.detach())
         elif isinstance(live, nn.Module):
             live.load_state_dict(new.state_dict())
-        elif type(live) is dict:
-            self._fill_dict(live, new)
-        elif type(live) is list:
-            self._fill_list(live, new)
         elif type(live) in _PLAIN:
-            live.clear()
-            live.update(new) if type(live) is set else live.extend(new)
+            self._fill_plain(live, new)
         elif _is_plain_object(live):
             self._fill_dict(vars(live), vars(new))
         else:
             return False
         return True
+
+    def _fill_plain(self, live: Any, new: Any) -> None:
+        if type(live) is dict:
+            self._fill_dict(live, new)
+        elif type(live) is list:
+            self._fill_list(live, new)
+        else:
+            live.clear()
+            add = live.update if type(live) is set else live.extend
+            add(new)
 
     def _fill_dict(self, live: dict[Any, Any], new: Mapping[Any, Any]) -> None:
         filled = {key: self._merged(live.get(key), value) for key, value in new.items()}
@@ -418,6 +416,20 @@ class _Merging:
             there = [*live[: len(new)], *[None] * (len(new) - len(live))]
             new = [self._merged(old, value) for old, value in zip(there, new, strict=True)]
         live[:] = new
+
+
+def _write_numbers(live: Any, new: Any) -> bool:
+    """The same of arrays and tensors, which need the same shape and type."""
+    if live.shape != new.shape or live.dtype != new.dtype:
+        return False
+    if isinstance(live, Tensor):
+        with torch.no_grad():
+            live.detach().copy_(new.detach())
+        return True
+    if type(live) is not np.ndarray or not live.flags.writeable:
+        return False
+    np.copyto(live, new)
+    return True
 
 
 def _is_plain_object(value: Any) -> bool:
