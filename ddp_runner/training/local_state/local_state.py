@@ -83,7 +83,11 @@ class LocalState:
         self._local_world_size = rank_info.local_world_size
         if self._memory is not None:
             self._memory.close()
-        self._memory = RankMemory(rank_info.local_slots, local_rank=rank_info.local_rank)
+        self._memory = RankMemory(
+            rank_info.local_slots,
+            local_rank=max(0, rank_info.local_rank),
+            local_world_size=rank_info.local_world_size,
+        )
         headers = [header for one in self._memory.own if (header := one.header()) is not None]
         if headers:
             newest = max(headers, key=lambda header: header.count)
@@ -306,9 +310,9 @@ class LocalState:
         gathered_step, gathered = self._gathered or (None, {})
         first = self._rank - self._rank % max(1, self._local_world_size)
         for local_rank in range(self._local_world_size):
-            packed = self._packed_of(local_rank, step)
-            if packed is not None:
-                found[str(first + local_rank)] = packed
+            kept = self._packed_of(local_rank, step)
+            if kept is not None:
+                found[str(first + local_rank)] = kept
         if gathered_step == step:
             found = {**gathered, **found}
         return {LOCAL: found} if found else {}

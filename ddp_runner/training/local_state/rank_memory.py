@@ -7,6 +7,7 @@ rank that saves reads those of all. Without a supervisor it is this process's. N
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import mmap
 import os
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_runner.core.local_places import PLACES, number_of_place, ranks_of
+from ddp_runner.core.local_places import CELL_BYTES, PLACE_BYTES, PLACES, begin_of
 from ddp_runner.training.local_state.by_value import Pickled
 
 _HEADER = struct.Struct(
@@ -24,7 +25,7 @@ _HEADER = struct.Struct(
 )  # mark, step, count, flags, bytes of the pickle, number of buffers
 _SIGNED_BYTES = _HEADER.size + 16
 _MARK = b"ddplocal"
-_CELL_BYTES = 8
+_SIZE_BYTES = 8  # of a buffer's size
 # Flags of a place.
 SETTLED = 1  # what followed the step's update is in it, too
 CHANGES_LATE = 2  # the program has changed what is kept behind an update, at least once
@@ -61,30 +62,34 @@ class Header:
 
 
 class Place:
-    """One place of one rank."""
+    """One place of one rank: a part of the file ``descriptor`` from ``begin`` on."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, begin: int) -> None:
         self._descriptor = descriptor
+        self._begin = begin
+        self._room_bytes = 0  # that this process has made sure of
 
     def header(self) -> Header | None:
         """Return the header; None where the place holds nothing whole."""
-        return Header.from_bytes(os.pread(self._descriptor, _SIGNED_BYTES, 0))
+        return Header.from_bytes(os.pread(self._descriptor, _SIGNED_BYTES, self._begin))
 
     def clear(self) -> None:
         """Hold nothing."""
-        if os.fstat(self._descriptor).st_size:
-            os.pwrite(self._descriptor, bytes(_SIGNED_BYTES), 0)
+        if self.header() is not None:
+            os.pwrite(self._descriptor, bytes(_SIGNED_BYTES), self._begin)
 
     def write(self, pickled: Pickled, *, step: int, count: int, flags: int) -> None:
         """Hold ``pickled``, of ``step``. Raises OSError where the machine has no memory for it."""
         sizes = struct.pack(f"<{len(pickled.buffers)}q", *[one.nbytes for one in pickled.buffers])
-        end = _SIGNED_BYTES + len(sizes) + pickled.size_bytes
+        needed_bytes = _SIGNED_BYTES + len(sizes) + pickled.size_bytes
+        if needed_bytes > PLACE_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         self.clear()
-        if os.fstat(self._descriptor).st_size < end:
-            # Asked for now: memory that is not there would end this process when it is written to.
-            os.posix_fallocate(self._descriptor, 0, end)
-        at = _SIGNED_BYTES
-        for part in (sizes, pickled.text, *pickled.buffers):
+        if self._room_bytes < needed_bytes:
+            os.posix_fallocate(self._descriptor, self._begin, needed_bytes)
+            self._room_bytes = needed_bytes
+        at = self._begin + _SIGNED_BYTES
+        for part in (sizes + pickled.text, *pickled.buffers):
             at = self._write_whole(part, at)
         header = Header(
             step=step,
@@ -96,26 +101,28 @@ class Place:
         # INVARIANT local-sealed-last: a place says what it holds only once all of that is in it.
         # Broken if: the header is written before the last part, or stays while a part is written.
         # Guarded by: test_what_is_cut_short_leaves_the_step_before.
-        os.pwrite(self._descriptor, header.to_bytes(), 0)
+        self.sign(header)
 
     def _write_whole(self, part: bytes | memoryview, at: int) -> int:
-        view = memoryview(part).cast("B") if len(part) else memoryview(b"")
-        while len(view):
+        view = memoryview(part)
+        while view.nbytes:
             written = os.pwrite(self._descriptor, view, at)
             view, at = view[written:], at + written
         return at
 
     def sign(self, header: Header) -> None:
-        """Hold the same with another header."""
-        os.pwrite(self._descriptor, header.to_bytes(), 0)
+        """Hold the same with this header."""
+        os.pwrite(self._descriptor, header.to_bytes(), self._begin)
 
     def read(self, header: Header) -> Pickled:
         """Return a copy of what the place holds by ``header``. Raises OSError where it is not all there."""
-        at = _SIGNED_BYTES
-        sizes_bytes = 8 * header.buffers
-        sizes = struct.unpack(f"<{header.buffers}q", self._read_whole(sizes_bytes, at))
-        text = bytes(self._read_whole(header.text_bytes, at + sizes_bytes))
-        at += sizes_bytes + header.text_bytes
+        at = self._begin + _SIGNED_BYTES
+        sizes = struct.unpack(
+            f"<{header.buffers}q", self._read_whole(_SIZE_BYTES * header.buffers, at)
+        )
+        at += _SIZE_BYTES * header.buffers
+        text = bytes(self._read_whole(header.text_bytes, at))
+        at += header.text_bytes
         buffers = []
         for size in sizes:
             buffers.append(memoryview(self._read_whole(size, at)))
@@ -125,10 +132,10 @@ class Place:
     def _read_whole(self, size: int, at: int) -> bytearray:
         found = bytearray(size)
         view = memoryview(found)
-        while view:
+        while view.nbytes:
             count = os.preadv(self._descriptor, [view], at)
             if count == 0:
-                raise OSError("what a rank has kept of its own is cut short")
+                raise OSError(errno.ENODATA, "what a rank has kept of its own is cut short")
             view, at = view[count:], at + count
         return found
 
@@ -137,23 +144,26 @@ class Place:
         if len(pickled.text) != header.text_bytes or len(pickled.buffers) != header.buffers:
             return False
         sizes = struct.pack(f"<{len(pickled.buffers)}q", *[one.nbytes for one in pickled.buffers])
-        at = _SIGNED_BYTES
-        if pickled.size_bytes < mmap.PAGESIZE:
-            found = os.pread(self._descriptor, len(sizes) + len(pickled.text), at)
-            return found == sizes + pickled.text
-        if os.fstat(self._descriptor).st_size < at + len(sizes) + pickled.size_bytes:
+        head = sizes + pickled.text
+        at = self._begin + _SIGNED_BYTES
+        if os.pread(self._descriptor, len(head), at) != head:
             return False
-        with contextlib.closing(mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)) as memory:
-            for part in (sizes, pickled.text, *pickled.buffers):
-                size = len(part) if isinstance(part, bytes) else part.nbytes
-                if size and not _are_same(memory, part, at=at, size=size):
+        if not pickled.buffers:
+            return True
+        skipped = _SIGNED_BYTES + len(head)
+        size = skipped + sum(one.nbytes for one in pickled.buffers)
+        with contextlib.closing(
+            mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ, offset=self._begin)
+        ) as memory:
+            for part in pickled.buffers:
+                if not _are_same(memory, part, at=skipped):
                     return False
-                at += size
+                skipped += part.nbytes
         return True
 
 
-def _are_same(memory: mmap.mmap, part: bytes | memoryview, *, at: int, size: int) -> bool:
-    there = np.frombuffer(memory, dtype=np.uint8, count=size, offset=at)
+def _are_same(memory: mmap.mmap, part: memoryview, *, at: int) -> bool:
+    there = np.frombuffer(memory, dtype=np.uint8, count=part.nbytes, offset=at)
     is_same = bool(np.array_equal(there, np.frombuffer(part, dtype=np.uint8)))
     del there  # it holds the memory open
     return is_same
@@ -162,51 +172,42 @@ def _are_same(memory: mmap.mmap, part: bytes | memoryview, *, at: int, size: int
 class RankMemory:
     """The places of all ranks of a machine, as one of them has them."""
 
-    def __init__(self, paths: Sequence[str], *, local_rank: int) -> None:
-        """``paths``: as of :func:`~ddp_runner.core.local_places.names_of_places`; empty: this process keeps its own, and sees no other's."""
+    def __init__(self, paths: Sequence[str], *, local_rank: int, local_world_size: int) -> None:
+        """``paths``: of the file that the ranks share; empty: this process keeps its own, and sees no other's."""
         self.is_shared = bool(paths)
-        self._paths = tuple(paths)
-        self._opened: dict[int, int] = {}
+        self._descriptor = (
+            os.open(paths[0], os.O_RDWR | os.O_CLOEXEC) if paths else os.memfd_create("local_state")
+        )
         self._board: mmap.mmap | None = None
-        self._local_rank = local_rank if paths else 0
-        self.own = [self._place(self._local_rank, number) for number in range(PLACES)]
+        self._local_rank = local_rank
+        self._board_bytes = max(1, local_world_size) * CELL_BYTES
+        self.own = self._places_of(local_rank)
 
     def places_of(self, local_rank: int) -> list[Place]:
         """Return the places of a rank of this machine; none where they cannot be reached from here."""
-        if local_rank == self._local_rank or not self.is_shared:
-            return self.own if local_rank == self._local_rank else []
-        return [self._place(local_rank, number) for number in range(PLACES)]
+        if local_rank == self._local_rank:
+            return self.own
+        return self._places_of(local_rank) if self.is_shared else []
 
-    def _place(self, local_rank: int, number: int) -> Place:
-        return Place(self._open(number_of_place(local_rank, number)))
-
-    def _open(self, number: int) -> int:
-        if number not in self._opened:
-            self._opened[number] = (
-                os.open(self._paths[number], os.O_RDWR | os.O_CLOEXEC)
-                if self.is_shared
-                else os.memfd_create("local")
-            )
-        return self._opened[number]
+    def _places_of(self, local_rank: int) -> list[Place]:
+        return [Place(self._descriptor, begin_of(local_rank, number)) for number in range(PLACES)]
 
     def announce(self, value: int) -> None:
         """Show the other ranks of this machine that this one has got as far as ``value``, which only grows."""
-        struct.pack_into("<q", self._mapped(), self._local_rank * _CELL_BYTES, value)
+        struct.pack_into("<q", self._mapped(), self._local_rank * CELL_BYTES, value)
 
     def have_announced(self, local_ranks: Iterable[int], value: int) -> bool:
         """Return True once all of these have got as far."""
         board = self._mapped()
         return all(
-            struct.unpack_from("<q", board, one * _CELL_BYTES)[0] >= value for one in local_ranks
+            struct.unpack_from("<q", board, one * CELL_BYTES)[0] >= value for one in local_ranks
         )
 
     def _mapped(self) -> mmap.mmap:
         if self._board is None:
-            descriptor = self._open(0)
-            ranks = ranks_of(len(self._paths))
-            if os.fstat(descriptor).st_size < ranks * _CELL_BYTES:
-                os.ftruncate(descriptor, ranks * _CELL_BYTES)
-            self._board = mmap.mmap(descriptor, ranks * _CELL_BYTES)
+            # It makes the file larger where it must, and never smaller.
+            os.posix_fallocate(self._descriptor, 0, self._board_bytes)
+            self._board = mmap.mmap(self._descriptor, self._board_bytes)
         return self._board
 
     def close(self) -> None:
@@ -214,9 +215,7 @@ class RankMemory:
         board, self._board = self._board, None
         if board is not None:
             board.close()
-        for descriptor in self._opened.values():
-            os.close(descriptor)
-        self._opened.clear()
+        os.close(self._descriptor)
 
 
 def newest_of(places: Sequence[Place], step: int) -> tuple[Place, Header] | None:
