@@ -44,6 +44,7 @@ _SAFE |= {
     ("numpy", "ndarray"),
     ("numpy", "dtype"),
     ("random", "Random"),
+    ("types", "SimpleNamespace"),
 }
 _SAFE |= {
     (f"numpy.{core}.{module}", name)
@@ -297,26 +298,34 @@ def _generator(state: Any, device: str) -> torch.Generator:
 
 def _content(value: Any) -> tuple[str, Any]:
     """Return what ``value`` holds, by the way in which it is given back; never the object itself."""
+    if isinstance(value, (np.ndarray, Tensor, *_PLAIN)):
+        return _content_of_plain(value)
     if _has_state(value):
         return "state_dict", value.state_dict()
     if kind := generator_kind(value):
         return "generator", (kind, read_generator(kind, value))
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str) or reduced[0] not in _NEW:
+        raise _NotInPlaceError
+    state = reduced[2] if len(reduced) > 2 else None
+    # A copy: the pickle must not hold the object's own dict as another one.
+    return "object", dict(state) if type(state) is dict else state
+
+
+def _content_of_plain(value: Any) -> tuple[str, Any]:
+    """The same of arrays, tensors, lists, dicts and the like, of whichever class."""
+    if _has_state(value):
+        return "state_dict", value.state_dict()
     if type(value) is np.ndarray:
         return "array", value.view()
     if type(value) is Tensor:
         return "tensor", value.detach()
     if type(value) in _PLAIN:
         return "plain", value.copy()
-    if isinstance(value, np.ndarray):
-        raise _NotInPlaceError
-    reduced = value.__reduce_ex__(4)
-    if isinstance(reduced, str) or reduced[0] not in _NEW:
-        raise _NotInPlaceError
-    _, _, state, items, pairs = (*reduced, None, None, None)[:5]
-    entries = None if items is None else list(items), None if pairs is None else list(pairs)
-    # A copy: the pickle must not hold the object's own dict as another one.
-    state = dict(state) if type(state) is dict else state
-    return "object", (state, entries)
+    if isinstance(value, (dict, list, set, deque)):
+        entries = list(value.items()) if isinstance(value, dict) else list(value)
+        return "entries", (entries, dict(getattr(value, "__dict__", {})))
+    raise _NotInPlaceError
 
 
 def _has_state(value: Any) -> bool:
@@ -342,28 +351,27 @@ class _Merging:
             live.load_state_dict(held)
         elif way == "generator":
             set_generator(held[0], live, held[1])
+        elif way == "entries":
+            entries, attributes = held
+            live.clear()
+            (live.extend if isinstance(live, (list, deque)) else live.update)(entries)
+            if attributes:
+                self._fill_dict(vars(live), attributes)
         elif way == "object":
-            self._fill_object(live, *held)
+            self._fill_object(live, held)
         elif not self._write(live, held):
             raise _NotInPlaceError(f"{type(live).__name__} of another shape or type")
 
-    def _fill_object(self, live: Any, state: Any, entries: tuple[Any, Any]) -> None:
-        items, pairs = entries
+    def _fill_object(self, live: Any, state: Any) -> None:
         if hasattr(live, "__setstate__"):
             if state is not None:
                 live.__setstate__(state)
-        else:
-            attributes, slots = state if isinstance(state, tuple) else (state, None)
-            if attributes is not None or hasattr(live, "__dict__"):
-                self._fill_dict(vars(live), attributes or {})
-            for name, value in (slots or {}).items():
-                object.__setattr__(live, name, self._merged(getattr(live, name, None), value))
-        if items is not None:
-            live.clear()
-            live.extend(items)
-        if pairs is not None:
-            live.clear()
-            live.update(pairs)
+            return
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        if hasattr(live, "__dict__"):
+            self._fill_dict(vars(live), attributes or {})
+        for name, value in (slots or {}).items():
+            object.__setattr__(live, name, self._merged(getattr(live, name, None), value))
 
     def _merged(self, live: Any, new: Any) -> Any:
         """Return ``live`` with what ``new`` holds, where it can be written in place; else ``new``."""
