@@ -117,7 +117,7 @@ KINDS = {
     "frozen": (lambda: Settled([1]), lambda s: s.numbers.append(2), repr),
     "slots": (lambda: Slotted(1), lambda s: setattr(s, "count", 2), lambda s: s.count),
     "state_dict": (Stateful, lambda s: setattr(s, "count", 4), lambda s: s.count),
-    "module": (lambda: nn.Linear(2, 2), lambda m: m.weight.data.add_(1), lambda m: repr(m.weight)),
+    "module": (lambda: nn.LayerNorm(2), lambda m: m.weight.data.add_(1), lambda m: repr(m.weight)),
 }
 
 
@@ -214,9 +214,24 @@ def test_a_rank_that_dies_behind_the_sum_gets_that_step(shared, is_tasks):
     taken.go_to(2, None, is_begin=False)
     assert other.games == 2
     assert taken.take_lost() == []
-    back = local_of({"env": Env()}, shared)  # or nobody has committed it
-    back.go_to(1, None, is_begin=False)
-    assert back.inner()[0].games == 1
+
+
+def test_a_rank_that_dies_before_anybody_has_committed_gets_the_step_before(shared):
+    """What it has sealed of the step that broke counts for nothing, and is written over."""
+    env = Env()
+    local = local_of({"env": env}, shared)
+    local.begin(0)
+    step(local, 1, env.play)
+    env.play()
+    local.seal(2)
+    other = Env()
+    taken = local_of({"env": other}, shared)
+    taken.go_to(1, None, is_begin=False)
+    taken.begin(1)
+    assert other.games == 1
+    step(taken, 2, other.play)
+    taken.put_back()
+    assert other.games == 2
 
 
 def test_changes_behind_the_update_are_kept_or_named(shared):
@@ -269,13 +284,13 @@ def test_what_is_cut_short_leaves_the_step_before(shared, monkeypatch):
         else:
             is_whole = True
         monkeypatch.undo()
+        found = rank_memory.newest_of(local._memory.own[:STEPS], STEPS + 1)
+        assert (found is not None) == is_whole
         other = {"big": np.zeros(1 << 15), "small": [0]}
         taken = local_of({"env": other}, shared)
         taken.go_to(STEPS, None, is_begin=False)
         assert taken.take_lost() == []
         assert other["small"][0] == env["small"][0] - 1 == other["big"][-1]
-        found = rank_memory.newest_of(taken._memory.own[:STEPS], STEPS + 1)
-        assert (found is not None) == is_whole
         for place in taken._memory.own:
             place.clear()
         env["small"][0], env["big"][:] = 0, 0
@@ -283,11 +298,11 @@ def test_what_is_cut_short_leaves_the_step_before(shared, monkeypatch):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_thousands_of_schedules_of_two_ranks(late):
+def test_hundreds_of_schedules_of_two_ranks(late):
     """Killed or interrupted anywhere: each rank has what its undisturbed run has, or a line names it."""
     drawn = random.Random(7)
     lines = []
-    for _ in range(1_500):
+    for _ in range(100):
         descriptor = os.memfd_create("local_state")
         pair = Pair(drawn, f"/proc/self/fd/{descriptor}", late=late)
         while min(pair.steps) < 6:
@@ -320,7 +335,8 @@ class Pair:
 
     def make_step(self):
         number, reached = self.steps[0] + 1, [SETTLED, SETTLED]
-        if self._drawn.random() < 0.4:
+        # What follows an update is known once a step was made.
+        if number > 1 and self._drawn.random() < 0.4:
             reached = [self._drawn.randrange(5), self._drawn.randrange(5)]
             if min(reached) < SEALED:  # nobody commits before both have sealed
                 reached = [min(one, SEALED) for one in reached]

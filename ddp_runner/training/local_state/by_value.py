@@ -305,7 +305,8 @@ def _content(value: Any) -> tuple[str, Any]:
     if kind := generator_kind(value):
         return "generator", (kind, read_generator(kind, value))
     reduced = value.__reduce_ex__(4)
-    if isinstance(reduced, str) or reduced[0] not in _NEW:
+    is_made_empty = reduced[0] in _NEW or (reduced[0] is type(value) and not reduced[1])
+    if isinstance(reduced, str) or not is_made_empty:
         raise _NotInPlaceError
     state = reduced[2] if len(reduced) > 2 else None
     # A copy: the pickle must not hold the object's own dict as another one.
