@@ -443,7 +443,7 @@ def _write_numbers(live: Any, new: Any) -> bool:
 
 def _is_plain_object(value: Any) -> bool:
     """Return True if all that ``value`` holds are its attributes."""
-    kind = type(value)
+    kind: Any = type(value)
     return (
         hasattr(value, "__dict__")
         and not isinstance(value, type)

@@ -395,7 +395,8 @@ def packed(pickled: Pickled) -> Tensor:
     grain = max(1024, 1 << max(0, end.bit_length() - 4))
     found = np.zeros(-(-end // grain) * grain, dtype=np.uint8)
     at = 0
-    for part in (head, pickled.text, *pickled.buffers):
+    parts: list[bytes | memoryview] = [head, pickled.text, *pickled.buffers]
+    for part in parts:
         own = np.frombuffer(part, dtype=np.uint8)
         found[at : at + own.size] = own
         at += own.size
@@ -403,7 +404,7 @@ def packed(pickled: Pickled) -> Tensor:
 
 
 def _unpacked(tensor: Tensor) -> Pickled:
-    raw = memoryview(tensor.detach().cpu().contiguous().numpy()).cast("B")
+    raw = memoryview(tensor.detach().cpu().numpy().tobytes())
     (count,) = struct.unpack_from("<q", raw)
     sizes = struct.unpack_from(f"<{count}q", raw, 8)
     at = 8 * (count + 1)

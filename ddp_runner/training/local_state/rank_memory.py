@@ -89,7 +89,8 @@ class Place:
             os.posix_fallocate(self._descriptor, self._begin, needed_bytes)
             self._room_bytes = needed_bytes
         at = self._begin + _SIGNED_BYTES
-        for part in (sizes + pickled.text, *pickled.buffers):
+        parts: list[bytes | memoryview] = [sizes + pickled.text, *pickled.buffers]
+        for part in parts:
             at = self._write_whole(part, at)
         header = Header(
             step=step,
