@@ -23,6 +23,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.values.generators import generator_kind, read_generator, set_generator
 
 APART_BYTES = 1 << 16  # from this size on, an array is not copied into the pickle
+_PROTOCOL = 5
 _DEPTH_MAX = 6  # of the place that an error names
 _ENTRIES_MAX = 1_000  # of a list whose entries are written in place
 _INNER_MAX = 10_000
@@ -98,6 +99,13 @@ class KeptLocally:
         self._is_shared = len(self.objects) > 1 and any(
             type(one) in (dict, list, set) for one in self.objects.values()
         )
+        table: dict[type, Callable[[Any], Any]] = {
+            **copyreg.dispatch_table,
+            Tensor: _reduced_tensor,
+            torch.Generator: _reduced_generator,
+        }
+        kinds = {type(one) for one in self.objects.values()}
+        self._table = table | {kind: _by_name(self._name_of, table.get(kind)) for kind in kinds}
         for name, one in self.objects.items():
             self._check(name, one)
 
@@ -143,7 +151,7 @@ class KeptLocally:
             return False
 
         kind = _SharedPickler if self._is_shared else _Pickler
-        kind(out, self._name_of, is_small).dump(contents)
+        kind(out, self._name_of, is_small, self._table).dump(contents)
         return Pickled(out.getvalue(), buffers)
 
     def _loaded(self, pickled: Pickled, *, is_foreign: bool) -> dict[str, Any]:
@@ -204,26 +212,45 @@ class _NotInPlaceError(TypeError):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles kept objects within others by their names, and tensors as arrays."""
+    """Pickles by a table of types, which C looks up; everything else is as ever."""
 
     def __init__(
-        self, out: io.BytesIO, names: Mapping[int, str], is_small: Callable[[Any], bool]
+        self,
+        out: io.BytesIO,
+        names: Mapping[int, str],
+        is_small: Callable[[Any], bool],
+        table: Mapping[type, Callable[[Any], Any]],
     ) -> None:
-        super().__init__(out, protocol=5, buffer_callback=is_small)
+        super().__init__(out, protocol=_PROTOCOL, buffer_callback=is_small)
         self._names = names
+        self.dispatch_table = table
 
-    def reducer_override(self, value: Any) -> Any:
-        name = self._names.get(id(value))
+
+def _reduced_tensor(value: Tensor) -> Any:
+    if value.layout is not torch.strided or value.is_meta:
+        return value.__reduce_ex__(_PROTOCOL)
+    own = value.detach()
+    shape, kind = tuple(own.shape), str(own.dtype).removeprefix("torch.")
+    raw = own.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _tensor, (raw, kind, shape, str(own.device), value.requires_grad)
+
+
+def _reduced_generator(value: torch.Generator) -> Any:
+    return _generator, (value.get_state().numpy(), str(value.device))
+
+
+def _by_name(
+    names: Mapping[int, str], otherwise: Callable[[Any], Any] | None
+) -> Callable[[Any], Any]:
+    """Return how a value of a kept object's type is pickled: a kept object within another one by its name."""
+
+    def reduced(value: Any) -> Any:
+        name = names.get(id(value))
         if name is not None:
             return _live, (name,)
-        if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
-            own = value.detach()
-            shape, kind = tuple(own.shape), str(own.dtype).removeprefix("torch.")
-            raw = own.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _tensor, (raw, kind, shape, str(own.device), value.requires_grad)
-        if isinstance(value, torch.Generator):
-            return _generator, (value.get_state().numpy(), str(value.device))
-        return NotImplemented
+        return value.__reduce_ex__(_PROTOCOL) if otherwise is None else otherwise(value)
+
+    return reduced
 
 
 class _SharedPickler(_Pickler):
@@ -304,7 +331,7 @@ def _content(value: Any) -> tuple[str, Any]:
         return "state_dict", value.state_dict()
     if kind := generator_kind(value):
         return "generator", (kind, read_generator(kind, value))
-    reduced = value.__reduce_ex__(4)
+    reduced = value.__reduce_ex__(_PROTOCOL)
     is_made_empty = reduced[0] in _NEW or (reduced[0] is type(value) and not reduced[1])
     if isinstance(reduced, str) or not is_made_empty:
         raise _NotInPlaceError

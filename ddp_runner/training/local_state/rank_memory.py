@@ -62,20 +62,29 @@ class Header:
 
 
 class Place:
-    """One place of one rank: a part of the file ``descriptor`` from ``begin`` on."""
+    """One place of one rank: a part of the file ``descriptor`` from ``begin`` on.
 
-    def __init__(self, descriptor: int, begin: int) -> None:
+    ``is_own``: nobody but this process writes there.
+    """
+
+    def __init__(self, descriptor: int, begin: int, *, is_own: bool) -> None:
         self._descriptor = descriptor
         self._begin = begin
+        self._is_own = is_own
+        self._known: Header | None = self._read_header() if is_own else None
         self._room_bytes = 0  # that this process has made sure of
 
     def header(self) -> Header | None:
         """Return the header; None where the place holds nothing whole."""
+        return self._known if self._is_own else self._read_header()
+
+    def _read_header(self) -> Header | None:
         return Header.from_bytes(os.pread(self._descriptor, _SIGNED_BYTES, self._begin))
 
     def clear(self) -> None:
         """Hold nothing."""
         if self.header() is not None:
+            self._known = None
             os.pwrite(self._descriptor, bytes(_SIGNED_BYTES), self._begin)
 
     def write(self, pickled: Pickled, *, step: int, count: int, flags: int) -> None:
@@ -114,6 +123,7 @@ class Place:
     def sign(self, header: Header) -> None:
         """Hold the same with this header."""
         os.pwrite(self._descriptor, header.to_bytes(), self._begin)
+        self._known = header
 
     def read(self, header: Header) -> Pickled:
         """Return a copy of what the place holds by ``header``. Raises OSError where it is not all there."""
@@ -182,16 +192,17 @@ class RankMemory:
         self._board: mmap.mmap | None = None
         self._local_rank = local_rank
         self._board_bytes = max(1, local_world_size) * CELL_BYTES
-        self.own = self._places_of(local_rank)
+        self.own = self._places_of(local_rank, is_own=True)
 
     def places_of(self, local_rank: int) -> list[Place]:
         """Return the places of a rank of this machine; none where they cannot be reached from here."""
         if local_rank == self._local_rank:
             return self.own
-        return self._places_of(local_rank) if self.is_shared else []
+        return self._places_of(local_rank, is_own=False) if self.is_shared else []
 
-    def _places_of(self, local_rank: int) -> list[Place]:
-        return [Place(self._descriptor, begin_of(local_rank, number)) for number in range(PLACES)]
+    def _places_of(self, local_rank: int, *, is_own: bool) -> list[Place]:
+        begins = [begin_of(local_rank, number) for number in range(PLACES)]
+        return [Place(self._descriptor, begin, is_own=is_own) for begin in begins]
 
     def announce(self, value: int) -> None:
         """Show the other ranks of this machine that this one has got as far as ``value``, which only grows."""

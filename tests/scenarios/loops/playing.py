@@ -1,9 +1,10 @@
-"""A loop that learns from play: each rank has its own environment, random generator and replay buffer.
+"""A loop that learns from play, and a Task that does: each rank has its own environment, random generator and replay buffer.
 
 With ``--forget`` nothing of that is kept; ``--late``: a running mean is changed behind the update.
 """
 
 import dataclasses
+import os
 import sys
 from collections import deque
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import ddp_runner
 
@@ -47,6 +49,37 @@ class Mean:
     def tell(self, one):
         self.count += 1
         self.value += (one - self.value) / self.count
+
+
+class Forgetful:
+    """The same as a Task whose loss plays; nobody keeps what the ranks have of their own."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(100 + int(os.environ["RANK"]))
+        self.cart, self.replay = Cart(self.rng), deque(maxlen=64)
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def build_datasets(self):
+        return ddp_runner.Datasets(train=TensorDataset(torch.arange(96)))
+
+    def loss(self, model, batch):
+        for _ in range(4):
+            with torch.no_grad():
+                action = model(torch.from_numpy(self.cart.at.astype(np.float32))).sign()
+            self.replay.append(self.cart.push(float(action)))
+        picked = self.rng.integers(len(self.replay), size=len(batch[0]))
+        seen = torch.from_numpy(np.stack([self.replay[i][0] for i in picked]))
+        reward = torch.tensor([[self.replay[i][1]] for i in picked])
+        return (model(seen) - reward).square().mean()
+
+
+class Players(Forgetful):
+    """Each rank keeps its own."""
+
+    def local_state(self):
+        return {"cart": self.cart, "replay": self.replay, "rng": self.rng}
 
 
 def harm(rank, step, where):
