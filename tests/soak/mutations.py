@@ -457,6 +457,11 @@ MUTATIONS = (
         also="test_the_newest_memory_is_known_by_term_and_number",
     ),
     _break("noted-before-going-on", "return False", "return True"),
+    # what each rank has of its own
+    _break("built-as-known", "known = tracing.used", "known = None"),
+    _break("local-sealed-last", "self.clear()", "pass", after="os.strerror(errno.EFBIG))"),
+    _break("local-before-commit", "self._write(self._kept.pickled(), step, settled=False)", "pass"),
+    _break("once-each-step", "self._give(found[0].read(found[1]), is_foreign=False)", "pass"),
     # drills
     _break("witnessed-repairs", "rank not in (self._witnesses(number) or self.ranks)", "False"),
 )
