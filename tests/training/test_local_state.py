@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -252,53 +253,52 @@ def test_changes_behind_the_update_are_kept_or_named(shared):
     assert "step 2, where the loop changes what it keeps: change it before that" in line
 
 
-def test_what_is_cut_short_leaves_the_step_before(shared, monkeypatch):
+class CutShort:
+    """Writes as a process does that is killed within its write number ``last``: half of that is there."""
+
+    def __init__(self, last):
+        self._last = last
+        self._write = os.pwrite
+
+    def __call__(self, descriptor, data, at):
+        self._last -= 1
+        if self._last >= 0:
+            return self._write(descriptor, data, at)
+        view = memoryview(data)
+        self._write(descriptor, view[: len(view) // 2], at)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("last", range(5))
+def test_what_is_cut_short_leaves_the_step_before(shared, monkeypatch, last):
     """Killed at each write of a step's bytes: the step before is whole, and this one is not there."""
-    env = {"big": np.zeros(1 << 15), "small": [0]}
+    held = {"big": np.zeros(1 << 15), "small": [0]}
 
     def change():
-        env["big"] += 1
-        env["small"][0] += 1
+        held["big"] += 1
+        held["small"][0] += 1
 
-    real = os.pwrite
-    for last in range(6):
-        local = local_of({"env": env}, shared)
-        local.begin(0)
-        for number in range(1, 1 + STEPS):  # every place has held something
-            step(local, number, change)
-        change()
-        calls = []
-
-        def cut(descriptor, data, at, last=last, calls=calls):
-            calls.append(len(data))
-            if len(calls) > last:
-                real(descriptor, memoryview(data)[: len(memoryview(data)) // 2], at)
-                raise KeyboardInterrupt
-            return real(descriptor, data, at)
-
-        monkeypatch.setattr(rank_memory.os, "pwrite", cut)
-        try:
+    local = local_of({"held": held}, shared)
+    local.begin(0)
+    for number in range(1, 1 + STEPS):  # every place has held something
+        step(local, number, change)
+    change()
+    is_whole = last == 4
+    with monkeypatch.context() as cut:
+        cut.setattr(rank_memory.os, "pwrite", CutShort(last))
+        with contextlib.nullcontext() if is_whole else pytest.raises(KeyboardInterrupt):
             local.seal(STEPS + 1)
-        except KeyboardInterrupt:
-            is_whole = False
-        else:
-            is_whole = True
-        monkeypatch.undo()
-        found = rank_memory.newest_of(local._memory.own[:STEPS], STEPS + 1)
-        assert (found is not None) == is_whole
-        other = {"big": np.zeros(1 << 15), "small": [0]}
-        taken = local_of({"env": other}, shared)
-        for place in taken._memory.own[:STEPS]:  # each holds what it says, or nothing
-            if (header := place.header()) is not None:
-                taken._kept.put_back(place.read(header))
-                assert other["small"][0] == header.step == other["big"][-1]
-        taken.go_to(STEPS, None, is_begin=False)
-        assert taken.take_lost() == []
-        assert other["small"][0] == env["small"][0] - 1 == other["big"][-1]
-        for place in taken._memory.own:
-            place.clear()
-        env["small"][0], env["big"][:] = 0, 0
-    assert is_whole
+    other = {"big": np.zeros(1 << 15), "small": [0]}
+    taken = local_of({"held": other}, shared)
+    places = [(place, place.header()) for place in taken._memory.own[:STEPS]]
+    for place, header in places:  # each holds what it says, or nothing
+        if header is not None:
+            taken._kept.put_back(place.read(header))
+            assert other["small"][0] == header.step == other["big"][-1]
+    assert (STEPS + 1 in [one.step for _, one in places if one is not None]) == is_whole
+    taken.go_to(STEPS, None, is_begin=False)
+    assert taken.take_lost() == []
+    assert other["small"][0] == STEPS == other["big"][-1]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
