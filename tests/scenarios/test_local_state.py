@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tests.scenarios.conftest import WITHOUT_WORKERS
@@ -19,7 +20,15 @@ DOCUMENTS = "test_the_documents_loop_that_plays_is_exact"
 def finals(folder):
     """What each rank's program has saved behind its loop."""
     paths = [Path(folder) / f"final_{rank}.pt" for rank in (0, 1)]
-    return [_hashed(torch.load(path, weights_only=False)) for path in paths]
+    return [_hashed(_as_lists(torch.load(path, weights_only=False))) for path in paths]
+
+
+def _as_lists(value):
+    if isinstance(value, (list, tuple)):
+        return [_as_lists(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _as_lists(one) for key, one in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def folders(tmp_path):

@@ -17,7 +17,7 @@ from torch import nn
 
 from ddp_runner.core.local_places import STEPS
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.training.local_state import by_value, rank_memory
+from ddp_runner.training.local_state import by_value, gathering, rank_memory
 from ddp_runner.training.local_state.by_value import KeptLocally
 from ddp_runner.training.local_state.local_state import LOCAL, LocalState
 
@@ -512,3 +512,97 @@ def test_much_has_its_cost_said_once(monkeypatch):
         said.append(local.cost_line())
     (line,) = filter(None, said)
     assert line.startswith("big: 8 MB are kept for this rank at each step, which takes ")
+
+
+class Wire:
+    """A group whose ranks are all in this process: they are asked one after the other, rank 0 last."""
+
+    def __init__(self, locals_):
+        self.told = [f"[{one.rank}, {one.machine}]" for one in locals_]
+        self.sent, self.world_size, self.rank = {}, len(locals_), 0
+
+    def exchange(self, _, value):
+        assert value == self.told[self.rank]
+        return self.told
+
+
+@pytest.mark.parametrize(("here", "is_shared"), [(1, True), (2, True), (2, False)])
+def test_a_file_has_ranks_that_the_saving_one_cannot_read(shared, monkeypatch, here, is_shared):
+    """Of other machines, and of all where no supervisor hands out memory."""
+    envs = [Env(seed) for seed in range(4)]
+    paths, descriptors = [shared], []
+    for _ in range(3):
+        descriptors.append(os.memfd_create("other"))
+        paths.append(f"/proc/self/fd/{descriptors[-1]}")
+    ranks = [
+        local_of({"env": env}, paths[r // here] if is_shared else None, rank=r, ranks=4, here=here)
+        for r, env in enumerate(envs)
+    ]
+    for one, env in zip(ranks, envs, strict=True):
+        one.begin(0)
+        step(one, 1, env.play)
+    wire = Wire(ranks)
+    monkeypatch.setattr(gathering, "send_state", lambda g, s, to: g.sent.update({g.rank: s}))
+    monkeypatch.setattr(gathering, "receive_state", lambda g, source: g.sent[source])
+    for wire.rank in (1, 2, 3, 0):
+        gathering.gather_local(ranks[wire.rank], wire, step=1)
+    assert len(wire.sent) == (4 - here if is_shared else 3)
+    record = ranks[0].of_ranks(1)[LOCAL]
+    assert sorted(record) == ["0", "1", "2", "3"]
+    for rank in range(4):
+        taken = local_of({"env": Env()}, None, rank=rank, ranks=4)
+        taken.go_to(1, record, is_begin=False)
+        assert taken.inner()[0].at.tolist() == envs[rank].at.tolist()
+    for one in descriptors:
+        os.close(one)
+
+
+def test_ranks_that_keep_other_things_are_refused():
+    """With both lists."""
+    local = local_of({"env": Env()}, None)
+    slot = SimpleNamespace(get=lambda _: 0, stamp=lambda *_: None)
+    group = SimpleNamespace(exchange=lambda name, value: [value, "replay"])
+    assert local.agree(group, slot, places=(0, 1), step=0) == "ranks 0 and 1 keep env and replay"
+
+
+class Ranks:
+    """A generation of two ranks on one machine; ``is_aborted`` once somebody is lost."""
+
+    world_size = 2
+    ends_in_silence = False
+
+    def __init__(self):
+        self.membership = SimpleNamespace(generation=3, world_size=2, local_world_size=2)
+        self.looks = 0
+        self.on_look = lambda: None
+
+    def exchange(self, _, value):
+        return [value, value]
+
+    def refuse_aborted(self):
+        self.looks += 1
+        self.on_look()
+
+
+def test_no_rank_goes_on_before_the_other_has_sealed_its_step(shared):
+    """Neither a seal of an earlier step counts, nor one of an earlier generation; an abort ends the wait."""
+    slot = SimpleNamespace(get=lambda _: 0, stamp=lambda *_: None)
+    ranks, groups = [], [Ranks(), Ranks()]
+    for rank, group in enumerate(groups):
+        ranks.append(local_of({"log": [rank]}, shared, rank=rank))
+        ranks[rank].agree(group, slot, places=(0, 1), step=4)
+    first, second = ranks
+    groups[0].on_look = lambda: second.await_all(groups[1], slot, 5)  # rank 1 comes while 0 waits
+    first.await_all(groups[0], slot, 5)
+    assert groups[0].looks == 1
+
+    def lost():
+        raise ConnectionError("the generation was aborted")
+
+    groups[0].on_look = lost
+    with pytest.raises(ConnectionError):  # rank 1 has only sealed 5
+        first.await_all(groups[0], slot, 6)
+    for group in groups:
+        group.membership.generation = 4
+    with pytest.raises(ConnectionError):  # nor is that of this generation
+        first.await_all(groups[0], slot, 5)
