@@ -273,7 +273,6 @@ class TaskSteps:
     def _go_back(self) -> None:
         """Reset the loader after a roll-back: the state may have other ranks' shards than this generation."""
         self._loader.go_back(self._peers, step=self._state.committed_step)
-        self._state.local.begin(self._state.committed_step)
         report_lost_local(self._parts)
 
     def evaluate(self) -> StopReason | None:

@@ -143,6 +143,25 @@ def test_each_kind_of_object_is_put_back_in_place(kind, shared):
         assert repr(look(fresh)) == repr(look(one))
 
 
+def test_after_a_roll_back_the_older_step_is_what_is_put_back(shared):
+    """Nothing of the course that was left is there any more, for this process or the next one."""
+    env = Env()
+    local = local_of({"env": env}, shared, ranks=1)
+    local.begin(0)
+    step(local, 1, env.play)
+    record = local.of_ranks(1)[LOCAL]
+    for number in (2, 3):
+        step(local, number, env.play)
+    local.go_to(1, record, is_begin=False)
+    env.play()
+    local.put_back()
+    assert env.games == 1
+    step(local, 2, env.play)
+    taken = local_of({"env": Env()}, shared, ranks=1)
+    taken.go_to(3, None, is_begin=False)
+    assert "nothing was kept for rank 0 of step 3" in taken.take_lost()[0]
+
+
 def test_what_objects_share_stays_shared(shared):
     """A generator that the environment has too, and an environment that knows its own buffer."""
     env, replay = Env(), []

@@ -205,6 +205,7 @@ class LocalState:
                 self._lose(f"nothing was kept for rank {self._rank} of step {step:,}")
         if self._memory is not None and (of_file or not is_begin):
             self._leave_others(step)
+        self.begin(step)
 
     def _take_of_file(self, step: int, of_file: Mapping[str, Tensor]) -> None:
         mine = of_file.get(str(self._rank))

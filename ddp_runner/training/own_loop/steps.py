@@ -32,7 +32,7 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.components.sync_batchnorm import Peers
-from ddp_runner.training.exactness.first_step import report_large_local
+from ddp_runner.training.exactness.first_step import report_large_local, report_lost_local
 from ddp_runner.training.exactness.kept_kinds import Kept
 from ddp_runner.training.figures.use_figures import memory_figures
 from ddp_runner.training.guard import NumericsGuard
@@ -98,6 +98,7 @@ class LoopSteps:
         self._logged_step = max(0, self._state.committed_step)
         self._waited_ns = 0
         self._state.buffers.forget_agreement()
+        guard.went_back.append(lambda: report_lost_local(parts))
         parts.device.begin(group.membership.generation)
         self._wrap()
 
