@@ -228,7 +228,7 @@ class _Pickler(pickle.Pickler):
 
 def _reduced_tensor(value: Tensor) -> Any:
     if value.layout is not torch.strided or value.is_meta:
-        return value.__reduce_ex__(_PROTOCOL)
+        return _reduced(value)
     own = value.detach()
     shape, kind = tuple(own.shape), str(own.dtype).removeprefix("torch.")
     raw = own.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -248,9 +248,13 @@ def _by_name(
         name = names.get(id(value))
         if name is not None:
             return _live, (name,)
-        return value.__reduce_ex__(_PROTOCOL) if otherwise is None else otherwise(value)
+        return _reduced(value) if otherwise is None else otherwise(value)
 
     return reduced
+
+
+def _reduced(value: Any) -> Any:
+    return value.__reduce_ex__(_PROTOCOL)
 
 
 class _SharedPickler(_Pickler):
@@ -331,7 +335,7 @@ def _content(value: Any) -> tuple[str, Any]:
         return "state_dict", value.state_dict()
     if kind := generator_kind(value):
         return "generator", (kind, read_generator(kind, value))
-    reduced = value.__reduce_ex__(_PROTOCOL)
+    reduced = _reduced(value)
     is_made_empty = reduced[0] in _NEW or (reduced[0] is type(value) and not reduced[1])
     if isinstance(reduced, str) or not is_made_empty:
         raise _NotInPlaceError
