@@ -116,14 +116,7 @@ class Stepper:
         """
         state, scaler = self._state, self._state.precision.scaler
         limits = state.loss_spikes.limits()
-        self._share.compute(
-            micro_batches,
-            step=state.committed_step,
-            votes=votes,
-            limits=limits,
-            notes=self._notes,
-            before_sum=lambda: state.local.seal(state.committed_step + 1),
-        )
+        self._compute(micro_batches, votes=votes, limits=limits)
         scale = state.precision.scale()
         agreed = self._commit.ready_to_change(
             scale=scale,
@@ -164,6 +157,20 @@ class Stepper:
             wanted=agreed_votes(agreed.signals),
             parts=means.parts,
             without_weight=means.weight == 0,
+        )
+
+    def _compute(
+        self, micro_batches: Sequence[MicroBatch], *, votes: Votes, limits: Limits
+    ) -> None:
+        """Compute the share of the next step; what this rank has of its own is sealed before others can commit it."""
+        state, step = self._state, self._state.committed_step
+        self._share.compute(
+            micro_batches,
+            step=step,
+            votes=votes,
+            limits=limits,
+            notes=self._notes,
+            before_sum=lambda: state.local.seal(step + 1),
         )
 
     def _judged(self, limits: Limits, *, loss: float, norm: float) -> tuple[bool, str]:

@@ -240,11 +240,15 @@ def build_workload(
     )
     state = _empty_state(settings, model, device, workload=workload)
     state.local = workload.local
+    _refuse_unsavable(settings, state)
+    return workload, state
+
+
+def _refuse_unsavable(settings: Settings, state: TrainState) -> None:
     try:
         stored_bytes(state.capture())
     except TypeError as error:  # reported now, not at the first save
         raise BadInputError("--task", settings.run.task, f"its {error}") from error
-    return workload, state
 
 
 def _set_up_torch(settings: Settings, device: torch.device) -> None:
