@@ -537,12 +537,12 @@ class Wire:
     """A group whose ranks are all in this process: they are asked one after the other, rank 0 last."""
 
     def __init__(self, locals_):
-        self.told = [f"[{one.rank}, {one.machine}]" for one in locals_]
+        self.said = [f"[{one.rank}, {one.machine}]" for one in locals_]
         self.sent, self.world_size, self.rank = {}, len(locals_), 0
 
     def exchange(self, _, value):
-        assert value == self.told[self.rank]
-        return self.told
+        assert value == self.said[self.rank]
+        return self.said
 
 
 @pytest.mark.parametrize(("here", "is_shared"), [(1, True), (2, True), (2, False)])

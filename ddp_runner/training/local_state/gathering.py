@@ -21,8 +21,8 @@ def gather_local(local: LocalState, group: Group, *, step: int) -> None:
     """
     if not local.names or group.world_size == 1:
         return
-    told = json.dumps([local.rank, local.machine])
-    every = [json.loads(one) for one in group.exchange(f"local/{step}", told)]
+    shown = json.dumps([local.rank, local.machine])
+    every = [json.loads(one) for one in group.exchange(f"local/{step}", shown)]
     found: dict[str, Tensor] = {}
     for number, (place, machine) in enumerate(every):
         if machine == every[0][1] and machine >= 0:

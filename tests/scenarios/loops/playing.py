@@ -41,12 +41,12 @@ class Cart:
 
 @dataclasses.dataclass
 class Mean:
-    """A running mean, and how often it was told."""
+    """A running mean, and how many numbers it is of."""
 
     value: float = 0.0
     count: int = 0
 
-    def tell(self, one):
+    def add(self, one):
         self.count += 1
         self.value += (one - self.value) / self.count
 
@@ -117,12 +117,12 @@ def main():
             loss.backward()
             harm(run.rank, run.step_number, "backward")
             if not IS_LATE:
-                returns.tell(float(reward.mean()))
+                returns.add(float(reward.mean()))
             optimizer.step()
             harm(run.rank, run.step_number, "update")
             optimizer.zero_grad()
             if IS_LATE:
-                returns.tell(float(reward.mean()))
+                returns.add(float(reward.mean()))
         if IS_LATE:
             harm(run.rank, run.step_number, "behind")
 
