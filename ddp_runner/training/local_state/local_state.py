@@ -239,7 +239,7 @@ class LocalState:
         return True
 
     def _leave_others(self, step: int) -> None:
-        """Forget what is kept of other steps: another course of the run may have left it."""
+        """Forget what is kept of other steps: another branch of the run may have left it."""
         assert self._memory is not None, "checked by the caller"
         for place in self._memory.own:
             header = place.header()
