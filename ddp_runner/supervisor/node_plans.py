@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner import config
+from ddp_runner.core.machines import local_places
 from ddp_runner.kernel.processes.node_plan import NodePlan
 from ddp_runner.kernel.wire.fork_specs import ForkKind, Program
 from ddp_runner.observe.logger import new_seal
@@ -42,6 +43,7 @@ def node_plan(plan: LaunchPlan) -> NodePlan:
         shared={
             "preload": ("training_samples", "validation_samples") if settings.data.preload else (),
             "memory_slots": copies,
+            local_places.FIELD: () if plan.opaque is not None else local_places.NAMES,
         },
         # On several machines who may write is a matter of leases, which only a rank has.
         has_saver=bool(copies) and plan.opaque is None and plan.nodes is None,

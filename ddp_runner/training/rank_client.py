@@ -13,6 +13,7 @@ from dataclasses import replace
 from ddp_runner.core.machines.nodes import who_completes
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.step.agreeing import Peer
 from ddp_runner.kernel.step.engine import Client, Engine, Place
@@ -89,6 +90,7 @@ class RankClient:
             state.tuning, self._kept_tuning = self._kept_tuning, None
         if math.isnan(parts.progress.loss) and state.monitor.last is not None:
             parts.progress.loss = state.monitor.last  # until this process has trained a step
+        self._agree_on_local(group)
         self._members = GenerationMembers(
             generation=group.membership.generation,
             slots=tuple(peer.place for peer in self._peers),
@@ -99,6 +101,14 @@ class RankClient:
         if state.buffers.frozen_bytes():
             room_bytes = ROOM_SHARE_MAX * parts.memory.room_bytes()
             state.hold_frozen(room_bytes=room_bytes / self._runtime.rank_info.local_world_size)
+
+    def _agree_on_local(self, group: Group) -> None:
+        """Have what each rank has of its own kept from here on. Raises BadInputError where ranks keep other things."""
+        state = self._parts.state
+        places = [peer.place for peer in self._peers]
+        why = state.local.agree(group, self._runtime.slot, places=places, step=state.committed_step)
+        if why:
+            raise BadInputError(state.local.option, "", why)
 
     def recovered(self) -> None:
         """Empty the device's cache, and forget an update that was begun."""

@@ -37,6 +37,7 @@ from ddp_runner.training.components.start_weights import (
 )
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.side_state import SideState
+from ddp_runner.training.local_state.local_state import LOCAL, LocalState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class TrainState:
         data: DataState,
         tuning: Tuning,
         side: SideState | None = None,
+        local: LocalState | None = None,
         only_trained: bool = False,
     ) -> None:
         """``only_trained``: files have no weights that stay as the run has begun with them."""
@@ -116,6 +118,7 @@ class TrainState:
         self.readers: list[Callable[[], None]] = []
         self.buffers = Buffers(model)
         self.side = side or SideState(model)
+        self.local = local or LocalState()  # what this rank has of its own
         self.is_rehearsed = False  # what a step changes has been looked at, by this launch
         # For moments that are to come, by their places.
         self.room: dict[int, dict[str, Tensor]] = {}
@@ -148,6 +151,7 @@ class TrainState:
             self.buffers.drop()
         self.all_used_steps = self.all_used_steps + 1 if all_used else 0
         self.side.keep(step)
+        self.local.committed(step)
 
     @property
     def is_calm(self) -> bool:
@@ -231,7 +235,11 @@ class TrainState:
             state["stream"] = self.stream.to_record(self.committed_step)
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()
-        return state
+        return state | self.local.to_hand_on(self.committed_step)
+
+    def capture_of_all(self) -> dict[str, Any]:
+        """Capture with what each rank has of its own, as far as this one can know it."""
+        return self.capture() | self.local.of_ranks(self.committed_step)
 
     def note_start(self, *, init_from: str, later: Container[str]) -> None:
         """The weights are now those that the run begins with; ``later``: what is frozen only at first."""
@@ -241,7 +249,7 @@ class TrainState:
 
     def capture_for_file(self) -> dict[str, Any]:
         """Capture without the weights that files leave out; reads these, to see that they are unchanged."""
-        captured = self.capture()
+        captured = self.capture_of_all()
         if not self.only_trained or not self.start:
             return captured
         names = unchanged(captured)
@@ -356,6 +364,9 @@ class TrainState:
         self.buffers.keep()  # after it: buffers that are not saved come from there, and a skipped step puts them back
         self.start = self.start or dict(start_record(state))
         self.is_rehearsed = bool(state.get("rehearsed", False))
+        self.local.go_to(
+            committed_step, state.get(LOCAL), is_begin=committed_step == self.first_step
+        )
         self.committed_step = int(state["counters"]["committed_step"])
         self.side.keep(self.committed_step)
         self.is_in_doubt = False
@@ -478,11 +489,13 @@ class TrainState:
         self.optimizer.zero_grad(set_to_none=True)
         self.lost += self.buffers.drop()
         self.side.drop()
+        self.local.put_back()
 
     def drop_evaluation(self) -> None:
         """Forget what an evaluation has changed, after :meth:`SideState.look`: steps make the state."""
         self.buffers.drop()
         self.side.drop()
+        self.local.put_back()
         self.take_lost()  # a tensor that it is the first to change stays so, on all ranks alike
 
     def monitored(self, monitor: Monitor) -> float | None:

@@ -116,9 +116,7 @@ class Stepper:
         """
         state, scaler = self._state, self._state.precision.scaler
         limits = state.loss_spikes.limits()
-        self._share.compute(
-            micro_batches, step=state.committed_step, votes=votes, limits=limits, notes=self._notes
-        )
+        self._compute(micro_batches, votes=votes, limits=limits)
         scale = state.precision.scale()
         agreed = self._commit.ready_to_change(
             scale=scale,
@@ -159,6 +157,20 @@ class Stepper:
             wanted=agreed_votes(agreed.signals),
             parts=means.parts,
             without_weight=means.weight == 0,
+        )
+
+    def _compute(
+        self, micro_batches: Sequence[MicroBatch], *, votes: Votes, limits: Limits
+    ) -> None:
+        """Compute the share of the next step; what this rank has of its own is sealed before others can commit it."""
+        state, step = self._state, self._state.committed_step
+        self._share.compute(
+            micro_batches,
+            step=step,
+            votes=votes,
+            limits=limits,
+            notes=self._notes,
+            before_sum=lambda: state.local.seal(step + 1),
         )
 
     def _judged(self, limits: Limits, *, loss: float, norm: float) -> tuple[bool, str]:
@@ -295,8 +307,11 @@ class Accumulator:
         limits: Limits = _NO_LIMITS,
         reduces: bool = True,
         notes: ShareNotes | None = None,
+        before_sum: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute the share of ``step``, with the sum over ranks where it ``reduces``.
+
+        ``before_sum`` is called once all losses are computed, before this rank adds to a sum that another one waits for.
 
         Raises WrapAgainError where forward has changed which parameters require a gradient.
         """
@@ -334,6 +349,8 @@ class Accumulator:
                 # has changed which do. Guarded by: test_layers_unfrozen_or_frozen_while_training.
                 if self._flags is not None and state.flags() != self._flags:
                     raise WrapAgainError
+                if number == last:
+                    before_sum()
                 slot.stamp(Phase.BACKWARD, time.monotonic_ns())
                 scaled = state.precision.scaler.scale(loss)
                 if reduces:

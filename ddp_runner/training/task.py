@@ -168,6 +168,20 @@ class HasLayerGroups(Protocol):
 
 
 @runtime_checkable
+class HasLocalState(Protocol):
+    """A task may also have each rank keep something of its own: an environment, a replay buffer, a generator."""
+
+    def local_state(self) -> Mapping[str, Any]:
+        """Name -> an object that ``loss`` changes in place, such as ``{"env": self.env, "buffer": self.buffer}``.
+
+        Called once for a process. Each rank's objects are kept at each step, given back to that rank's replacement,
+        put back where a step is done again, and saved by rank. An object has ``state_dict()`` and
+        ``load_state_dict()``, or is a dict, list, deque, array, tensor, generator, or one that pickle copies.
+        """
+        ...
+
+
+@runtime_checkable
 class Describes(Protocol):
     """A task may also say what else a checkpoint of it belongs to: its tokenizer, say, or its model's form."""
 

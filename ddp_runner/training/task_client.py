@@ -76,6 +76,7 @@ class TaskSetup:
             workload, state = build_workload(settings, runtime.rank_info, entering=stages.enter)
         else:
             workload, state = built.taken(settings, runtime.rank_info)
+            state.local.belongs_to(runtime.rank_info)
         if settings.data.preload:
             stages.enter(Stage.PRELOAD)
             workload = with_preloaded_data(settings, workload, state, runtime, ending=ending)

@@ -29,6 +29,7 @@ HOOKS = {
     "sample": 1,
     "layer_groups": 0,
     "describe": 0,
+    "local_state": 0,
 }
 _LOSS, _DATA = "write loss(model, batch)", "write build_datasets()"
 _METRICS = "write metrics(model, batch)"

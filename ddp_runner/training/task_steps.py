@@ -31,13 +31,19 @@ from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.sync_batchnorm import Peers
 from ddp_runner.training.components.tuning import AdaptRules, adapt
-from ddp_runner.training.exactness.first_step import FirstStep, report_inexact
+from ddp_runner.training.exactness.first_step import (
+    FirstStep,
+    report_inexact,
+    report_large_local,
+    report_lost_local,
+)
 from ddp_runner.training.figures.evaluation import Validation
 from ddp_runner.training.figures.phase_times import phase_values
 from ddp_runner.training.figures.use_figures import UseFigures, tokens_per_sample
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.loading.batch_copy import copy_ahead
 from ddp_runner.training.loading.equal_shares import refuse_unequal
+from ddp_runner.training.local_state.gathering import gather_local
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.step import Stepper, StepRules
 
@@ -128,6 +134,9 @@ class TaskSteps:
                 may_commit=self._guard.may_commit,
                 while_reducing=self._send_next,
             )
+        if result is not None:
+            self._state.local.settle()
+            report_large_local(self._parts)
         self._wraps = 0
         return result
 
@@ -259,10 +268,12 @@ class TaskSteps:
     def gather(self) -> None:
         """Have all ranks know how far each one's shards are, where they read a stream of such."""
         self._loader.gather(self._peers, step=self._state.committed_step)
+        gather_local(self._state.local, self._group, step=self._state.committed_step)
 
     def _go_back(self) -> None:
         """Reset the loader after a roll-back: the state may have other ranks' shards than this generation."""
         self._loader.go_back(self._peers, step=self._state.committed_step)
+        report_lost_local(self._parts)
 
     def evaluate(self) -> StopReason | None:
         """Evaluate the state as it is; why that was left early, if it was."""

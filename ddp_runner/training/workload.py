@@ -69,6 +69,7 @@ from ddp_runner.training.loading.validation_data import (
     monitor_for,
     refuse_unfit_validation,
 )
+from ddp_runner.training.local_state.local_state import LocalState
 from ddp_runner.training.saves.described import described
 from ddp_runner.training.starting.begin import begin_with
 from ddp_runner.training.starting.stage_begin import go_on_counting, of_its_stage
@@ -83,6 +84,7 @@ from ddp_runner.training.step import SparseGradientError
 from ddp_runner.training.task import (
     Datasets,
     HasLayerGroups,
+    HasLocalState,
     Task,
     checked_datasets,
     checked_model,
@@ -133,7 +135,7 @@ class Workload:
 class TaskWorkload(Workload):
     """The same for a Task. ``replaced_data``: what it gave where ``datasets`` are others, if that is still there.
 
-    ``metrics``: the objects of its ``build_metrics()``.
+    ``metrics``: the objects of its ``build_metrics()``; ``local``: those of its ``local_state()``.
     """
 
     task: Task
@@ -142,6 +144,7 @@ class TaskWorkload(Workload):
     layers: LayerPlan
     replaced_data: tuple[Callable[[], Any], ...] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    local: LocalState = field(default_factory=LocalState)
 
     @property
     def later_names(self) -> frozenset[str]:
@@ -214,6 +217,7 @@ def build_workload(
         task=task,
         datasets=datasets,
         metrics=metrics,
+        local=_local_state(task, settings, rank_info),
         monitor=monitor_for(settings, task, datasets, model, objects=metrics, device=device),
         norms=norms,
         layers=layers,
@@ -235,11 +239,16 @@ def build_workload(
         ),
     )
     state = _empty_state(settings, model, device, workload=workload)
+    state.local = workload.local
+    _refuse_unsavable(settings, state)
+    return workload, state
+
+
+def _refuse_unsavable(settings: Settings, state: TrainState) -> None:
     try:
         stored_bytes(state.capture())
     except TypeError as error:  # reported now, not at the first save
         raise BadInputError("--task", settings.run.task, f"its {error}") from error
-    return workload, state
 
 
 def _set_up_torch(settings: Settings, device: torch.device) -> None:
@@ -343,6 +352,21 @@ def _recipe(
         own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
     )
     return {**config.recipe(settings, found), **recipe_of(task)}
+
+
+def _local_state(task: Task, settings: Settings, rank_info: RankInfo) -> LocalState:
+    """Return what each rank has of its own by ``task``. Raises BadInputError for what cannot be kept."""
+    if not isinstance(task, HasLocalState):
+        return LocalState()
+    given = task.local_state()
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        expected = (
+            "local_state() returns no mapping: return {name: object}, as in {'env': self.env}"
+        )
+        raise BadInputError("--task", settings.run.task, expected)
+    local = LocalState(given, option="local_state", is_tasks=True)
+    local.belongs_to(rank_info)
+    return local
 
 
 def _placed(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
@@ -481,6 +505,7 @@ def _empty_state(
             apart=(
                 *(workload.datasets.train, *workload.datasets.validation_sets.values()),
                 *workload.metrics.values(),
+                *workload.local.inner(),
                 *(given() for given in workload.replaced_data),
                 workload.task.given if isinstance(workload.task, ReadyObjects) else None,
             ),

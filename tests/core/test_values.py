@@ -26,7 +26,7 @@ AROUND = {
     "device": "cuda:1", "other_devices": ("cuda:2",), "mode": "distributed", "code": "4f2a91",
     "world_size": 3, "local_world_size": 3, "threads": 2, "detect_anomaly": True, "node": 1,
     "log_folder": 1, "term": "t", "local_addr": "127.0.0.1", "store_host": "127.0.0.1",
-    "store_port": 5, "preload": ("p",), "memory_slots": ("m", "n"), "has_saver": True,
+    "store_port": 5, "preload": ("p",), "memory_slots": ("m", "n"), "local_slots": ("l",), "has_saver": True,
     "saver_trouble": "d",
 }  # fmt: skip
 PROGRAM = specs.Program(path="a.py", module="", arguments=("--x", "1"), source="/proc/1/fd/9")

@@ -475,6 +475,11 @@ MUTATIONS = (
     _break("taken-over-is-repaired", "replaced = self._without_memory()", "return"),
     _break("one-budget", "[before] * heir.restarts", "[]"),
     _break("memory-is-saved", "return bool(ready)", "return False"),
+    # what each rank has of its own
+    _break("built-as-known", "known = tracing.used", "known = None"),
+    _break("local-sealed-last", "self.clear()", "pass", after="os.strerror(errno.EFBIG))"),
+    _break("local-before-commit", "self._write(self._kept.pickled(), step, settled=False)", "pass"),
+    _break("once-each-step", "self._give(found[0].read(found[1]), is_foreign=False)", "pass"),
     # drills
     _break("witnessed-repairs", "rank not in (self._witnesses(number) or self.ranks)", "False"),
     _break("never-as-rank-0", "1 + drilled_rank(number, ranks - 1)", "drilled_rank(number, ranks)"),

@@ -72,6 +72,7 @@ def linked(
         not_after=spec.not_after,
         preload=spec.preload,
         memory_slots=spec.memory_slots,
+        local_slots=spec.local_slots,
         has_saver=spec.has_saver,
         log_folder=spec.log_folder,
         other_devices=spec.other_devices,

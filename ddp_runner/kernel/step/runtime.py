@@ -43,6 +43,7 @@ class RankInfo:
     not_after: int = -1
     preload: tuple[str, ...] = ()
     memory_slots: tuple[str, ...] = ()  # where copies of the state outlive this process
+    local_slots: tuple[str, ...] = ()  # where what each rank has of its own outlives this process
     has_saver: bool = False  # a process beside the ranks makes files of them
     log_folder: int = 0  # ranks with the same number write their logs into one folder
     other_devices: tuple[str, ...] = ()  # which have parts of this rank's batches

@@ -39,7 +39,7 @@ class Surroundings:
 
     ``settings``: of the run, as a record. ``local_world_size``: ranks of this machine. ``node``: its number;
     ``log_folder``: that of the machine whose folder has the logs. ``local_addr``: its address among several;
-    ``term``: of :class:`~ddp_runner.kernel.system.folder_owner.FolderOwner`. The last four describe what the ranks of a
+    ``term``: of :class:`~ddp_runner.kernel.system.folder_owner.FolderOwner`. The last five describe what the ranks of a
     machine share.
     """
 
@@ -60,6 +60,7 @@ class Surroundings:
     store_port: int
     preload: tuple[str, ...] = ()
     memory_slots: tuple[str, ...] = ()
+    local_slots: tuple[str, ...] = ()
     has_saver: bool = False
     saver_trouble: str = ""
 

@@ -127,6 +127,7 @@ class FirstStep:
             state.buffers.drop()
             state.buffers.keep()
             self._changed = changed + state.side.follow_changed_since(held_side)
+            state.local.put_back()
             state.train_unfrozen()
         if state.side.opaque and self._group.rank == 0:
             self._runtime.logger.warning(
@@ -245,6 +246,7 @@ class SideComparison:
     def report_lost(self) -> None:
         """Say what of a step that is done again, or of a rank that is replaced, could not be kept."""
         parts, side = self._parts, self._side
+        report_lost_local(parts)
         if lost := parts.state.take_lost():
             report_lost_names(parts, lost)
         if side.took_over:
@@ -280,6 +282,18 @@ class SideComparison:
         if any(answer["was_received"] for answer in answers):
             what = f"{named(new)}, {_NOT_ITS_OWN} {_what_came(self._parts)}"
             report_inexact(self._parts, what)
+
+
+def report_lost_local(parts: RankParts) -> None:
+    """Say what of this rank's own could not be given back."""
+    for line in parts.state.local.take_lost():
+        report_inexact(parts, line)
+
+
+def report_large_local(parts: RankParts) -> None:
+    """Say once what it costs to keep what this rank has of its own, where that is much."""
+    if line := parts.state.local.cost_line():
+        parts.runtime.logger.info(line, step=parts.state.committed_step)
 
 
 def report_lost_names(parts: RankParts, lost: list[str]) -> None:

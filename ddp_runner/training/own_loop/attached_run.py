@@ -33,6 +33,7 @@ from ddp_runner.training.components.sync_batchnorm import SyncedNorms
 from ddp_runner.training.exactness.first_step import report_lost_names
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.loading.loaders import waiting
+from ddp_runner.training.local_state.by_value import KeptLocally
 from ddp_runner.training.own_loop.batches import (
     GivenBatches,
     KeptLoader,
@@ -41,7 +42,7 @@ from ddp_runner.training.own_loop.batches import (
     why_spawned,
 )
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
-from ddp_runner.training.own_loop.declared import OwnLoop, Recurring, RepeatStep
+from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
 from ddp_runner.training.own_loop.misuse import is_guarded, misuse, user_frame, user_line
@@ -153,6 +154,25 @@ class AttachedRun:
         for name, value in objects.items():
             module = value.module if isinstance(value, AttachedModule) else value
             self._loop.kept.add(name, module)
+
+    def keep_local(self, **objects: Any) -> None:
+        """Have what this rank has of its own kept at each step, by name: an environment, a replay buffer, a generator.
+
+        It is given back to a replacement of just this rank, put back where a step is done again, and saved by rank.
+        Objects with ``state_dict()`` and ``load_state_dict()``, dicts, lists, deques, arrays, tensors, generators,
+        and any object that pickle copies. Change it before ``optimizer.step()``. Raises BadInputError for others,
+        and after the first step.
+        """
+        self._refuse_late("keep_local()")
+        for name, value in objects.items():
+            if name in self._loop.local:
+                raise misuse(f"keep_local({name}=...) is kept already")
+            if name in self._loop.kept or any(value is one for one in self._loop.kept.values()):
+                raise misuse(
+                    f"keep_local({name}=...): run.keep() has it, as that which all ranks have alike"
+                )
+            KeptLocally({name: value}, option=KEEP_LOCAL)
+            self._loop.local[name] = value
 
     def loader(
         self,
@@ -431,7 +451,14 @@ class AttachedRun:
         modules = [one for module in kept.modules.values() for one in module.modules()]
         tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
         groups = [one for optimizer in kept.optimizers.values() for one in optimizer.param_groups]
-        own = [self, self._loop.net, *kept.optimizers.values(), *kept.others.values()]
+        assert self._state is not None, "there are steps"
+        own = [
+            self,
+            self._loop.net,
+            *self._state.local.inner(),
+            *kept.optimizers.values(),
+            *kept.others.values(),
+        ]
         return {id(one) for one in (*own, *modules, *tensors, *groups)}
 
     @property

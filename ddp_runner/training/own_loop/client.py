@@ -36,6 +36,7 @@ from ddp_runner.training.components.tuning import free_memory
 from ddp_runner.training.exactness.first_step import report_inexact
 from ddp_runner.training.figures.train_report import TrainReport, finished_message, report_of
 from ddp_runner.training.loading.loaders import make_loader
+from ddp_runner.training.local_state.local_state import LocalState
 from ddp_runner.training.own_loop.batches import (
     GivenBatches,
     KeptLoader,
@@ -44,7 +45,7 @@ from ddp_runner.training.own_loop.batches import (
     batch_size_of,
     digest_in_memory,
 )
-from ddp_runner.training.own_loop.declared import OwnLoop
+from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.parts import Batches, LoopParts
 from ddp_runner.training.own_loop.repeat_check import RepeatCheck
@@ -92,8 +93,11 @@ class LoopSetup:
             seed=settings.run.seed, dataset_size=size, global_batch_size=share * info.world_size
         )
         self.settings = settings
+        local = LocalState(loop.local, option=KEEP_LOCAL)
+        local.belongs_to(info)
         self.state = KeptState(
             loop.kept,
+            local=local,
             settings=settings,
             device=device,
             dataset_size=size,

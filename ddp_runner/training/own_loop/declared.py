@@ -17,6 +17,7 @@ from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.net import AttachedModule
 
 LOSS = "loss"
+KEEP_LOCAL = "keep_local"  # what errors call it
 
 
 class RepeatStep(BaseException):
@@ -47,6 +48,7 @@ class OwnLoop:
     ddp: DdpSettings
     program: dict[str, str]
     kept: KeptObjects = field(default_factory=KeptObjects)
+    local: dict[str, Any] = field(default_factory=dict)  # what each rank has of its own
     net: AttachedModule | None = None
     norms: SyncedNorms | None = None  # of the net, where torch has none for the device
     recurring: list[Recurring] = field(default_factory=list)

@@ -72,10 +72,9 @@ class DrilledRun(AttachedRun):
         return self._one_step(parts, accumulate=accumulate)
 
     def _one_step(self, parts: LoopParts, *, accumulate: int) -> Iterator[Any]:
-        # As a replaced rank, which receives the state with its first batch.
+        # As a replaced rank, which receives the state with its first batch, and what it has of its own with it.
         if load_start(parts.settings, parts.workload, parts.state, parts.store) is None:
             raise FileNotFoundError(f"there is no state in {parts.store.directory}")
-        # A rank's local state would be given back to its objects here: it is this rank's, and not in that file.
         wanted, step = self._wanted, parts.state.committed_step
         wanted.begins(parts, self._loop)
         batches = parts.loader.take(step)

@@ -20,6 +20,7 @@ from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.kept_kinds import NotPlainError
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.exactness.values import kept_of
+from ddp_runner.training.local_state.local_state import LocalState
 from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.workload import empty_quarantine
 
@@ -56,6 +57,10 @@ class KeptObjects:
     def names(self) -> list[str]:
         """Return the names of everything that is kept."""
         return [*self.modules, *self.optimizers, *self.others]
+
+    def values(self) -> list[Any]:
+        """Return everything that is kept."""
+        return [*self.modules.values(), *self.optimizers.values(), *self.others.values()]
 
     def check(self) -> None:
         """Check the kept objects before the first step. Raises BadInputError for what cannot be trained."""
@@ -116,6 +121,7 @@ class KeptState(TrainState):
         settings: Settings,
         device: torch.device,
         dataset_size: int,
+        local: LocalState | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
         self._kept = kept
@@ -152,6 +158,7 @@ class KeptState(TrainState):
             ),
             data=DataState(quarantine=empty_quarantine(settings, dataset_size)),
             side=side,
+            local=local,
             only_trained=settings.checkpoint.only_trained,
             tuning=Tuning(
                 micro_batch_size=settings.data.batch_size,
@@ -171,6 +178,7 @@ class KeptState(TrainState):
             self.buffers.follow([n for n in written if n not in known and not n.startswith("#")])
             self.buffers.keep()
         self._take_as_it_is()
+        self.local.settle()
 
     def _take_as_it_is(self) -> None:
         """Take the present values as the state, whichever code has written them; buffers are kept already."""
@@ -255,6 +263,7 @@ class KeptState(TrainState):
         """
         before, self._before_functions = self._before_functions, None
         if before is not None and self.functions_called_at == self.committed_step:
+            self.local.forget_between()
             is_whole = before()
             self.buffers.keep()
             self._take_as_it_is()
@@ -305,6 +314,7 @@ class KeptState(TrainState):
         """Take the changes of functions as part of the state, not as what the loop writes at each step."""
         self.buffers.keep()
         self._take_as_it_is()
+        self.local.changed_between()
 
     def _parameter_versions(self) -> dict[str, int]:
         return {n: look for n, look in self.buffers.versions().items() if not n.startswith("#")}

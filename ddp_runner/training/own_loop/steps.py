@@ -34,9 +34,11 @@ from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.beside_steps import BesideSteps
 from ddp_runner.training.components.buffers import is_spread
 from ddp_runner.training.components.sync_batchnorm import Peers
+from ddp_runner.training.exactness.first_step import report_large_local, report_lost_local
 from ddp_runner.training.exactness.kept_kinds import Kept
 from ddp_runner.training.figures.use_figures import memory_figures
 from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.local_state.gathering import gather_local
 from ddp_runner.training.own_loop.declared import LOSS, OwnLoop, RepeatStep
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.parts import LoopParts
@@ -109,6 +111,7 @@ class LoopSteps:
         self._logged_step = max(0, self._state.committed_step)
         self._waited_ns = 0
         self._state.buffers.forget_agreement()
+        guard.went_back.append(lambda: report_lost_local(parts))
         parts.device.begin(group.membership.generation)
         self._wrap()
 
@@ -293,13 +296,15 @@ class LoopSteps:
             self._parts.progress.loss = result.loss
             self._slot.set_loss(result.loss)
         self._parts.memory.after_step(result.step)
+        report_large_local(self._parts)
         if due.log:
             self._log(result)
         self._repeats.after(result.step, self._group, at_end=self.at_end or self._is_to_stop)
         return Outcome.ALL_DONE if self._is_to_stop else Outcome.GOES_ON
 
     def gather(self) -> None:
-        """Nothing: what a loop reads is the same on all ranks, or its own."""
+        """Collect what ranks of other machines have of their own; else what a loop reads is the same on all ranks."""
+        gather_local(self._state.local, self._group, step=self._state.committed_step)
 
     def evaluate(self) -> StopReason | None:
         """Call the functions that are due between steps. The net's buffers are put back behind them."""
@@ -406,6 +411,8 @@ class LoopSteps:
                     at_ns=time.monotonic_ns(),
                 )
             )
+        self._state.local.seal(self._state.committed_step + 1)
+        self._state.local.await_all(self._group, self._slot, self._state.committed_step + 1)
         return agreed
 
     def _begin_rehearsal(self) -> None:
@@ -451,6 +458,7 @@ class LoopSteps:
                 "the block ended without optimizer.step(), and with gradients: one block is one step;"
                 " steps(..., accumulate=N) gives N batches"
             )
+        state.local.seal(step + 1)
         with waiting_for_peers(self._slot):
             self._group.exchange(f"without update/{step}", "")
         self._replica.share_buffers(state.buffers.live())

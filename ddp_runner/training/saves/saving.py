@@ -389,7 +389,7 @@ class Saving:
 
     def captured(self) -> dict[str, Any]:
         """The whole state of this very step, as a file has it: references, not copies."""
-        return {**self._state.capture(), "versions": versions()}
+        return {**self._state.capture_of_all(), "versions": versions()}
 
     def _for_file(self) -> dict[str, Any]:
         """The same, without what the settings leave out of checkpoints."""

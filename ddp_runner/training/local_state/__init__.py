@@ -1,0 +1,1 @@
+"""The objects that each rank has of its own: kept at each step, and given back to just that rank."""

@@ -1,0 +1,498 @@
+"""Turns the objects that a rank keeps for itself into bytes, and puts such bytes back into the same objects.
+
+An object stays the one that the program holds, and so does what is in it, where it can be written in place. Never
+touches memory that others share; never decides when.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.kernel.rules.classify import lacks_memory
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.values.generators import generator_kind, read_generator, set_generator
+
+APART_BYTES = 1 << 16  # from this size on, an array is not copied into the pickle
+_PROTOCOL = 5
+_DEPTH_MAX = 6  # of the place that an error names
+_ENTRIES_MAX = 1_000  # of a list whose entries are written in place
+_INNER_MAX = 10_000
+_CONSTANT = (int, float, complex, str, bytes, tuple, frozenset, type(None))
+_PLAIN = (dict, list, deque, set, bytearray)
+_NEW = (copyreg.__newobj__, copyreg.__newobj_ex__, copyreg._reconstructor)  # type: ignore[attr-defined] # noqa: SLF001
+# Functions and classes that pickles of plain values and arrays name.
+_SAFE = {
+    ("builtins", name)
+    for name in ("set", "frozenset", "bytearray", "complex", "range", "slice", "object")
+}
+_SAFE |= {("collections", name) for name in ("deque", "OrderedDict", "defaultdict", "Counter")}
+_SAFE |= {
+    ("copyreg", "_reconstructor"),
+    ("copyreg", "__newobj__"),
+    ("copyreg", "__newobj_ex__"),
+    ("datetime", "datetime"),
+    ("datetime", "timedelta"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("random", "Random"),
+    ("types", "SimpleNamespace"),
+}
+_SAFE |= {
+    (f"numpy.{core}.{module}", name)
+    for core in ("core", "_core")
+    for module, name in (
+        ("multiarray", "_reconstruct"),
+        ("multiarray", "scalar"),
+        ("numeric", "_frombuffer"),
+    )
+}
+_SAFE |= {
+    ("numpy.random._pickle", name)
+    for name in ("__generator_ctor", "__bit_generator_ctor", "__randomstate_ctor")
+}
+_SAFE |= {
+    (f"numpy.random.{module}", kind)
+    for module, kind in (
+        ("_pcg64", "PCG64"),
+        ("_pcg64", "PCG64DXSM"),
+        ("_mt19937", "MT19937"),
+        ("_philox", "Philox"),
+        ("_sfc64", "SFC64"),
+        ("bit_generator", "SeedSequence"),
+        ("bit_generator", "__pyx_unpickle_SeedSequence"),
+    )
+}
+
+
+class Pickled(NamedTuple):
+    """Objects as bytes: ``text`` is a pickle, ``buffers`` are large arrays where they lie, not copies."""
+
+    text: bytes
+    buffers: list[memoryview]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all parts."""
+        return len(self.text) + sum(one.nbytes for one in self.buffers)
+
+
+class KeptLocally:
+    """The objects that a rank keeps, by name. ``option``: what error lines call the way they were given."""
+
+    def __init__(self, objects: Mapping[str, Any], *, option: str) -> None:
+        """Raises BadInputError, naming the object, for one that cannot be kept."""
+        self.objects = dict(objects)
+        self.names = tuple(self.objects)
+        self._option = option
+        self._name_of = {id(one): name for name, one in self.objects.items()}
+        # Pickle asks nobody about a list in another object: where one of these is kept, each value is looked up.
+        self._is_shared = len(self.objects) > 1 and any(
+            type(one) in (dict, list, set) for one in self.objects.values()
+        )
+        table: dict[type, Callable[[Any], Any]] = {
+            **copyreg.dispatch_table,
+            Tensor: _reduced_tensor,
+            torch.Generator: _reduced_generator,
+        }
+        kinds = {type(one) for one in self.objects.values()}
+        self._table = table | {kind: _by_name(self._name_of, table.get(kind)) for kind in kinds}
+        for name, one in self.objects.items():
+            self._check(name, one)
+
+    def pickled(self) -> Pickled:
+        """Return all objects as they are now. What pickle raises passes."""
+        buffers: list[memoryview] = []
+        contents = {name: _content(one) for name, one in self.objects.items()}
+        return self._dumped(contents, buffers)
+
+    def put_back(self, pickled: Pickled, *, is_foreign: bool = False) -> None:
+        """Have all objects hold what they held then, in place.
+
+        ``is_foreign``: from a file. Then only classes of the program and plain values are built. What the objects'
+        own methods raise passes; raises UnpicklingError, naming the class, for one that may not be built.
+        """
+        contents = self._loaded(pickled, is_foreign=is_foreign)
+        if set(contents) != set(self.names):
+            raise pickle.UnpicklingError(f"it is of {', '.join(contents) or 'no objects'}")
+        merging = _Merging(self.objects.values())
+        for name, content in contents.items():
+            merging.give_back(self.objects[name], content)
+
+    def inner(self) -> list[Any]:
+        """Return the objects and what they hold, as far as it is given back in place."""
+        found: dict[int, Any] = {}
+        pending = list(self.objects.values())
+        while pending and len(found) < _INNER_MAX:
+            one = pending.pop()
+            if id(one) in found or isinstance(one, (*_CONSTANT, bool, type)):
+                continue
+            found[id(one)] = one
+            pending += [inner for _, inner in _inside(one)]
+        return list(found.values())
+
+    def _dumped(self, contents: Any, buffers: list[memoryview]) -> Pickled:
+        out = io.BytesIO()
+
+        def is_small(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes < APART_BYTES:
+                return True
+            buffers.append(raw)
+            return False
+
+        kind = _SharedPickler if self._is_shared else _Pickler
+        kind(out, self._name_of, is_small, self._table).dump(contents)
+        return Pickled(out.getvalue(), buffers)
+
+    def _loaded(self, pickled: Pickled, *, is_foreign: bool) -> dict[str, Any]:
+        known: set[tuple[str, str]] | None = None
+        if is_foreign:
+            # INVARIANT built-as-known: a file has nothing built but plain values, and classes of the program.
+            # Broken if: any function that a pickle names is called.
+            # Guarded by: test_a_file_cannot_have_other_functions_called.
+            own = self.pickled()
+            tracing = _Loader(own, self.objects, known=None)
+            tracing.load()
+            known = tracing.used
+        found: dict[str, Any] = _Loader(pickled, self.objects, known=known).load()
+        return found
+
+    def _check(self, name: str, value: Any) -> None:
+        """Raise BadInputError where ``value`` cannot be kept, or given back in place."""
+        what, kind = f"{self._option}({name}=...)", type(value).__name__
+        if isinstance(value, (*_CONSTANT, bool, type)):
+            expected = f"is of type {kind}, which cannot be changed in place: put it into a dict or an object"
+            raise BadInputError(what, "", expected)
+        try:
+            own = self._dumped({name: _content(value)}, [])
+            loaded = _Loader(own, self.objects, known=None).load()
+            _Merging(self.objects.values()).give_back(value, loaded[name])
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+            if isinstance(error, _NotInPlaceError):
+                expected = f"is of type {kind}, which cannot be given back in place: give it state_dict() and load_state_dict()"
+            else:
+                place = self._culprit(name, value)
+                expected = f"cannot be kept: {place} ({type(error).__name__}: {error})"
+            raise BadInputError(what, "", expected) from error
+
+    def _culprit(self, name: str, value: Any) -> str:
+        """Return the innermost place in ``value`` that cannot be pickled, with its type."""
+        place, at = name, value
+        for _ in range(_DEPTH_MAX):
+            inner = next((one for one in _inside(at) if not self._can(one[1])), None)
+            if inner is None:
+                break
+            place, at = place + inner[0], inner[1]
+        return f"{place} is of type {type(at).__name__}"
+
+    def _can(self, value: Any) -> bool:
+        try:
+            self._dumped(value, [])
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+            return False
+        return True
+
+
+class _NotInPlaceError(TypeError):
+    """An object that cannot be made to hold what another one holds."""
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles by a table of types, which C looks up; everything else is as ever."""
+
+    def __init__(
+        self,
+        out: io.BytesIO,
+        names: Mapping[int, str],
+        is_small: Callable[[Any], bool],
+        table: Mapping[type, Callable[[Any], Any]],
+    ) -> None:
+        super().__init__(out, protocol=_PROTOCOL, buffer_callback=is_small)
+        self._names = names
+        self.dispatch_table = table
+
+
+def _reduced_tensor(value: Tensor) -> Any:
+    if value.layout is not torch.strided or value.is_meta:
+        return _reduced(value)
+    own = value.detach()
+    shape, kind = tuple(own.shape), str(own.dtype).removeprefix("torch.")
+    raw = own.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _tensor, (raw, kind, shape, str(own.device), value.requires_grad)
+
+
+def _reduced_generator(value: torch.Generator) -> Any:
+    return _generator, (value.get_state().numpy(), str(value.device))
+
+
+def _by_name(
+    names: Mapping[int, str], otherwise: Callable[[Any], Any] | None
+) -> Callable[[Any], Any]:
+    """Return how a value of a kept object's type is pickled: a kept object within another one by its name."""
+
+    def reduced(value: Any) -> Any:
+        name = names.get(id(value))
+        if name is not None:
+            return _live, (name,)
+        return _reduced(value) if otherwise is None else otherwise(value)
+
+    return reduced
+
+
+def _reduced(value: Any) -> Any:
+    return value.__reduce_ex__(_PROTOCOL)
+
+
+class _SharedPickler(_Pickler):
+    """The same, also for lists and dicts, which are asked about one by one."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return self._names.get(id(value))
+
+
+class _Loader(pickle.Unpickler):
+    """``known``: what else may be named; None: anything. ``used``: what was."""
+
+    def __init__(
+        self,
+        pickled: Pickled,
+        live: Mapping[str, Any],
+        *,
+        known: set[tuple[str, str]] | None,
+    ) -> None:
+        super().__init__(io.BytesIO(pickled.text), buffers=pickled.buffers)
+        self._kept = live
+        self._known = known
+        self.used: set[tuple[str, str]] = set()
+
+    def persistent_load(self, name: Any) -> Any:
+        return self._kept[name]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name == _live.__name__:
+            return self._kept.__getitem__
+        self.used.add((module, name))
+        if self._known is not None and module != __name__ and (module, name) not in self._known:
+            _refuse_foreign(module, name)
+        return super().find_class(module, name)
+
+
+def _refuse_foreign(module: str, name: str) -> None:
+    """Raise UnpicklingError for anything but plain values and classes that the program has imported."""
+    if (module, name) in _SAFE:
+        return
+    first = module.partition(".")[0]
+    is_programs = first not in sys.stdlib_module_names and first not in (
+        "torch",
+        "numpy",
+        "ddp_runner",
+    )
+    found = getattr(sys.modules.get(module), name, None)
+    if not is_programs or not isinstance(found, type):
+        raise pickle.UnpicklingError(f"a file may not have {module}.{name} built")
+
+
+def _live(name: str) -> Any:
+    """A kept object within another one; the loader knows it."""
+    raise pickle.UnpicklingError(f"{name} is not kept here")
+
+
+def _tensor(
+    raw: Any, kind: str, shape: tuple[int, ...], device: str, requires_grad: bool
+) -> Tensor:
+    own = np.array(raw, dtype=np.uint8)  # which may be written, as what is pickled may not
+    flat = torch.from_numpy(own).view(getattr(torch, kind)) if own.size else torch.empty(0)
+    found = flat.to(getattr(torch, kind)).reshape(shape)
+    found = found if device == "cpu" else found.to(device)
+    return found.requires_grad_(requires_grad)
+
+
+def _generator(state: Any, device: str) -> torch.Generator:
+    found = torch.Generator(device=device)
+    found.set_state(torch.from_numpy(np.array(state)))
+    return found
+
+
+def _content(value: Any) -> tuple[str, Any]:
+    """Return what ``value`` holds, by the way in which it is given back; never the object itself."""
+    if isinstance(value, (np.ndarray, Tensor, *_PLAIN)):
+        return _content_of_plain(value)
+    if _has_state(value):
+        return "state_dict", value.state_dict()
+    if kind := generator_kind(value):
+        return "generator", (kind, read_generator(kind, value))
+    reduced = _reduced(value)
+    is_made_empty = reduced[0] in _NEW or (reduced[0] is type(value) and not reduced[1])
+    if isinstance(reduced, str) or not is_made_empty:
+        raise _NotInPlaceError
+    state = reduced[2] if len(reduced) > 2 else None
+    # A copy: the pickle must not hold the object's own dict as another one.
+    return "object", dict(state) if type(state) is dict else state
+
+
+def _content_of_plain(value: Any) -> tuple[str, Any]:
+    """The same of arrays, tensors, lists, dicts and the like, of whichever class."""
+    if _has_state(value):
+        return "state_dict", value.state_dict()
+    if type(value) is np.ndarray:
+        return "array", value.view()
+    if type(value) is Tensor:
+        return "tensor", value.detach()
+    if type(value) in _PLAIN:
+        return "plain", value.copy()
+    if isinstance(value, (dict, list, set, deque)):
+        entries = list(value.items()) if isinstance(value, dict) else list(value)
+        return "entries", (entries, dict(getattr(value, "__dict__", {})))
+    raise _NotInPlaceError
+
+
+def _has_state(value: Any) -> bool:
+    names = ("state_dict", "load_state_dict")
+    return not isinstance(value, type) and all(
+        callable(getattr(type(value), name, None)) for name in names
+    )
+
+
+class _Merging:
+    """Writes what was loaded into the objects that are there, each once."""
+
+    def __init__(self, kept: Iterable[Any]) -> None:
+        """``kept``: objects that are written by themselves, wherever else they are held."""
+        # id of what was loaded -> what it became
+        self._done: dict[int, Any] = {id(one): one for one in kept}
+        self._held: list[Any] = []  # so that no id is given twice
+
+    def give_back(self, live: Any, content: tuple[str, Any]) -> None:
+        """Have ``live`` hold ``content``, as :func:`_content` has returned it."""
+        way, held = content
+        if way == "state_dict":
+            live.load_state_dict(held)
+        elif way == "generator":
+            set_generator(held[0], live, held[1])
+        elif way == "entries":
+            entries, attributes = held
+            live.clear()
+            (live.extend if isinstance(live, (list, deque)) else live.update)(entries)
+            if attributes:
+                self._fill_dict(vars(live), attributes)
+        elif way == "object":
+            self._fill_object(live, held)
+        elif not self._write(live, held):
+            raise _NotInPlaceError(f"{type(live).__name__} of another shape or type")
+
+    def _fill_object(self, live: Any, state: Any) -> None:
+        if hasattr(live, "__setstate__"):
+            if state is not None:
+                live.__setstate__(state)
+            return
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        if hasattr(live, "__dict__"):
+            self._fill_dict(vars(live), attributes or {})
+        for name, value in (slots or {}).items():
+            object.__setattr__(live, name, self._merged(getattr(live, name, None), value))
+
+    def _merged(self, live: Any, new: Any) -> Any:
+        """Return ``live`` with what ``new`` holds, where it can be written in place; else ``new``."""
+        if id(new) in self._done:
+            return self._done[id(new)]
+        if live is new or isinstance(new, (*_CONSTANT, bool)) or type(live) is not type(new):
+            return new
+        self._held.append(new)
+        self._done[id(new)] = live
+        if not self._write(live, new):
+            self._done[id(new)] = new
+            return new
+        return live
+
+    def _write(self, live: Any, new: Any) -> bool:
+        """Write ``new`` into ``live``; False where that cannot be."""
+        if type(live) is not type(new):
+            return False
+        if isinstance(live, (np.ndarray, Tensor)):
+            return _write_numbers(live, new)
+        if kind := generator_kind(live):
+            set_generator(kind, live, read_generator(kind, new))
+        elif isinstance(live, nn.Module):
+            live.load_state_dict(new.state_dict())
+        elif type(live) in _PLAIN:
+            self._fill_plain(live, new)
+        elif _is_plain_object(live):
+            self._fill_dict(vars(live), vars(new))
+        else:
+            return False
+        return True
+
+    def _fill_plain(self, live: Any, new: Any) -> None:
+        if type(live) is dict:
+            self._fill_dict(live, new)
+        elif type(live) is list:
+            self._fill_list(live, new)
+        else:
+            live.clear()
+            add = live.update if type(live) is set else live.extend
+            add(new)
+
+    def _fill_dict(self, live: dict[Any, Any], new: Mapping[Any, Any]) -> None:
+        filled = {key: self._merged(live.get(key), value) for key, value in new.items()}
+        live.clear()
+        live.update(filled)
+
+    def _fill_list(self, live: list[Any], new: list[Any]) -> None:
+        if len(new) <= _ENTRIES_MAX:
+            there = [*live[: len(new)], *[None] * (len(new) - len(live))]
+            new = [self._merged(old, value) for old, value in zip(there, new, strict=True)]
+        live[:] = new
+
+
+def _write_numbers(live: Any, new: Any) -> bool:
+    """The same of arrays and tensors, which need the same shape and type."""
+    if live.shape != new.shape or live.dtype != new.dtype:
+        return False
+    if isinstance(live, Tensor):
+        with torch.no_grad():
+            live.detach().copy_(new.detach())
+        return True
+    if type(live) is not np.ndarray or not live.flags.writeable:
+        return False
+    np.copyto(live, new)
+    return True
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Return True if all that ``value`` holds are its attributes."""
+    kind: Any = type(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, type)
+        and not hasattr(kind, "__setstate__")
+        and kind.__reduce__ is object.__reduce__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and not any("__slots__" in vars(one) and vars(one)["__slots__"] for one in kind.__mro__)
+        and not isinstance(value, (dict, list, set, deque))
+    )
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what hangs on ``value``, with its place behind it."""
+    entries: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        entries = ((f"[{key!r}]", one) for key, one in list(value.items()))
+    elif isinstance(value, (list, tuple, deque)):
+        entries = ((f"[{number}]", one) for number, one in enumerate(list(value)))
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        entries = ((f".{key}", one) for key, one in list(vars(value).items()))
+    yield from entries

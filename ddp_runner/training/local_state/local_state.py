@@ -1,0 +1,430 @@
+"""Keeps what each rank has of its own at each step, and gives it back at the step where a rank goes on.
+
+An environment, a replay buffer, a generator, a running mean: no other rank has them, and no replica makes up for them.
+Never asks another rank for anything but whether it has got as far (``rank_memory``).
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_runner.core.machines.local_places import BETWEEN, STEPS
+from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.rules.classify import lacks_memory
+from ddp_runner.kernel.rules.faults import rank_list
+from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.wire.board import Slot
+from ddp_runner.training.local_state.by_value import KeptLocally, Pickled
+from ddp_runner.training.local_state.rank_memory import (
+    CHANGES_LATE,
+    KNOWN,
+    SETTLED,
+    Place,
+    RankMemory,
+    newest_of,
+)
+
+LOCAL = "local"  # in a state: rank, as text -> bytes
+LARGE_BYTES = 64 << 20
+_SEALS_TIMED = 8
+_LOOKS_YIELDING = 200  # at the other ranks, before this one sleeps between two
+_LOOK_S = 0.0002
+_STEP_BITS = 40  # of a value on the ranks' board; the generation is above
+
+
+class LocalState:
+    """What one rank keeps. Without objects every method does nothing, at no cost.
+
+    A step's order of calls: :meth:`seal` before any rank can commit the step, :meth:`committed`, and :meth:`settle`
+    once the program has done what belongs to the step. :meth:`put_back` where the step after it is given up.
+    """
+
+    def __init__(
+        self, objects: Mapping[str, Any] | None = None, *, option: str = "", is_tasks: bool = False
+    ) -> None:
+        """``option``: what error lines call the way they were given. ``is_tasks``: nothing follows an update.
+
+        Raises BadInputError for what cannot be kept.
+        """
+        self._kept = KeptLocally(objects, option=option) if objects else None
+        self.option = option
+        self.names = () if self._kept is None else self._kept.names
+        self._flags = KNOWN if is_tasks else 0  # what is known of steps, for the next place
+        self._rank = self._world_size = 0
+        self._local_world_size = 1
+        self._memory: RankMemory | None = None
+        self._places: list[int] = []  # of the group's ranks, by their numbers on this machine
+        self._live_step: int | None = (
+            None  # the step whose state the objects have, or had when it was sealed
+        )
+        self._count = 0
+        self._is_between = False  # functions between steps have changed the objects since then
+        self._loaded: tuple[int, dict[str, Tensor]] | None = None  # of a file, by rank
+        self._gathered: tuple[int, dict[str, Tensor]] | None = None  # of ranks of other machines
+        self._seal_s = 0.0
+        self._seals = 0
+        self._size_bytes = 0
+        self._lost: list[str] = []
+
+    def belongs_to(self, rank_info: RankInfo) -> None:
+        """Keep the objects as those of this rank, where ``rank_info`` says."""
+        if self._kept is None:
+            return
+        self._rank, self._world_size = rank_info.rank, rank_info.world_size
+        self._local_world_size = rank_info.local_world_size
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = RankMemory(
+            rank_info.local_slots,
+            local_rank=max(0, rank_info.local_rank),
+            local_world_size=rank_info.local_world_size,
+        )
+        headers = [header for one in self._memory.own if (header := one.header()) is not None]
+        if headers:
+            newest = max(headers, key=lambda header: header.count)
+            self._count = newest.count
+            self._flags |= newest.flags & (CHANGES_LATE | KNOWN)
+            self._memory.own[BETWEEN].clear()
+
+    def inner(self) -> list[Any]:
+        """Return the objects, with what they hold and get back in place."""
+        return [] if self._kept is None else self._kept.inner()
+
+    def seal(self, step: int) -> None:
+        """Keep the objects as of ``step``, which no rank has committed yet. Raises OSError without memory for it.
+
+        What is kept of the step before it stays, for as long as the ranks may have to begin from there.
+        """
+        # INVARIANT local-before-commit: no rank commits a step before each rank has sealed what it has of that step.
+        # Broken if: a rank seals it behind the last thing that the others wait for.
+        # Guarded by: test_a_rank_that_dies_behind_the_sum_gets_that_step.
+        if self._kept is None:
+            return
+        began_s = time.perf_counter()
+        self._write(self._kept.pickled(), step, settled=False)
+        self._seal_s += time.perf_counter() - began_s
+        self._seals += 1
+
+    def committed(self, step: int) -> None:
+        """Note that ``step`` counts: the objects have its state."""
+        self._live_step, self._is_between = step, False
+        self._loaded = None
+
+    def settle(self) -> None:
+        """Keep what has followed the update of the newest step, too: the program has ended it."""
+        if self._kept is None or self._memory is None or self._live_step is None:
+            return
+        found = newest_of(self._memory.own[:STEPS], self._live_step)
+        if found is None or found[1].flags & SETTLED:
+            return
+        began_s = time.perf_counter()
+        place, header = found
+        pickled = self._kept.pickled()
+        self._flags |= KNOWN
+        if place.holds(header, pickled):
+            place.sign(replace(header, flags=self._flags | SETTLED))
+        else:
+            self._flags |= CHANGES_LATE
+            self._write(pickled, self._live_step, settled=True)
+        self._seal_s += time.perf_counter() - began_s
+
+    def begin(self, step: int) -> None:
+        """The ranks are at ``step``: what is kept of it must be there before it is changed."""
+        if self._kept is None or self._memory is None:
+            return
+        self._live_step, self._is_between = step, False
+        self._memory.own[BETWEEN].clear()
+        if newest_of(self._memory.own[:STEPS], step) is None:
+            self._write(self._kept.pickled(), step, settled=True)
+
+    def changed_between(self) -> None:
+        """Functions between two steps were called: a file of this step has what they have left.
+
+        A rank that begins from this step does not: they are called again.
+        """
+        if self._kept is None or self._memory is None or self._live_step is None:
+            return
+        pickled = self._kept.pickled()
+        found = newest_of(self._memory.own[:STEPS], self._live_step)
+        self._is_between = found is None or not found[0].holds(found[1], pickled)
+        place = self._memory.own[BETWEEN]
+        if self._is_between:
+            self._count += 1
+            place.write(
+                pickled, step=self._live_step, count=self._count, flags=self._flags | SETTLED
+            )
+        else:
+            place.clear()
+
+    def forget_between(self) -> None:
+        """Functions between two steps are called again: :meth:`put_back` goes to what was before them."""
+        if self._kept is not None and self._memory is not None:
+            self._is_between = False
+            self._memory.own[BETWEEN].clear()
+
+    # INVARIANT once-each-step: after a step was given up, the objects of every rank hold what the newest committed step
+    # has left, so that each step changes them once.
+    # Broken if: a survivor keeps what the step that broke has changed, or goes back to what was not its own.
+    # Guarded by: test_a_survivor_has_what_the_committed_step_has_left.
+    def put_back(self) -> None:
+        """Have the objects hold again what they had at the newest committed step."""
+        if self._kept is None or self._memory is None or self._live_step is None:
+            return
+        own = self._memory.own
+        found = newest_of(own if self._is_between else own[:STEPS], self._live_step)
+        if found is None:
+            self._lose(f"what step {self._live_step:,} has left was not kept")
+            return
+        self._give(found[0].read(found[1]), is_foreign=False)
+
+    def go_to(self, step: int, record: Any, *, is_begin: bool) -> None:
+        """Have the objects hold what this rank had at ``step``, whose state was just taken over.
+
+        ``record``: what a file has of all ranks, if the state is a file's. ``is_begin``: no step has changed anything yet.
+        """
+        of_file = _checked(record)
+        if self._kept is None:
+            self._loaded = (step, of_file) if of_file else None
+            return
+        self._loaded = (step, of_file) if of_file else None
+        was_live, self._live_step, self._is_between = self._live_step, None, False
+        if of_file:
+            self._take_of_file(step, of_file)
+        elif not self._take_of_memory(step):
+            is_as_built = is_begin and was_live is None
+            if was_live != step and not is_as_built:
+                self._lose(f"nothing was kept for rank {self._rank} of step {step:,}")
+        if self._memory is not None and (of_file or not is_begin):
+            self._leave_others(step)
+        self.begin(step)
+
+    def _take_of_file(self, step: int, of_file: Mapping[str, Tensor]) -> None:
+        mine = of_file.get(str(self._rank))
+        if mine is None:
+            self._lose(f"the checkpoint of step {step:,} has nothing of rank {self._rank}")
+        else:
+            self._give(_unpacked(mine), is_foreign=True)
+            # Another branch may have left a step of this number.
+            for place in () if self._memory is None else self._memory.own:
+                place.clear()
+        gone = [int(one) for one in of_file if int(one) >= self._world_size]
+        if gone and self._rank == 0:
+            self._lost.append(
+                f"what {rank_list(sorted(gone))} kept of their own ({', '.join(self.names)}) is left out: this run has"
+                f" {self._world_size} ranks"
+            )
+
+    def _take_of_memory(self, step: int) -> bool:
+        """Return whether this rank, or the process before it, has kept what it had at ``step``."""
+        found = None if self._memory is None else newest_of(self._memory.own[:STEPS], step)
+        if found is None:
+            return False
+        place, header = found
+        self._give(place.read(header), is_foreign=False)
+        is_known = header.flags & KNOWN and not header.flags & CHANGES_LATE
+        if not header.flags & SETTLED and not is_known:
+            self._lost.append(
+                f"{', '.join(self.names)} of rank {self._rank}: the process was lost, or its step cut short, behind"
+                f" optimizer.step() of step {step:,}, where the loop changes what it keeps: change it before that"
+            )
+        return True
+
+    def _leave_others(self, step: int) -> None:
+        """Forget what is kept of other steps: another branch of the run may have left it."""
+        assert self._memory is not None, "checked by the caller"
+        for place in self._memory.own:
+            header = place.header()
+            if header is not None and header.step != step:
+                place.clear()
+
+    def _give(self, pickled: Pickled, *, is_foreign: bool) -> None:
+        assert self._kept is not None, "checked by the caller"
+        try:
+            self._kept.put_back(pickled, is_foreign=is_foreign)
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+            self._lose(f"it could not be put back ({type(error).__name__}: {error})")
+
+    def _lose(self, why: str) -> None:
+        verb = "goes" if len(self.names) == 1 else "go"
+        names = ", ".join(self.names)
+        self._lost.append(f"{names} of rank {self._rank} {verb} on as this process has it: {why}")
+
+    def take_lost(self) -> list[str]:
+        """Return a line for each thing that could not be given back, since this was asked."""
+        found, self._lost = self._lost, []
+        return found
+
+    def await_all(self, group: Group, slot: Slot, step: int) -> None:
+        """Return once every rank of the group has sealed what it has of ``step``. Every rank must call it."""
+        if self._kept is None or group.world_size == 1:
+            return
+        membership = group.membership
+        with waiting_for_peers(slot):
+            is_here = membership.local_world_size == membership.world_size
+            is_freed_here = (
+                not group.ends_in_silence
+            )  # by one look at whether the generation was aborted
+            if self._memory is None or not (self._memory.is_shared and is_here and is_freed_here):
+                group.exchange(f"local/{step}", "")
+                return
+            value = membership.generation << _STEP_BITS | step
+            self._memory.announce(value)
+            looks = 0
+            while not self._memory.have_announced(self._places, value):
+                group.refuse_aborted()
+                looks += 1
+                time.sleep(0 if looks < _LOOKS_YIELDING else _LOOK_S)
+
+    def agree(self, group: Group, slot: Slot, *, places: Sequence[int], step: int) -> str:
+        """Begin a generation at ``step``; return why the ranks do not keep the same, or an empty text.
+
+        ``places``: of the group's ranks, by their numbers in the launch. Every rank must call it.
+        """
+        if self._kept is None:
+            return ""
+        self._places = [place % max(1, self._local_world_size) for place in places]
+        self.begin(step)
+        with waiting_for_peers(slot):
+            every = group.exchange("kept locally", ", ".join(self.names))
+        other = next((rank for rank, names in enumerate(every) if names != every[0]), None)
+        return "" if other is None else f"ranks 0 and {other} keep {every[0]} and {every[other]}"
+
+    def of_ranks(self, step: int) -> dict[str, Any]:
+        """Return, for a file of ``step``, what is known of each rank; empty where nothing is kept.
+
+        Ranks of this machine have sealed it, those of others were gathered.
+        """
+        if self._kept is None or self._memory is None:
+            return {}
+        found: dict[str, Tensor] = {}
+        gathered_step, gathered = self._gathered or (None, {})
+        first = self._rank - self._rank % max(1, self._local_world_size)
+        for local_rank in range(self._local_world_size):
+            kept = self._packed_of(local_rank, step)
+            if kept is not None:
+                found[str(first + local_rank)] = kept
+        if gathered_step == step:
+            found = {**gathered, **found}
+        return {LOCAL: found} if found else {}
+
+    def _packed_of(self, local_rank: int, step: int) -> Tensor | None:
+        assert self._memory is not None, "checked by the caller"
+        is_own = local_rank == self._rank % max(1, self._local_world_size)
+        if not self._memory.is_shared and not is_own:
+            return None
+        places = self._memory.own if is_own else self._memory.places_of(local_rank)
+        between = places[BETWEEN].header()
+        is_later = between is not None and between.step == step
+        found = newest_of(places[BETWEEN:] if is_later else places[:STEPS], step)
+        return None if found is None else packed(found[0].read(found[1]))
+
+    def mine(self, step: int) -> Tensor | None:
+        """Return what this rank has of ``step``, for the rank that saves on another machine."""
+        if self._kept is None or self._memory is None:
+            return None
+        return self._packed_of(self._rank % max(1, self._local_world_size), step)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the launch."""
+        return self._rank
+
+    @property
+    def machine(self) -> int:
+        """A number that ranks have alike which can read each other's; -1 where nobody can read this one's."""
+        is_shared = self._memory is not None and self._memory.is_shared
+        return self._rank // max(1, self._local_world_size) if is_shared else -1
+
+    def gathered(self, step: int, found: dict[str, Tensor]) -> None:
+        """Take in what ranks that cannot be read from here have of ``step``."""
+        self._gathered = (step, found)
+
+    def to_hand_on(self, step: int) -> dict[str, Any]:
+        """Return what a file had of all ranks, for those that receive the state of ``step`` as it was loaded."""
+        if self._loaded is None or self._loaded[0] != step:
+            return {}
+        return {LOCAL: self._loaded[1]}
+
+    def cost_line(self) -> str:
+        """Return what keeping costs, once, where it is much; else an empty text."""
+        if self._kept is None or self._seals != _SEALS_TIMED or self._size_bytes <= LARGE_BYTES:
+            return ""
+        self._seals += 1
+        each_ms = 1e3 * self._seal_s / _SEALS_TIMED
+        return (
+            f"{', '.join(self.names)}: {self._size_bytes / 1e6:,.0f} MB are kept for this rank at each step, which"
+            f" takes {each_ms:.1f} ms of it"
+        )
+
+    def _write(self, pickled: Pickled, step: int, *, settled: bool) -> None:
+        """Write into the place that nobody may need any more: of the three, neither the newest of the state nor of ``step``."""
+        if self._memory is None:
+            return
+        self._size_bytes = pickled.size_bytes
+        own = self._memory.own[:STEPS]
+        needed = {id(found[0]) for one in (self._live_step, step) if (found := self._newest(one))}
+        if not settled and (same := self._newest(step)) and self._live_step != step:
+            needed.discard(id(same[0]))  # of a step that was given up
+        headers = [(one.header(), one) for one in own if id(one) not in needed]
+        place = min(headers, key=lambda pair: -1 if pair[0] is None else pair[0].count)[1]
+        self._count += 1
+        flags = self._flags | (SETTLED if settled else 0)
+        place.write(pickled, step=step, count=self._count, flags=flags)
+
+    def _newest(self, step: int | None) -> tuple[Place, Any] | None:
+        if step is None or self._memory is None:
+            return None
+        return newest_of(self._memory.own[:STEPS], step)
+
+
+def packed(pickled: Pickled) -> Tensor:
+    """Return ``pickled`` as a tensor of bytes; its size is a round one, so that memory for it can be used again."""
+    sizes = [len(pickled.text), *[one.nbytes for one in pickled.buffers]]
+    head = struct.pack(f"<{len(sizes) + 1}q", len(sizes), *sizes)
+    end = len(head) + pickled.size_bytes
+    grain = max(1024, 1 << max(0, end.bit_length() - 4))
+    found = np.zeros(-(-end // grain) * grain, dtype=np.uint8)
+    at = 0
+    parts: list[bytes | memoryview] = [head, pickled.text, *pickled.buffers]
+    for part in parts:
+        own = np.frombuffer(part, dtype=np.uint8)
+        found[at : at + own.size] = own
+        at += own.size
+    return torch.from_numpy(found)
+
+
+def _unpacked(tensor: Tensor) -> Pickled:
+    raw = memoryview(tensor.detach().cpu().numpy().tobytes())
+    (count,) = struct.unpack_from("<q", raw)
+    sizes = struct.unpack_from(f"<{count}q", raw, 8)
+    at = 8 * (count + 1)
+    parts = []
+    for size in sizes:
+        parts.append(raw[at : at + size])
+        at += size
+    # Copies: what is loaded from them may be written.
+    return Pickled(bytes(parts[0]), [memoryview(bytearray(one)) for one in parts[1:]])
+
+
+def _checked(record: Any) -> dict[str, Tensor]:
+    """Return what a file has of each rank. Raises ValueError for what is none."""
+    if record is None:
+        return {}
+    is_one = isinstance(record, Mapping) and all(
+        isinstance(rank, str) and rank.isdigit() and isinstance(one, Tensor)
+        for rank, one in record.items()
+    )
+    if not is_one:
+        raise ValueError("what it has of each rank is no record of that")
+    return dict(record)

@@ -1,0 +1,99 @@
+"""What each rank has of its own, in whole runs: through kills, errors, a stop and a resume, with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.scenarios.conftest import WITHOUT_WORKERS
+from tests.scenarios.harness import ROOT, Run
+from tests.scenarios.test_attached import KILL, LOOPS, RAISE, _hashed, plant, run_loop
+from tests.test_documented import blocks_of
+
+PLAYING = LOOPS / "playing.py"
+STOP = "import os, signal; os.kill(os.getppid(), signal.SIGTERM)"
+DOCUMENTS = "test_the_documents_loop_that_plays_is_exact"
+
+
+def finals(folder):
+    """What each rank's program has saved behind its loop."""
+    paths = [Path(folder) / f"final_{rank}.pt" for rank in (0, 1)]
+    return [_hashed(_as_lists(torch.load(path, weights_only=False))) for path in paths]
+
+
+def _as_lists(value):
+    if isinstance(value, (list, tuple)):
+        return [_as_lists(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _as_lists(one) for key, one in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def folders(tmp_path):
+    for name in ("calm", "harmed"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "calm", tmp_path / "harmed"
+
+
+def test_the_documents_loop_that_plays_is_exact(tmp_path):
+    """Each rank is killed, and one raises: environment, buffer and mean of each rank are as without."""
+    mark = f"run by tests/scenarios/test_local_state.py::{DOCUMENTS}"
+    (block,) = [one for one in blocks_of(ROOT / "docs" / "own-loop.md") if one.mark == mark]
+    harm = [
+        ("--inject", f"{what}:rank={rank},step={step}")
+        for what, rank, step in (("kill", 1, 3), ("kill", 0, 8), ("raise", 1, 12))
+    ]
+    for folder, options in zip(folders(tmp_path), ((), sum(harm, ())), strict=True):
+        (folder / "play.py").write_text(block.text, encoding="utf-8")
+        with run_loop(folder, loop=folder / "play.py", options=options) as run:
+            assert run.wait() == 0, run.console
+        summary = run.summary()
+        assert summary["exact"], summary["inexact_reasons"]
+        assert len(summary["faults"]) == len(options) // 2
+    calm, harmed = map(finals, (tmp_path / "calm", tmp_path / "harmed"))
+    assert calm == harmed
+    assert calm[0]["replay"] != calm[1]["replay"]
+
+
+def test_a_loop_that_plays_is_exact_over_a_stop_and_kills(tmp_path):
+    """Lost behind its update too; rank 0 raises in the body, where rank 1 has played its part already."""
+    calm, harmed = folders(tmp_path)
+    with run_loop(calm, loop=PLAYING) as run:
+        assert run.wait() == 0, run.console
+    plant(harmed, r1_s2_update=KILL, r0_s5_forward=RAISE, r1_s8_forward=STOP, r0_s11_backward=KILL)
+    for code in (75, 0):
+        with run_loop(harmed, loop=PLAYING) as run:
+            assert run.wait() == code, run.console
+        assert run.summary()["exact"], run.summary()["inexact_reasons"]
+    assert finals(harmed) == finals(calm)
+
+
+def test_a_loop_that_forgets_what_it_plays_is_inexact_and_named(tmp_path):
+    """The same loop, without keep_local."""
+    plant(tmp_path, r1_s8_forward=KILL)
+    with run_loop(tmp_path, "--forget", loop=PLAYING) as run:
+        assert run.wait() == 0, run.console
+    (reason,) = run.summary()["inexact_reasons"]
+    assert "`cart.at` (playing.py:" in reason
+    assert "could not be kept over a repair" in reason
+
+
+def test_a_task_that_plays_is_exact_and_drilled(tmp_path):
+    """A drill of rank 0 has what that rank has of its own; a kill, an error, a stop and a resume."""
+    schedule = ("optim.schedule=constant", "optim.warmup_steps=0")  # of no length
+    settings = (*WITHOUT_WORKERS, *schedule, "max_steps=16", "save_every_steps=5", "drill_at=2,5")
+    task = f"{PLAYING}:Players"
+    harm = ("--inject", "kill:rank=1,step=4", "--inject", "raise:rank=0,step=6")
+    digests = []
+    for folder, launches in zip(
+        folders(tmp_path), (((),), (harm, ("--inject", "kill:rank=0,step=12"))), strict=True
+    ):
+        for number, options in enumerate(launches):
+            end = ("max_steps=9",) if len(launches) > number + 1 else ()
+            with Run(folder, *settings, *end, *options, task=task) as run:
+                assert run.wait() == 0, run.console
+            assert run.summary()["exact"], run.summary()["inexact_reasons"]
+        digests.append(run.digest)
+    assert digests[0] == digests[1]
