@@ -150,8 +150,8 @@ class RecoverySettings:
     on_wrong_gradient: Annotated[Literal["continue", "rollback", "stop"], CANNOT_MATTER] = (
         "rollback"
     )
-    """Reaction to a proven wrong gradient. rollback: to the newest checkpoint from before the rank's last passed
-    drill, at most rollbacks_max times; stop: exit code 1; continue: report only."""
+    """Reaction to wrong gradients: rollback (to the newest checkpoint before the rank's last passed drill, at most
+    rollbacks_max times), stop (exit code 1), continue (report only)."""
     require_exact: Annotated[Switch, CANNOT_MATTER] = False
     """End a run once it is not exact: its state is saved, exit code 1."""
 

@@ -38,7 +38,7 @@ PLACES_TRIED = 8  # names of state, each given alone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The result of comparing a replacement with the rank.
+    """Holds the result of comparing a replacement with the rank.
 
     ``differs``: the first difference, or an empty text. ``repeats``: the replacement got the same bits twice.
     ``diagnoses``: the rank has handed over its state and batch; the other fields are then those of

@@ -1,4 +1,4 @@
-"""A rank's part in the drill of a user's own loop: selects the drilled rank, and adds notes to those of its share."""
+"""Does a rank's part in the drill of a user's own loop: selects the drilled rank, and adds notes on its share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM, CARRIED, BESIDE = "program", "carried", "beside"
 
 
 class LoopDrills(Drills):
-    """A rank's part in the drills of its loop. Rank 0 is never drilled: loops do one-time work there."""
+    """Does a rank's part in the drills of its loop. Rank 0 is never drilled: loops do one-time work there."""
 
     _state: KeptState
 

@@ -1,4 +1,4 @@
-"""A rank's part in a fire drill: writes the state in the background, and notes the results of its share.
+"""Does a rank's part in a fire drill: writes the state in the background, and notes the results of its share.
 
 ``comparison.py`` recomputes the share and compares; ``rules.py`` decides when. The state is copied and written
 as for a save, into a separate folder from which no checkpoint is read.
@@ -74,7 +74,7 @@ class _Unsynced:
 
 
 class Drills(BesideSteps):
-    """A rank's part in the drills of its run."""
+    """Does a rank's part in the drills of its run."""
 
     def __init__(self, parts: RankParts) -> None:
         settings, workload, runtime = parts.settings, parts.workload, parts.runtime

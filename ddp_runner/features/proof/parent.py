@@ -200,12 +200,12 @@ class DrillKeeper(Observer):
 
     @property
     def pending(self) -> int | None:
-        """The step of the drill that is running, or has all that it needs; None where there is none."""
+        """The step of the drill that runs or is ready to run; None if there is none."""
         drill = self._running or self._waiting or self._kept
         return None if drill is None else drill[0]
 
     def look(self, turn: Turn) -> None:
-        """Begin the drill that waits, or end the one that runs, as the facts have it.
+        """Begin the waiting drill, or end the running one, as the facts require.
 
         At the end no step follows that could make up for one that was cut short, so that one begins again.
         """
@@ -432,7 +432,7 @@ class DrillKeeper(Observer):
         return bool(self._parts)
 
     def _drillable(self) -> list[int]:
-        """Return the ranks of this machine that train, or are to, and may be drilled."""
+        """Return the ranks of this machine that train, or soon will, and may be drilled."""
         return [handle.rank for handle in self._world.present if self._may_be_drilled(handle)]
 
     def _may_be_drilled(self, handle: RankHandle) -> bool:
@@ -458,7 +458,7 @@ class DrillKeeper(Observer):
         self._came_to_nothing(rank, step, why, is_said=is_said)
 
     def _cut_short(self, why: str, *, keeps: bool = False) -> None:
-        """Not worth a line. ``keeps``: the files of it, for the run's end."""
+        """Give up the running drill without a log line. ``keeps``: keep its files for the end of the run."""
         if self._running is None:
             return
         step, rank = self._running
@@ -474,7 +474,7 @@ class DrillKeeper(Observer):
         self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why, is_said=is_said))
 
     def _keep(self, drill: tuple[int, int] | None) -> None:
-        """Instead of the one that was kept, if any."""
+        """Keep the files of this drill, instead of those of the drill kept so far."""
         if self._kept is not None and (drill is None or drill[0] != self._kept[0]):
             self._remove(self._kept[0])
         self._kept = drill

@@ -1,7 +1,7 @@
 """Decides when a fire drill is due and for which rank, and words its result. Never forks.
 
-In a drill a process like a replacement loads a state that was just written, computes one rank's share of
-the step that begins with it, in the background, and compares that with the rank's own result.
+In a drill, a background process acts like a replacement. It loads a state that was just written, computes one rank's
+share of the step that begins with it, and compares the share with the rank's own result.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def folder_name(step: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillFacts:
-    """The facts that decide about drills. ``waits``: a drill has all that it needs to begin."""
+    """Holds the facts that decide about drills. ``waits``: a drill has all that it needs to begin."""
 
     fault_free: bool  # every rank trains, and no stop was requested
     can_fork: bool
@@ -285,7 +285,7 @@ def diagnosis_line(case: Case, found: Diagnosed, cause: Cause) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoBack:
-    """The step to roll back to. ``is_sound``: its state contains no step that is in doubt."""
+    """Names the step to roll back to. ``is_sound``: its state contains no step that is in doubt."""
 
     step: int
     is_sound: bool

@@ -1,4 +1,4 @@
-"""The memory in which each rank of a machine keeps its own objects; it outlives the rank.
+"""Manages the memory in which each rank of a machine keeps its own objects; it outlives the rank.
 
 The supervisor owns it and passes it to every rank of its machine. A rank writes only into its own places, and the
 saving rank reads those of all. Without a supervisor this process owns it. Never touches a disk.
@@ -62,7 +62,7 @@ class Header:
 
 
 class Place:
-    """One place of one rank: a part of the file ``descriptor`` from ``begin`` on.
+    """Reads and writes one place of one rank: a part of the file ``descriptor`` from ``begin`` on.
 
     ``is_own``: only this process writes there.
     """

@@ -1,4 +1,4 @@
-"""An attached run in a drill's process: computes one rank's share of one step, as a replacement of that rank does.
+"""Computes, in a drill's process, one rank's share of one step of a loop, as a replacement of that rank does.
 
 The program runs from its top. Its loop receives the batch of the step, and the process ends with the first backward:
 there is no update, no save and no other rank.
@@ -45,7 +45,7 @@ class ShareWanted:
 
 
 class DrilledRun(AttachedRun):
-    """The run that :func:`ddp_runner.attach` returns to a program in a drill's process."""
+    """Represents the run to a program in a drill's process, which gets it from :func:`ddp_runner.attach`."""
 
     def __init__(
         self, settings: Settings, runtime: Runtime, *, arguments: str, wanted: ShareWanted
@@ -171,7 +171,7 @@ class LoneBody:
         self._wanted.ends(self._parts, self.notes.share())
 
     def asked(self, what: str) -> NoReturn:
-        """End when the body communicates with other ranks, as its later results would not be those of a rank.
+        """End when the body communicates with other ranks: its later results would differ from a rank's.
 
         After the first backward the share is complete, and counts.
         """

@@ -44,7 +44,7 @@ class LoopNotes(ShareNotes):
 
 
 class WatchedStep:
-    """The current step of one generation. Every call comes from the training thread."""
+    """Watches the current step of one generation. Every call comes from the training thread."""
 
     def __init__(self, state: KeptState, group: Group, *, beside: Sequence[BesideSteps]) -> None:
         self._state = state
