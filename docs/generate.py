@@ -376,8 +376,9 @@ def command_line_page() -> str:
         lines.append(f"| `{left.strip()}` | {_cell(values)} |")
     lines += [
         "",
-        "`gil` holds the interpreter's lock, `diverge` flips one bit of a weight, `wrong_gradient` one of a rank's own gradient before the sum. With",
-        "`hidden_state` a rank's loss depends, from that step on, on what only its process has. Drills look for these two. A value in brackets is the default.",
+        "`gil` holds the interpreter's lock. `diverge` flips one bit of a weight, `wrong_gradient` one bit of a rank's own gradient before it is summed.",
+        "With `hidden_state`, from that step on a rank's loss depends on state that only its process has. Only drills find these last two.",
+        "A value in brackets is the default.",
         "Rank 0 writes the checkpoints: the kinds of saves happen there, whatever `rank` says.",
         "A run that reaches its end without a fault that it was to meet names that fault (`never caused: ...`) and exits with 1.",
         "An attached loop has no `backward`, `compile` or `profile`, and none of the kinds of a step: they are refused.",

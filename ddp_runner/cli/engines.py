@@ -1,4 +1,4 @@
-"""``--engine NAME``: has an engine's cluster place the machines of a run, and run a command on each of them."""
+"""``--engine NAME`` lets an engine's cluster place the machines of a run, and runs a command on each of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnEach:
-    """The command that runs on each machine: ``verb``, ``options``, what the engine decides, and ``program``.
+    """Describes the command that runs on each machine: ``verb``, ``options``, the engine's options and ``program``.
 
-    ``program``: the script or module of ``run`` with its own words, behind which no option of ours is read.
-    ``owner_option``: the option for the folder with the run's ``.owner``, which lies in its checkpoints
-    or, for a script that has its own, in its logs. ``variables``: read by this command, as torchrun does.
+    ``program``: the script or module of ``run`` with its own arguments; no option of ours is read after it.
+    ``owner_option``: the option for the folder with the run's ``.owner``: that of the checkpoints, or that of the
+    logs for a script with its own checkpoints. ``variables``: environment variables that the command reads, as
+    torchrun does.
     """
 
     verb: str
@@ -38,14 +39,14 @@ class OnEach:
         return run.log_dir if self.owner_option == "--log-dir" else run.checkpoint_dir
 
     def resumes(self, settings: Settings) -> bool:
-        """Return whether the same command goes on from the newest state. A script resumes by itself."""
+        """Return True if the same command resumes from the newest state. A script resumes by itself."""
         return self.owner_option == "--log-dir" or settings.run.resume == "auto"
 
 
 def by_engine(on_each: OnEach, arguments: TrainArguments) -> int:
-    """Have the engine that the arguments name run ``on_each``; the exit code. Raises BadInputError.
+    """Let the engine that the arguments name run ``on_each``; return the exit code. Raises BadInputError.
 
-    The settings are judged once more on each machine.
+    Each machine checks the settings once more.
     """
     if arguments.instead:
         raise BadInputError(arguments.instead, "", f"is for one machine: leave out {ENGINE}")

@@ -64,8 +64,8 @@ _SEEN_S = 60.0
 _LOOK_AGAIN_S = 0.5
 _DIAL_S = 1.0
 _ANSWER_S = 3.0
-# For a machine that takes the coordinator's place to answer, while it holds the folder: after its socket takes connections, and
-# before. Nobody may be there: a file server keeps the lock of a lost machine for a while.
+# How long to wait for an answer from a machine that holds the folder to take the coordinator's place: once its socket takes
+# connections, and before that. The machine may be lost, as a file server keeps its lock for a while.
 _TAKING_OVER_S, _CLAIMING_S = 10.0, 3.0
 # For the name of a machine that has just been started, such as a pod, to be known to itself.
 _NAMED_S = 60.0

@@ -44,7 +44,7 @@ INJECTIONS = (
     ("  phase=PHASE", ", ".join(PHASES) + " [forward]"),
     ("  times=N", "how often, on each rank [1]"),
     ("  seconds=S", "of slow, disk_full and slow_disk [1]"),
-    ("  bit=N", "of wrong_gradient: which bit flips, from the lowest [12]"),
+    ("  bit=N", "of wrong_gradient: the bit to flip, counted from the lowest [12]"),
     (
         "  random:KEY=VALUE,...",
         (

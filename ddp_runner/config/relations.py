@@ -445,15 +445,15 @@ def _task_problems(task: str) -> list[BadInputError]:
 
 
 def _syntax_error(file: Path) -> str:
-    """Return why ``file`` cannot be compiled, or "". Importing it says the same, but seconds later, behind torch."""
+    """Return why ``file`` does not compile, or "". Importing it reports the same, but seconds later, after torch."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are shown where it is imported
+        warnings.simplefilter("ignore")  # the import shows them
         try:
             compile(file.read_bytes(), file, "exec", dont_inherit=True)
         except SyntaxError as error:
             place = f" (line {error.lineno})" if error.lineno else ""
             return f"importing it raised {type(error).__name__}: {error.msg}{place}"
-        except (OSError, ValueError):  # which the import explains
+        except (OSError, ValueError):  # the import explains these
             return ""
     return ""
 

@@ -42,8 +42,8 @@ class InjectKind(Enum):
     NAN = "nan"  # the step's loss is not a number
     SPIKE = "spike"  # the step's loss is 10,000 times what it was
     DIVERGE = "diverge"  # one bit of one weight flips
-    WRONG_GRADIENT = "wrong_gradient"  # one bit of one number in the rank's own gradient flips
-    HIDDEN_STATE = "hidden_state"  # from then on its loss depends on what only this process has
+    WRONG_GRADIENT = "wrong_gradient"  # one bit of the rank's own gradient flips
+    HIDDEN_STATE = "hidden_state"  # from then on its loss depends on state of this process alone
     BAD_SAMPLE = "bad_sample"  # a sample that the rank takes at that step raises, now and for ever
     DISK_FULL = "disk_full"  # for ``seconds`` the system refuses to write checkpoints
     DISK_ERROR = "disk_error"  # the next checkpoint meets an I/O error when it is synced
@@ -80,7 +80,7 @@ KINDS_IN_LOSS = frozenset(
         *(InjectKind.WRONG_GRADIENT, InjectKind.HIDDEN_STATE),
     }
 )
-# Of these, what only a computation elsewhere can find: drills look for it.
+# Of these, the kinds that only drills can find, by computing the step elsewhere.
 FOR_DRILLS = frozenset({InjectKind.WRONG_GRADIENT, InjectKind.HIDDEN_STATE})
 
 # What meets a write of a checkpoint meets rank 0, which writes them: at another rank it would be nothing.
@@ -106,7 +106,7 @@ class Injection:
     """One fault at one place. ``step`` is the index of the step in progress, from 0.
 
     ``times`` is for each rank; ``rank`` may be :data:`EVERY_RANK`. ``last_step``: it happens to no later one;
-    None: whenever one is met. ``bit``: of a number, from its lowest one, where one flips.
+    None: whenever one is met. ``bit``: the bit that flips in a number, counted from the lowest.
     """
 
     kind: InjectKind
@@ -189,7 +189,7 @@ def refuse_of_loops(texts: Sequence[str], *, world_size: int) -> None:
 
 
 def changes_loss(texts: Sequence[str], *, world_size: int) -> bool:
-    """Return whether any of these specs may change the result of a step, and it is not for drills to find that."""
+    """Return whether any of these specs may change the result of a step, except the kinds that drills find."""
     return not (KINDS_IN_LOSS - FOR_DRILLS).isdisjoint(_kinds_in(texts, world_size=world_size))
 
 

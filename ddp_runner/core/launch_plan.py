@@ -79,7 +79,7 @@ class OpaqueProgram:
     Nothing is saved for it, and no epochs are known; an agent of its own decides in such a run. ``name`` is the one
     that people see. ``module``: of the package, whose ``run()`` is each of its ranks. ``preload``: what the zygote imports ahead.
     ``code``: its file, or its module as in ``module:``; empty: it is no Python. ``arguments``: those that it is given.
-    ``may_restart``: all its ranks may be started again where one is lost.
+    ``may_restart``: all its ranks may restart if one is lost.
     """
 
     name: str

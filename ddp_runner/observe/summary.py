@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddp_runner.kernel.wire.board import SlotReading
     from ddp_runner.kernel.wire.messages import Finished
 
-DIFFERENCES_KEPT = 20  # of drills that have failed, the first
+DIFFERENCES_KEPT = 20  # the first failed drills
 _PEAKS = ("peak_rss_bytes", "peak_device_bytes", "peak_device_permille")
 
 
@@ -111,10 +111,10 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A drill that has failed: of ``rank`` at ``step``, first in the parameter ``first_in``.
+    """Describes a failed drill of ``rank`` at ``step``, with the first difference in ``first_in``.
 
-    ``cause`` by the name that the diagnosis gives it, empty without one; ``places``: names of the state outside the
-    model that make the difference. ``undone``: all ranks have gone back to a state from before.
+    ``cause``: the name that the diagnosis gives it, empty without a diagnosis. ``places``: names of the state outside
+    the model that cause the difference. ``undone``: all ranks have rolled back to a state from before the error.
     """
 
     rank: int
@@ -325,7 +325,7 @@ class RunFindings:
     # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
     proved: dict[str, set[int]] = field(default_factory=dict)
     repairs_proved: str = ""
-    differences: list[Difference] = field(default_factory=list)  # the first that drills have found
+    differences: list[Difference] = field(default_factory=list)  # of failed drills, the first ones
 
     @property
     def stage(self) -> str:
@@ -366,7 +366,7 @@ class RunFindings:
                 self._take_difference(event)
 
     def _take_difference(self, event: events.Event) -> None:
-        """Take what becomes of a drill that has failed."""
+        """Take in the diagnosis of a failed drill, or its roll-back."""
         match event:
             case events.Diagnosed(of_step=of_step, rank=rank, source=cause, places=places):
                 self._change(of_step, rank, cause=cause, places=tuple(places))

@@ -36,7 +36,7 @@ class _Process:
 
     settings: Settings | None = None  # of the supervisor that has started it
     runtime: Runtime | None = None
-    wanted: ShareWanted | None = None  # in the process of a drill
+    wanted: ShareWanted | None = None  # set in a drill's process
     run: AttachedRun | None = None
 
 
@@ -49,7 +49,7 @@ def be_supervised(settings: Settings, runtime: Runtime) -> None:
 
 
 def be_drilled(settings: Settings, runtime: Runtime, wanted: ShareWanted) -> None:
-    """Have the program's later ``attach()`` compute one share of one step; call it before the program begins."""
+    """Have a later ``attach()`` of the program compute one share of one step. Call this before the program begins."""
     be_supervised(settings, runtime)
     _this.wanted = wanted
 

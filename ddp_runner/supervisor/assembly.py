@@ -90,10 +90,10 @@ class MakesAgent(Protocol):
 
 
 class Succeeds(Protocol):
-    """Who may take the place of a coordinator that was lost."""
+    """An agent that may take the place of a lost coordinator."""
 
     def succeed(self, heir: Heir) -> None:
-        """Go on from where that one was; called before anything else."""
+        """Continue where the lost coordinator was; called before any other method."""
 
 
 class OwnCoordinator(OwnAgent, Coordinates, HearsNodes, Succeeds, Protocol):
@@ -147,9 +147,9 @@ class Assembly:
         return dict(next(filter(None, shown), {}))
 
     def tidy_up(self, *, has_successor: bool) -> None:
-        """Remove what the run has left on disk, and take up what it has saved; every process has ended.
+        """Remove the run's leftovers on disk, and take up its saves; every process has ended.
 
-        ``has_successor``: another supervisor goes on with the run, and what features keep there is that one's.
+        ``has_successor``: another supervisor continues the run and owns the files of its features.
         """
         for one in () if has_successor else self.features:
             one.tidies_up()
@@ -317,7 +317,7 @@ class _Coordinating:
 
 
 def take_over(heir: Heir, *, coordinator: MakesCoordinator | None = None) -> int:
-    """Coordinate a run whose coordinator was lost, from the machine that has taken its place; returns the exit code.
+    """Coordinate a run whose coordinator was lost, from the machine that took its place; return the exit code.
 
     ``coordinator``: as for :func:`supervise`.
     """

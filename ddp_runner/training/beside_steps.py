@@ -15,10 +15,10 @@ from ddp_runner.training.rank_context import RankParts, TaskParts
 
 
 class Noting(Protocol):
-    """Makes the steps that something works beside."""
+    """Makes steps, and can note this rank's share of one."""
 
     def noted(self) -> AbstractContextManager[ShareNotes]:
-        """Note the results of this rank's own share of a step that is made inside."""
+        """Note the results of this rank's own share of a step that is made inside the block."""
         ...
 
 
@@ -28,7 +28,7 @@ class BesideSteps:
     def beside(
         self, stepper: Noting, group: Group, micro_batches: Sequence[MicroBatch]
     ) -> AbstractContextManager[None]:
-        """Return what surrounds the step that begins now, of ``micro_batches``; a loop's has none of these."""
+        """Return a context for the step of ``micro_batches`` that begins now; a loop's step gives no micro-batches."""
         del stepper, group, micro_batches
         return nullcontext()
 
@@ -48,7 +48,7 @@ def beside_steps(parts: TaskParts) -> tuple[BesideSteps, ...]:
 
 
 def beside_loop(parts: RankParts, loop: OwnLoop) -> tuple[BesideSteps, ...]:
-    """Make the same for a loop of the user's own: ``beside_loop(LoopParts, OwnLoop)`` of a ``child.py``."""
+    """Make the same for a user's own loop, by ``beside_loop(LoopParts, OwnLoop)`` of each ``child.py``."""
     if not parts.runtime.is_watched:
         return ()
     return tuple(

@@ -103,7 +103,7 @@ class RankClient:
             state.hold_frozen(room_bytes=room_bytes / self._runtime.rank_info.local_world_size)
 
     def _agree_on_local(self, group: Group) -> None:
-        """Have what each rank has of its own kept from here on. Raises BadInputError where ranks keep other things."""
+        """Begin to keep per-rank state. Raises BadInputError if the ranks keep different names."""
         state = self._parts.state
         places = [peer.place for peer in self._peers]
         why = state.local.agree(group, self._runtime.slot, places=places, step=state.committed_step)

@@ -118,7 +118,7 @@ class TrainState:
         self.readers: list[Callable[[], None]] = []
         self.buffers = Buffers(model)
         self.side = side or SideState(model)
-        self.local = local or LocalState()  # what this rank has of its own
+        self.local = local or LocalState()  # the per-rank state
         self.is_rehearsed = False  # what a step changes has been looked at, by this launch
         # For moments that are to come, by their places.
         self.room: dict[int, dict[str, Tensor]] = {}
@@ -238,7 +238,7 @@ class TrainState:
         return state | self.local.to_hand_on(self.committed_step)
 
     def capture_of_all(self) -> dict[str, Any]:
-        """Capture with what each rank has of its own, as far as this one can know it."""
+        """Return the capture with the per-rank state of all ranks that this one knows."""
         return self.capture() | self.local.of_ranks(self.committed_step)
 
     def note_start(self, *, init_from: str, later: Container[str]) -> None:

@@ -162,7 +162,7 @@ class Stepper:
     def _compute(
         self, micro_batches: Sequence[MicroBatch], *, votes: Votes, limits: Limits
     ) -> None:
-        """Compute the share of the next step; what this rank has of its own is sealed before others can commit it."""
+        """Compute the share of the next step; seal the per-rank state before other ranks can commit the step."""
         state, step = self._state, self._state.committed_step
         self._share.compute(
             micro_batches,
@@ -208,12 +208,12 @@ class Stepper:
         return norm
 
     def share_again(self, micro_batches: Sequence[MicroBatch]) -> OwnShare:
-        """Compute this rank's share of the step that comes next, without reducing it; changes nothing that is kept.
+        """Return this rank's share of the next step, without reducing it; kept state stays unchanged.
 
-        As before any step, nothing may be unfinished. What forward has changed is put back.
+        No step may be unfinished. Changes by forward are put back.
         """
         state, notes = self._state, ShareNotes.of(self._state)
-        state.side.look_again(whole=True)  # so that all of it can be
+        state.side.look_again(whole=True)  # so that all of it can be put back
         self._share.compute(micro_batches, step=state.committed_step, reduces=False, notes=notes)
         for parameter in self._parameters:
             if parameter.grad is not None:
@@ -311,7 +311,7 @@ class Accumulator:
     ) -> None:
         """Compute the share of ``step``, with the sum over ranks where it ``reduces``.
 
-        ``before_sum`` is called once all losses are computed, before this rank adds to a sum that another one waits for.
+        ``before_sum`` is called once all losses are computed, before this rank adds to a sum for which others wait.
 
         Raises WrapAgainError where forward has changed which parameters require a gradient.
         """

@@ -169,14 +169,15 @@ class HasLayerGroups(Protocol):
 
 @runtime_checkable
 class HasLocalState(Protocol):
-    """A task may also have each rank keep something of its own: an environment, a replay buffer, a generator."""
+    """A task may also keep per-rank state: an environment, a replay buffer, a generator."""
 
     def local_state(self) -> Mapping[str, Any]:
-        """Name -> an object that ``loss`` changes in place, such as ``{"env": self.env, "buffer": self.buffer}``.
+        """Return objects by name that ``loss`` changes in place, such as ``{"env": self.env}``.
 
-        Called once for a process. Each rank's objects are kept at each step, given back to that rank's replacement,
-        put back where a step is done again, and saved by rank. An object has ``state_dict()`` and
-        ``load_state_dict()``, or is a dict, list, deque, array, tensor, generator, or one that pickle copies.
+        Called once per process. Each rank's objects are kept at each step and saved by rank. A replacement of the
+        rank receives them, and a repeated step puts them back. An object has ``state_dict()`` and
+        ``load_state_dict()``, or is a dict, list, deque, set, array, tensor, generator or any object that pickle can
+        copy.
         """
         ...
 

@@ -355,14 +355,12 @@ def _recipe(
 
 
 def _local_state(task: Task, settings: Settings, rank_info: RankInfo) -> LocalState:
-    """Return what each rank has of its own by ``task``. Raises BadInputError for what cannot be kept."""
+    """Return the per-rank state of ``task``. Raises BadInputError for an object that cannot be kept."""
     if not isinstance(task, HasLocalState):
         return LocalState()
     given = task.local_state()
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        expected = (
-            "local_state() returns no mapping: return {name: object}, as in {'env': self.env}"
-        )
+        expected = "local_state() must return a mapping {name: object}, such as {'env': self.env}"
         raise BadInputError("--task", settings.run.task, expected)
     local = LocalState(given, option="local_state", is_tasks=True)
     local.belongs_to(rank_info)

@@ -172,7 +172,7 @@ def test_a_script_starts_again_under_another_coordinator(nodes):
 
     poll(lambda: "began" in log(1, 0), what="the first attempt")
     poll((nodes.folder / "kept.pt").exists, what="a checkpoint")
-    poll(lambda: "is followed by a machine that is left" in second.console, what="a shared lock")
+    poll(lambda: "another machine takes over" in second.console, what="a shared lock")
     first.signal(signal.SIGKILL)
     first.assert_gone()
     poll(lambda: "this machine coordinates from here on" in second.console, what="the new one")

@@ -17,7 +17,7 @@ def test_a_machine_takes_the_coordinators_place_and_the_lost_one_follows(nodes, 
     for run in (first, second):
         run.logs, run.checkpoints = shared / "logs", shared / "kept"
     first.wait_for_step(12)
-    assert "a coordinator that is lost is followed by a machine that is left" in second.console
+    assert "if the coordinator is lost, another machine takes over" in second.console
     pids = second.rank_pid(2), second.rank_pid(3)
     first.signal(signal.SIGKILL)
     first.assert_gone()
@@ -44,7 +44,7 @@ def test_a_machine_that_is_asked_to_stop_saves_as_the_new_coordinator(nodes):
     for run in (first, second):
         run.logs, run.checkpoints = shared / "logs", shared / "kept"
     first.wait_for_step(12)
-    poll(lambda: "is followed by a machine that is left" in second.console, what="a shared lock")
+    poll(lambda: "another machine takes over" in second.console, what="a shared lock")
     first.signal(signal.SIGKILL)
     first.assert_gone()
     poll(lambda: "the ranks here wait for it" in second.console, what="parked ranks")

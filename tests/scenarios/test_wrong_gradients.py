@@ -37,7 +37,7 @@ def test_a_wrong_gradient_is_found_and_undone(fault_free, tmp_path):
     [doubt] = run.events("in_doubt")
     assert (doubt["rank"], doubt["first"]) == (1, 5)
     assert "since its drill at step 3, which passed (5 to " in run.console
-    assert "all ranks go back to step 3" in run.console
+    assert "all ranks roll back to step 3" in run.console
     assert list(run.checkpoints.glob("set_aside_*/step_*.pt"))
     summary = run.summary()
     assert [(one["kind"], one["rank"]) for one in summary["faults"]] == [("wrong_gradient", 1)]

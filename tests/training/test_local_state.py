@@ -159,7 +159,7 @@ def test_after_a_roll_back_the_older_step_is_what_is_put_back(shared):
     step(local, 2, env.play)
     taken = local_of({"env": Env()}, shared, ranks=1)
     taken.go_to(3, None, is_begin=False)
-    assert "nothing was kept for rank 0 of step 3" in taken.take_lost()[0]
+    assert "nothing was kept for rank 0 at step 3" in taken.take_lost()[0]
 
 
 def test_what_objects_share_stays_shared(shared):
@@ -268,8 +268,8 @@ def test_changes_behind_the_update_are_kept_or_named(shared):
     cut = local_of({"env": Env()}, shared)
     cut.go_to(2, None, is_begin=False)
     (line,) = cut.take_lost()
-    assert line.startswith("env of rank 0: the process was lost, or its step cut short, behind")
-    assert "step 2, where the loop changes what it keeps: change it before that" in line
+    assert line.startswith("env of rank 0: the process was lost, or its step cut short, after")
+    assert "step 2, where the loop may change kept objects: change them before that" in line
 
 
 class CutShort:
@@ -449,7 +449,7 @@ def test_a_file_has_what_each_rank_has(shared):
     first = local_of({"env": Env()}, None, rank=0, ranks=2)
     first.go_to(1, record, is_begin=False)
     assert first.take_lost() == [
-        "what rank 2 kept of their own (env) is left out: this run has 2 ranks"
+        "the per-rank state of rank 2 (env) is left out: this run has 2 ranks"
     ]
     assert first.to_hand_on(1)[LOCAL] == record
     first.committed(2)
@@ -464,7 +464,7 @@ def test_without_a_record_it_goes_on_as_built_and_says_so():
     older = local_of({"env": Env(), "n": [1]}, None, rank=1)
     older.go_to(7, None, is_begin=False)
     assert older.take_lost() == [
-        "env, n of rank 1 go on as this process has it: nothing was kept for rank 1 of step 7"
+        "env, n of rank 1 keep the content of this process: nothing was kept for rank 1 at step 7"
     ]
 
 
@@ -477,7 +477,7 @@ def test_a_file_of_other_objects_is_not_put_back():
     taken.go_to(3, record, is_begin=False)
     (line,) = taken.take_lost()
     assert "it could not be put back (UnpicklingError: it is of env)" in line
-    with pytest.raises(ValueError, match="is no record"):
+    with pytest.raises(ValueError, match="has another form"):
         taken.go_to(3, {"x": 1}, is_begin=False)
 
 
@@ -491,7 +491,7 @@ def test_a_file_cannot_have_other_functions_called(monkeypatch):
     kept = KeptLocally({"one": [1]}, option="x")
     bad = by_value.Pickled(pickle.dumps({"one": ("plain", [_Bad()])}, protocol=5), [])
     monkeypatch.setattr(os, "system", lambda _: pytest.fail("it was called"))
-    with pytest.raises(pickle.UnpicklingError, match=r"may not have posix\.system built"):
+    with pytest.raises(pickle.UnpicklingError, match=r"may not build posix\.system"):
         kept.put_back(bad, is_foreign=True)
     assert kept.objects["one"] == [1]
     own = KeptLocally({"one": [Env(), np.float32(2), np.random.default_rng(1)]}, option="x")
@@ -530,7 +530,7 @@ def test_much_has_its_cost_said_once(monkeypatch):
         step(local, number, lambda: big.__iadd__(1))
         said.append(local.cost_line())
     (line,) = filter(None, said)
-    assert line.startswith("big: 8 MB are kept for this rank at each step, which takes ")
+    assert line.startswith("big: 8 MB are copied for this rank at each step, which takes ")
 
 
 class Wire:

@@ -183,7 +183,7 @@ class Watched:
 class Beat:
     """Coordinator -> follower, the answer to Look ``number``: how the run stands.
 
-    ``restarts``: so often all ranks of a script were started again.
+    ``restarts``: how often all ranks of a script have restarted.
     """
 
     number: int

@@ -22,8 +22,8 @@ class Arbiter:
     """Describes what could decide between two machines that do not hear each other.
 
     ``shares_folder``: this machine has the coordinator's checkpoint folder. ``keeps_locks``: it has seen the coordinator's
-    lock on it, so that a lock there holds between machines. ``folder``: its name for people. ``otherwise``: why this run has no
-    successor in any case.
+    lock on it, so that a lock there holds between machines. ``folder``: its name in log lines. ``otherwise``: why this run
+    cannot have a successor, whatever the folder.
     """
 
     shares_folder: bool

@@ -138,7 +138,7 @@ class RecoverySettings:
             "--no-proof",
             group=OptionGroup.KEEPING_GOING,
             constant="none",
-            says="no fire drills: the end waits for none, and says what is not proved",
+            says="no fire drills; the run ends without them and counts the unproved repairs",
         ),
     ] = (2, 50, 1000)
     """Steps of a fire drill, counted from where this launch began: in the background, a process like a
@@ -150,9 +150,8 @@ class RecoverySettings:
     on_wrong_gradient: Annotated[Literal["continue", "rollback", "stop"], CANNOT_MATTER] = (
         "rollback"
     )
-    """When drills prove that a rank has computed a wrong gradient: go back to the newest checkpoint from before the
-    last drill of that rank that passed (rollback, at most rollbacks_max times), stop with exit code 1, or only
-    say so (continue)."""
+    """Reaction to wrong gradients: rollback (to the newest checkpoint before the rank's last passed drill, at most
+    rollbacks_max times), stop (exit code 1), continue (report only)."""
     require_exact: Annotated[Switch, CANNOT_MATTER] = False
     """End a run once it is not exact: its state is saved, exit code 1."""
 

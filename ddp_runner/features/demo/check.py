@@ -143,18 +143,18 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TaskRuns:
-    """How a task is run. ``words``: of ``train``."""
+    """Runs a task. ``words``: the arguments of ``train``."""
 
     words: tuple[str, ...]
     steps: int
 
     unexplained = (
-        "other weights, though the run is exact by all that it knows: the task keeps something outside its"
+        "the weights differ, although the run reports itself as exact: the task keeps state outside its"
         " model and optimizer, such as a global that its loss changes"
     )
 
     def kills(self, known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return all of them."""
+        """Return all ``known`` kills."""
         return list(known)
 
     def start(self, folder: Path, settings: Sequence[str]) -> RunResult:
@@ -170,7 +170,7 @@ class _TaskRuns:
         return launch(nproc=2, arguments=arguments)
 
     def steps_of(self, result: RunResult, *, least: int) -> int:
-        """Return the number of steps, which is known before."""
+        """Return the number of steps, which was given."""
         del result, least
         return self.steps
 
@@ -181,7 +181,7 @@ class _Check:
     def __init__(
         self, runs: _TaskRuns | LoopRuns, *, steps: int, talk: _Talk, as_json: bool
     ) -> None:
-        """``steps``: of each run; 0: they are known once the first one has ended."""
+        """``steps``: the steps of each run; 0: known once the first run has ended."""
         self._runs = runs
         self._kills: list[tuple[str, str]] = []
         self._steps = steps
@@ -194,7 +194,7 @@ class _Check:
         """Run and compare; show what holds."""
         self._folder = folder
         length = f"{self._steps} steps a run; " if self._steps else ""
-        self._talk.say(f"check: {length}what holds is shown at the end")
+        self._talk.say(f"check: {length}a table of results follows at the end")
         self._kills = self._runs.kills(KILLS)  # as a test may have changed them
         first = self._train("without_faults")
         if first.result.exit_code == ExitCode.BAD_USAGE:
@@ -362,10 +362,10 @@ def _stop_when_struck(log_dir: Path, over: threading.Event) -> None:
 
 
 class _CheckCommand(SmallCommand):
-    """What follows the file of ``--loop`` is its program's, whatever it is called."""
+    """Passes every word after the file of ``--loop`` to that program."""
 
     def parse(self, words: Sequence[str]) -> Arguments:
-        """Sort ``words``. Raises BadInputError."""
+        """Return ``words`` sorted into options and arguments. Raises BadInputError."""
         options, program = cut_at_program(words)
         found = super().parse(options)
         return replace(found, words=(*found.words, *([LOOP, *program] if program else [])))
@@ -375,19 +375,19 @@ DECLARATION = _CheckCommand(
     usage=f"""Usage:  {COMMAND} check --task FILE.py:NAME [OPTIONS] [SETTINGS]
         {COMMAND} check [OPTIONS] [SETTINGS] --loop FILE.py [ARGUMENTS]
 
-Proves a task, or a loop of your own that calls ddp_runner.attach(), in about a
-minute, in a temporary folder: short runs without faults, with a rank killed in
-each phase of a step and of a save, with all ranks killed, and stopped and
-resumed. Each must end with the same weights, bit for bit, and say so. Ends with
-a table of what holds: exit 0 if all does, 1 if not (with the reason; the folder
-is kept), 2 for wrong input. Put it into your CI.""",
+Checks a task, or your own loop that calls ddp_runner.attach(), in about a
+minute, in a temporary folder. It makes short runs: without faults, with a rank
+killed in each phase of a step and of a save, with all ranks killed, and stopped
+and resumed. Each must end with bit-identical weights and report itself exact.
+A table of results follows. Exit codes: 0 if all runs pass, 1 if not (with the
+reason; the folder is kept), 2 for wrong input. Put it into your CI.""",
     options=(
         Option("--task", key="run.task", metavar="FILE.py:NAME", says="the task"),
         Option(
             LOOP,
             key="run.task",
             metavar="FILE.py [ARGUMENTS]",
-            says="the program of a loop, which runs each time as long as its ARGUMENTS say, in this folder",
+            says="the program of a loop; it runs in this folder, each time with these ARGUMENTS",
         ),
         Option(
             "--nproc-per-node", short="-n", key="run.nproc_per_node", metavar="N", says="ranks [2]"
@@ -408,8 +408,8 @@ is kept), 2 for wrong input. Put it into your CI.""",
         Option(KEEP, says="keep the folder: logs and checkpoints of the runs"),
         replace(JSON, says="the table as JSON, for programs"),
     ),
-    closing="""Every other option and setting of train works as well, with --loop those of run,
-but those of folders, --resume and --inject. The runs are on the device that train would take.""",
+    closing="""Every other option and setting of train (with --loop: of run) works as well, except
+those of folders, --resume and --inject. The runs use the device that train would use.""",
     takes_rest=True,
     perform=_run,
 )

@@ -1,4 +1,4 @@
-"""The runs of ``check --loop``: a program whose loop calls ``attach()``, with its own arguments and as long as it is."""
+"""The runs of ``check --loop``: each runs a whole program whose loop calls ``attach()``, with its own arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.run_files import from_json, read_small
 
 LOOP = "--loop"
-_PHASE_OF_TASKS = "phase=backward"  # which no loop of one's own shows
+_PHASE_OF_TASKS = "phase=backward"  # a loop does not report it
 _SETS = {
     *("-l", "--log-dir", "log_dir", "run.log_dir"),
     *("-c", "--checkpoint-dir", "checkpoint_dir", "run.checkpoint_dir"),
@@ -21,7 +21,7 @@ _SETS = {
 
 
 def cut_at_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part ``words`` at ``--loop``: behind its file all words are the program's. Raises BadInputError."""
+    """Split ``words`` at ``--loop``: all words after its file are the program's. Raises BadInputError."""
     for number, word in enumerate(words):
         if word == LOOP or word.startswith(f"{LOOP}="):
             file = [word.removeprefix(f"{LOOP}=")] if "=" in word else list(words[number + 1 :][:1])
@@ -34,18 +34,18 @@ def cut_at_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopRuns:
-    """How the program is run. ``options``: of ``run``, before it; ``program``: the file and its arguments."""
+    """Runs the program. ``options``: the options of ``run``; ``program``: the file and its arguments."""
 
     options: Sequence[str]
     program: Sequence[str]
 
     unexplained = (
-        "other weights, though the run is exact by all that it knows: the loop keeps something that run.keep()"
-        " was not given, such as a global that its body changes"
+        "the weights differ, although the run reports itself as exact: the loop keeps state that was not passed to"
+        " run.keep(), such as a global that its body changes"
     )
 
     def refuse_set(self) -> None:
-        """Raise BadInputError for an option that is set here."""
+        """Raise BadInputError for an option that check sets itself."""
         for word in self.options:
             name = word.partition("=")[0].replace("_", "-" if word.startswith("--") else "_")
             if name in _SETS:
@@ -56,14 +56,14 @@ class LoopRuns:
             )
 
     def kills(self, known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return those of the ``known`` kills that come to a loop."""
+        """Return those of the ``known`` kills that can happen in a loop."""
         return [(what, spec) for what, spec in known if _PHASE_OF_TASKS not in spec]
 
     def start(self, folder: Path, settings: Sequence[str]) -> RunResult:
         """Run the program once, in its working folder; logs and checkpoints are below ``folder``."""
         logs, checkpoints = folder / "logs", folder / "checkpoints"
         summary = logs / "summary.json"
-        summary.unlink(missing_ok=True)  # of a run before it in this folder
+        summary.unlink(missing_ok=True)  # of an earlier run in this folder
         words = [
             *("-n", "2"),
             *self.options,
@@ -86,10 +86,10 @@ class LoopRuns:
             raise BadInputError(
                 LOOP,
                 self.program[0],
-                "has no loop that calls ddp_runner.attach(), and trains nothing",
+                "has no loop that calls ddp_runner.attach(): nothing was trained",
             )
         steps = int(summary["steps"])
         if steps < least:
-            expected = f"makes {steps} steps: {least} or more are needed, as each kill needs steps of its own"
+            expected = f"makes only {steps} steps: give it arguments for at least {least}, as the kills happen at different steps"
             raise BadInputError(LOOP, self.program[0], expected)
         return steps

@@ -115,7 +115,7 @@ class InjectingSlot(Slot):
         self._pending: list[tuple[InjectKind, int]] = []
         self._ruined: set[InjectKind] = set()  # what happens to the step in progress
         self._bit = BIT  # which flips in it
-        self._hides = False  # the loss depends on this process, whose successor has nothing of it
+        self._hides = False  # the loss depends on this process, and a replacement lacks that state
 
     def inject_soon(self, kind: InjectKind, *, number: int) -> None:
         """Have ``kind`` happen at the next stamp, as injection ``number``. For the control thread."""
@@ -256,8 +256,8 @@ def flip_a_bit(model: nn.Module) -> None:
 def flip_in_next_gradient(model: nn.Module, bit: int) -> None:
     """Flip ``bit`` of the first number in the next gradient of the first weight, as a faulty device would.
 
-    It happens while that is computed, before anybody has noted or summed it. A smaller number has fewer bits:
-    they are counted round.
+    The bit flips while the gradient is computed, before it is noted or summed. ``bit`` wraps round at the width of
+    the number.
     """
     weight = next(one for one in model.parameters() if one.requires_grad)
 

@@ -1,1 +1,1 @@
-"""Computes a step of a rank once more, beside the run, to prove that a replacement would compute the same."""
+"""Recomputes a step of a rank in the background, to prove that a replacement would compute the same."""

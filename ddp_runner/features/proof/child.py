@@ -1,7 +1,7 @@
-"""The process of a fire drill: like a replacement of one rank, but beside the run, and of no part of it.
+"""Runs a fire drill in its own process: it acts like a replacement of one rank, in the background, outside the run.
 
-It has what is left of the processors and disks, is the first that the kernel ends for lack of memory,
-writes to a log of its own, and reports to the supervisor what came of it.
+It uses idle processor and disk time only, and the kernel ends it first when memory is short. It writes to its own
+log, and reports its result to the supervisor.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def beside_steps(parts: TaskParts) -> Drills:
 
 
 def beside_loop(parts: LoopParts, loop: OwnLoop) -> LoopDrills:
-    """Return a rank's part in the drills of its user's own loop."""
+    """Return a rank's part in the drills of a user's own loop."""
     return LoopDrills(parts, loop)
 
 
 def main(request: Fork, descriptors: list[int]) -> int:
-    """Run one drill; returns its exit status. ``descriptors``: control channel, output."""
+    """Run one drill; return its exit status. ``descriptors``: control channel, output."""
     control, output = descriptors
     spec = request.spec
     assert isinstance(spec, DrillSpec)
@@ -96,12 +96,12 @@ def main(request: Fork, descriptors: list[int]) -> int:
 
 
 def _report(channel: Channel, spec: DrillSpec, found: Compared, *, problem: str) -> None:
-    """Report what came of the drill. ``problem``: why nothing is known; empty where something is."""
+    """Report the result of the drill. ``problem``: why there is no result; empty if there is one."""
     message = _message(found, rank=spec.rank, step=spec.step, problem=problem)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it
             stream.flush()
-    with contextlib.suppress(ChannelClosedError):  # nobody wants to know any more
+    with contextlib.suppress(ChannelClosedError):  # the supervisor has ended
         channel.send(message)
 
 
@@ -124,7 +124,7 @@ def _message(
 
 
 def stand_back() -> None:
-    """Take only what nobody else wants, as far as the system knows how. Inherited by all that it starts."""
+    """Use only idle processor and disk time, as far as the system allows. Child processes inherit this."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     call = _IOPRIO_SET.get(platform.machine())

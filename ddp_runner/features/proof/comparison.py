@@ -1,6 +1,6 @@
-"""Builds, loads and feeds a replacement in the drill's process, and compares its results. Changes nothing of the run.
+"""Builds, loads and feeds a replacement in the drill's process, and compares its results. Changes nothing in the run.
 
-``notes.py`` writes, in a rank, what is read here.
+``notes.py`` writes, in a rank, the files that this module reads.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ PLACES_TRIED = 8  # names of state, each given alone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """How a replacement compares with the rank. ``differs``: in what first; empty: in nothing. ``repeats``: it came to the same twice.
+    """Holds the result of comparing a replacement with the rank.
 
-    The rest, where the rank has handed over what it takes (``diagnoses``), is that of :class:`events.Diagnosed`.
+    ``differs``: the first difference, or an empty text. ``repeats``: the replacement got the same bits twice.
+    ``diagnoses``: the rank has handed over its state and batch; the other fields are then those of
+    :class:`events.Diagnosed`.
     """
 
     differs: str
@@ -57,8 +59,8 @@ def compare(
 ) -> Compared:
     """Compute the share of ``rank_info`` once more, from the state in ``folder``, and compare it.
 
-    Where there is a difference, more is computed to see where it comes from. Raises whatever building, loading
-    or computing raises: then nothing is known.
+    If there is a difference, compute the share again to find its source. Raises whatever building, loading or
+    computing raises: there is no result then.
     """
     noted: dict[str, Any] = json.loads(read_small(folder / SHARE_FILE))
     with contextlib.ExitStack() as ending:
@@ -73,7 +75,7 @@ def compare(
 
 
 def _diagnosed(other: Replacement, differs: str, *, folder: Path, again: OwnShare) -> Compared:
-    """Compute the share with what the rank had: first its state outside the model, then its batch as well."""
+    """Compute the share with the rank's own state outside the model, then with its batch as well."""
     with_state, with_data, places = differs, differs, list[str]()
     side, batches = _handed(folder / SIDE_FILE), _handed(folder / BATCH_FILE)
     if differs and isinstance(side, dict):
@@ -95,7 +97,7 @@ def _diagnosed(other: Replacement, differs: str, *, folder: Path, again: OwnShar
 
 
 def _decisive(other: Replacement, side: dict[str, Any], places: Sequence[str]) -> list[str]:
-    """Return the one of ``places`` that makes the difference alone; none where it takes several."""
+    """Return the one of ``places`` that alone causes the difference; an empty list if it takes several."""
     if len(places) == 1:
         return []
     return next(
@@ -109,16 +111,16 @@ def _decisive(other: Replacement, side: dict[str, Any], places: Sequence[str]) -
 
 
 def _handed(path: Path) -> Any:
-    """What the rank has written there; None where it has not, or not so that it can be read without its types."""
+    """Return what the rank has written there; None if there is nothing, or if reading it needs the user's types."""
     with contextlib.suppress(Exception):
         return torch.load(path, weights_only=True)
     return None
 
 
 class Replacement:
-    """A replacement of a rank that computes its share of one step, as often as it is asked to.
+    """Acts as a replacement of a rank that computes its share of one step, any number of times.
 
-    ``noted``: what the rank has noted of that share. ``ending``: ends what it loads samples with.
+    ``noted``: the rank's notes of that share. ``ending``: closes the loader and its sources.
     """
 
     def __init__(
@@ -176,12 +178,12 @@ class Replacement:
         return loader
 
     def unlike_noted(self, share: OwnShare) -> str:
-        """Return in what ``share`` differs first from the noted one, in words; empty where it does not."""
+        """Return the first difference of ``share`` from the noted one, in words; an empty text if there is none."""
         names = [name for name, _ in self._state.named_parameters()]
         return first_difference(OwnShare.from_record(self._noted["share"]), share, names=names)
 
     def unlike_here(self, side: dict[str, Any]) -> list[str]:
-        """Return the names of state outside the model that the rank has otherwise than a replacement."""
+        """Return the names of the state outside the model that differs between the rank and a replacement."""
         self._load_again()
         return self._state.side.unlike(side)
 
@@ -192,9 +194,10 @@ class Replacement:
         names: Iterable[str] = (),
         batches: Sequence[Any] | None = None,
     ) -> OwnShare:
-        """Compute the share from the state as it was sent. ``side``, ``batches``: of the rank, in the place of its own.
+        """Compute the share from the state as the rank sent it.
 
-        ``names``: of ``side``, those that are given. Raises RuntimeError where the task asks another rank for something.
+        ``side``, ``batches``: the rank's, to use instead of the replacement's own. ``names``: the entries of ``side`` to
+        use. Raises RuntimeError if the task communicates with other ranks.
         """
         self._load_again()
         if side is not None:

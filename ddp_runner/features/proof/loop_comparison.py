@@ -1,7 +1,7 @@
 """Runs a user's program in the drill's process as a replaced rank does, and compares the share that its loop computes.
 
-The process ends with the first backward of its loop, and unwinds nothing: no ``finally`` of the program's, no exit
-function and no save of its own runs there.
+The process ends with the first backward of the loop, without unwinding: no ``finally`` of the program, no exit function
+and no save runs there.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ddp_runner.training.own_loop.parts import LoopParts
 
 
 class End(Protocol):
-    """Reports what came of the drill, and ends this process."""
+    """Reports the result of the drill, and ends this process."""
 
     def __call__(self, *, differs: str = "", problem: str = "") -> NoReturn:
-        """``differs``: where the two computations part first; ``problem``: why nothing is known."""
+        """``differs``: the first difference of the two computations; ``problem``: why there is no result."""
         ...
 
 
@@ -48,9 +48,9 @@ def compare_loop(
     logger: DDPLogger,
     end: End,
 ) -> None:
-    """Run the program up to the share of ``rank_info`` of the step in ``folder``, which ends the process.
+    """Run the program up to the share of ``rank_info`` in the step in ``folder``, which ends the process.
 
-    Returns if the program fails or ends before that, after it has raised what the program has raised.
+    If the program fails or ends before that, raises the program's own error, or RuntimeError.
     """
     noted: dict[str, Any] = json.loads(read_small(folder / SHARE_FILE))
     settings = _with_state(settings, folder)
@@ -94,14 +94,14 @@ def compare_loop(
         )
     except SystemExit as error:
         raise RuntimeError(
-            f"the program has ended before its step, by SystemExit({error.code})"
+            f"the program ended before its step, by SystemExit({error.code})"
         ) from error
-    raise errors[0] if errors else RuntimeError("the program has ended before its step")
+    raise errors[0] if errors else RuntimeError("the program ended before its step")
 
 
 def _end_workers(parts: LoopParts) -> None:
-    """End those of the loop's own loader, and remove the folder of their sockets: this process runs no exit function."""
-    with contextlib.suppress(Exception):  # whatever a loader of the program's own raises
+    """End the workers of the loop's loader, and remove the folder of their sockets: no exit function runs here."""
+    with contextlib.suppress(Exception):  # a loader of the program may raise anything
         parts.loader.close()
     folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing.util has it
     if folder:
@@ -109,7 +109,7 @@ def _end_workers(parts: LoopParts) -> None:
 
 
 def _with_state(settings: Settings, folder: Path) -> Settings:
-    """``settings`` with the state in ``folder`` as what is resumed, and without workers of our loader."""
+    """Return ``settings`` that resume from the state in ``folder``, without workers of our loader."""
     return replace(
         settings,
         run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
@@ -119,5 +119,5 @@ def _with_state(settings: Settings, folder: Path) -> Settings:
 
 
 def changed_file(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return a file of the program that the drilled rank has read with another content; empty where there is none."""
+    """Return a file of the program that has changed since the drilled rank read it; an empty text if none has."""
     return next((name for name in before if now.get(name, before[name]) != before[name]), "")

@@ -1,4 +1,4 @@
-"""A rank's part in the drill of a user's own loop: which rank is drilled, and what it notes beside its share."""
+"""Does a rank's part in the drill of a user's own loop: selects the drilled rank, and adds notes on its share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.parts import LoopParts
 
-# What a loop's record has beside that of a task.
+# The entries that a loop's record has in addition to a task's.
 PROGRAM, CARRIED, BESIDE = "program", "carried", "beside"
 
 
 class LoopDrills(Drills):
-    """A rank's part in the drills of its loop. Rank 0 is never drilled: a loop does there what is wanted once."""
+    """Does a rank's part in the drills of its loop. Rank 0 is never drilled: loops do one-time work there."""
 
     _state: KeptState
 
@@ -32,9 +32,7 @@ class LoopDrills(Drills):
         if any(isinstance(one, nn.SyncBatchNorm) for one in modules):
             self._drill_at = None  # no share can be computed without the other ranks
         self._program = loop.program
-        self._beside: dict[
-            str, str
-        ] = {}  # what there was beside the model as the drilled step began
+        self._beside: dict[str, str] = {}  # the state outside the model when the drilled step began
 
     def _drilled(self, number: int, membership: Membership) -> int | None:
         return drilled_rank_of_loop(number, membership.local_world_size)
@@ -43,7 +41,7 @@ class LoopDrills(Drills):
         self._beside = self._state.side.digests()
 
     def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
-        """Nothing: a loop's share cannot be computed a second time by its rank."""
+        """Return nothing: a loop's rank cannot compute its share a second time."""
         del stepper, micro_batches
         return {}
 
@@ -57,14 +55,14 @@ class LoopDrills(Drills):
 
 
 def explanation(carried: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Why a replacement is known to compute something else, in words; empty where nothing is known.
+    """Return why a replacement must compute something else, in words; an empty text if no reason is known.
 
-    ``before`` and ``now``: digests of what the rank, and the replacement, has beside the model. The run itself says
-    what is lost where it comes to that.
+    ``before`` and ``now``: digests of the state outside the model, of the rank and of the replacement. The run itself
+    reports lost state when a rank is replaced.
     """
     own = [name for name, one in sorted(before.items()) if now.get(name, one) != one]
     known = [
         *(f"{name} is not kept" for name in carried),
-        *(f"each rank has its own {name}" for name in own),
+        *(f"{name} differs between ranks" for name in own),
     ]
     return f"{', '.join(known)}, so a replacement computes something else" if known else ""

@@ -1,7 +1,7 @@
-"""A rank's part in a fire drill: writes the state beside training, and notes what its share came to.
+"""Does a rank's part in a fire drill: writes the state in the background, and notes the results of its share.
 
-Who computes the share once more, and compares, is ``comparison.py``; when, ``rules.py`` decides. The
-state is copied and written as for a save, into a folder of its own that no checkpoint is read from.
+``comparison.py`` recomputes the share and compares; ``rules.py`` decides when. The state is copied and written
+as for a save, into a separate folder from which no checkpoint is read.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from ddp_runner.training.step import Stepper
 
 REASON = "drill"
-LAST_WAIT_S = 10.0  # for a state that is being written while the run ends
+LAST_WAIT_S = 10.0  # for a state that is still being written when the run ends
 STATES_NEEDED = 3  # in memory: the copy, what is read from the file, and what it becomes
-_ANOTHER = -1  # no rank's number: that of another rank is of no use here
+_ANOTHER = -1  # no rank's number: another rank is drilled, and which one does not matter here
 MARGIN_BYTES = 256 << 20  # for everything else in a process
 DEVICE_MARGIN_BYTES = 1 << 30  # a context on a GPU, with torch's kernels
 
@@ -74,7 +74,7 @@ class _Unsynced:
 
 
 class Drills(BesideSteps):
-    """A rank's part in the drills of its run."""
+    """Does a rank's part in the drills of its run."""
 
     def __init__(self, parts: RankParts) -> None:
         settings, workload, runtime = parts.settings, parts.workload, parts.runtime
@@ -97,7 +97,7 @@ class Drills(BesideSteps):
         self._step = 0  # of that
         self._formed = (0, 0)  # generation, and the step that it began with
         self._asked: DrillAt | None = None  # a step at random
-        self._diagnoses = False  # the step in hand is to say more of this rank
+        self._diagnoses = False  # this rank is diagnosed in the current step
         if isinstance(runtime, SupervisedRuntime):
             runtime.answer[DrillAt] = self._take_asked
         self._state.readers.append(self._release_state)
@@ -108,8 +108,8 @@ class Drills(BesideSteps):
     ) -> Iterator[None]:
         """Do this rank's part of a due drill while a step runs, if one is due with it.
 
-        INVARIANT untouched: a drill changes no bit of the run: what it is given is copied and noted, and
-        nothing of it comes back. Broken if: the state, a batch or a generator is touched here.
+        INVARIANT untouched: a drill changes no bit of the run: its input is copied and noted, and
+        nothing returns from it. Broken if: the state, a batch or a generator is touched here.
         Guarded by: test_drills_change_no_bit_of_a_run.
         """
         if self._saver is not None:
@@ -117,7 +117,7 @@ class Drills(BesideSteps):
         step, membership = self._state.committed_step, group.membership
         if self._formed[0] != membership.generation:
             self._formed = (membership.generation, step)
-            self._asked = None  # of the generation before: not all know of it
+            self._asked = None  # of the generation before: not all ranks know of it
         drilled = self._drilled_at(step, group)
         if drilled is None:
             yield
@@ -131,7 +131,7 @@ class Drills(BesideSteps):
         more = self._looked_into(stepper, micro_batches) if self._diagnoses else {}
         with stepper.noted() as notes:
             yield
-        if self._state.committed_step == step + 1:  # else its state was given up
+        if self._state.committed_step == step + 1:  # else the step was given up
             record = self._record(notes, group)
             record |= {key: more[key] for key in more.keys() & {"again"}}
             for name in more.keys() & {SIDE_FILE, BATCH_FILE}:
@@ -142,7 +142,7 @@ class Drills(BesideSteps):
         """Take note that this rank's share of the step that begins now is drilled."""
 
     def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
-        """Return what the drill is to know of this share, as plain values."""
+        """Return what the drill needs to know about this share, as plain values."""
         return {
             "rank": group.rank,
             "world_size": group.world_size,
@@ -152,11 +152,11 @@ class Drills(BesideSteps):
         }
 
     def _drilled(self, number: int, membership: Membership) -> int | None:
-        """Return the rank that the drill of this number is of; None: nobody's."""
+        """Return the rank that drill ``number`` is for; None: there is no drill."""
         return drilled_rank(number, membership.local_world_size)
 
     def _drilled_at(self, step: int, group: Group) -> int | None:
-        """Return the rank, as the group numbers it, whose share of the step that begins now is drilled; None: nobody's."""
+        """Return the rank, as the group numbers it, that is drilled in the step that begins now; None: none is."""
         if not self._drill_at:
             return None
         asked, rank = self._asked, self._runtime.rank_info.rank
@@ -184,9 +184,9 @@ class Drills(BesideSteps):
         return self._drilled(number, membership)
 
     def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
-        """Compute the share of the step that begins now once more, and hold what it is computed from.
+        """Compute the share of the step that begins now once more, and return it with its input.
 
-        Without what cannot be copied, or has no room.
+        Input that cannot be copied, or for which memory is short, is left out.
         """
         side, found = self._state.side, dict[str, Any]()
         if side.hold_bytes() <= self._memory.room_bytes() / STATES_NEEDED:
@@ -198,7 +198,7 @@ class Drills(BesideSteps):
         return found
 
     def _write_beside(self, step: int, name: str, content: object) -> None:
-        """Write what a diagnosis can do without: what cannot be written is not in it."""
+        """Write an optional file of a diagnosis; leave it out if it cannot be written."""
         folder = self._folder / folder_name(step)
         with contextlib.suppress(Exception):  # as a batch of the user's own types may raise
             folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ class Drills(BesideSteps):
         self._asked = message
 
     def conclude(self, group: Group) -> None:
-        """The last step is made: what is being written still counts where a generation was broken before."""
+        """After the last step, wait for a state that is still being written, if the run was repaired."""
         if self._saver is None or group.membership.generation == 1:
             return
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
@@ -217,7 +217,7 @@ class Drills(BesideSteps):
 
     def _begin_writing(self, step: int) -> None:
         if self._saver is not None:
-            return  # the one of an earlier drill is still being written: this one is left out
+            return  # the state of an earlier drill is still being written: skip this drill
         state = self._saving.captured()
         problem = self._lacks_memory(size_in_memory(state))
         if not problem:
@@ -237,7 +237,7 @@ class Drills(BesideSteps):
             self._report_part(step, STATE, problem)
 
     def _lacks_memory(self, state_bytes: int) -> str:
-        """Why there is no room for a second process with this state; empty where there is."""
+        """Return why there is no room for a second process with this state; an empty text if there is."""
         needed_bytes = STATES_NEEDED * state_bytes + MARGIN_BYTES
         room_bytes, where = self._memory.room_bytes(), "memory"
         if room_bytes >= needed_bytes and self._device.type == "cuda":
@@ -248,7 +248,7 @@ class Drills(BesideSteps):
         return f"{where} is short ({needed_bytes / 1e9:.1f} GB wanted, {room_bytes / 1e9:.1f} free)"
 
     def _write_share(self, step: int, record: dict[str, Any]) -> str:
-        """Why it could not be written; empty where it is."""
+        """Write the share; return why that failed, or an empty text."""
         path = self._folder / folder_name(step) / SHARE_FILE
         try:
             self._runtime.disk.make_directory(path.parent)
@@ -258,7 +258,7 @@ class Drills(BesideSteps):
         return ""
 
     def _collect(self, saver: BackgroundSaver, timeout_s: float = 0.0) -> None:
-        """Report the state once it is written, or cannot be."""
+        """Report the state once it is written, or once writing has failed."""
         ended = saver.take_ended(timeout_s)
         if ended is None:
             return

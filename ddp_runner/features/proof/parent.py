@@ -1,4 +1,4 @@
-"""Runs fire drills beside the run, and reports what came of them. When, ``rules.py`` decides."""
+"""Runs fire drills in the background, and reports their results. ``rules.py`` decides when."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from ddp_runner.supervisor.around import OfRun
 
 
 def beside_run(around: OfRun) -> DrillKeeper:
-    """Return who looks after the drills of a training."""
+    """Return the keeper of a training's drills."""
     return DrillKeeper(around)
 
 
 class DrillKeeper(Observer):
-    """An observer: ``part`` and ``drilled`` as messages come, ``look`` at each turn."""
+    """Observes a run: ``part`` and ``drilled`` take messages, ``look`` acts at each turn."""
 
     role = DRILL
 
@@ -67,7 +67,7 @@ class DrillKeeper(Observer):
         )
         self._recorder = around.recorder
         self._world = around.world
-        # A drill of a loop's rank 0 would do once more what that does alone.
+        # A drill of a loop's rank 0 would repeat the work that only rank 0 does.
         self._first_rank = 0 if plan.loop is None else 1
         here = [one.rank for one in self._world.ranks if self._may_be_drilled(one)]
         self._repairs = RepairLedger(ranks=here)
@@ -90,18 +90,18 @@ class DrillKeeper(Observer):
             None  # that a repair has cut short: its files are there
         )
         self._problem: tuple[int, str] | None = (
-            None  # of the newest that came to nothing, if none has since
+            None  # of the newest drill without a result, if none had one since
         )
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._said_short = False
-        self._is_off_said = False  # that nothing is proved, as nothing was to be
-        self._said: set[str] = set()  # why drills could not be done
+        self._is_off_said = False  # that nothing is proved because drills are off
+        self._said: set[str] = set()  # the reasons why drills were skipped
         self._has_differed = False
         self._has_taken_over = False  # a run whose coordinator was lost, once it has formed
-        self._is_possible = False  # ranks have written what one needs, or have tried to
+        self._is_possible = False  # ranks have written the parts of a drill, or have tried to
         self._waits_since_s: float | None = None  # once all ranks have finished
-        self._refused: int | None = None  # the newest step of which a part could not be written
-        self.is_owed = False  # a repair has cut one short, and none has come to its end since
+        self._refused: int | None = None  # the newest step with a part that could not be written
+        self.is_owed = False  # a repair has cut a drill short, and none has completed since
         self._suspects = Suspects(around)
 
     def hears(self) -> Mapping[type[object], Callable[..., None]]:
@@ -109,7 +109,7 @@ class DrillKeeper(Observer):
         return {DrillPart: self.part}
 
     def said(self) -> Mapping[type[object], Callable[..., None]]:
-        """Hear what came of a drill."""
+        """Hear the results of drills."""
         return {
             events.Drill: self.drilled,
             events.DrillSkipped: self.drilled,
@@ -117,11 +117,11 @@ class DrillKeeper(Observer):
         }
 
     def found(self) -> Found | None:
-        """Return a rank that drills have proved wrong, or that is to have another process to see whether it is."""
+        """Return a rank that drills have proved wrong, or whose process must be replaced to decide that."""
         return self._suspects.take_found()
 
     def begins(self) -> None:
-        """Remove what a supervisor that was killed has left."""
+        """Remove files that a killed supervisor has left."""
         self.tidies_up()
 
     def forms(self, first: RankHandle) -> None:
@@ -133,8 +133,9 @@ class DrillKeeper(Observer):
         before, self._processes = self._processes, processes
         is_take_over = self._recorder.facts.took_over and not self._has_taken_over
         if is_take_over:
-            # INVARIANT taken-over-is-repaired: what the coordinator before has not proved is open under this one, who
-            # does not know of it. Broken if: a run is said to be exact for whose last repair nobody has proved anything.
+            # INVARIANT taken-over-is-repaired: a coordinator that takes over counts that as a repair to be proved, as it
+            # does not know what its predecessor has proved. Broken if: a run is called exact although no drill has proved
+            # its last repair.
             # Guarded by: test_a_run_that_was_taken_over_is_to_be_proved.
             self._has_taken_over = True
             replaced = self._without_memory()
@@ -144,28 +145,28 @@ class DrillKeeper(Observer):
             replaced = [rank for rank, one in enumerate(processes) if one != before[rank]]
         total = first.slot.get(Cell.TOTAL_STEPS)
         if total and step >= total:
-            return  # nothing is computed any more
+            return  # no step is left
         if self._kept is not None:  # what it has cut short is done once no step is left
             step = min(step, self._kept[0])
         self._repairs.repaired(replaced, step=step)
         self._record_repairs()
 
     def _without_memory(self) -> list[int]:
-        """Return the ranks that come without the state of the run that is taken over: others give it to them."""
+        """Return the ranks that join without the state of the run that is taken over: others send it to them."""
         present = self._world.present
         held = {one.rank: one.progress.committed_step for one in present}
         newest = max(held.values(), default=0)
         return [one.rank for one in present if one.loads or held[one.rank] < newest]
 
     def owes(self) -> RankHandle | None:
-        """Return whose share is drilled next: a repair is not proved, or has cut a drill short."""
+        """Return the rank to drill next, if a repair is not proved or has cut a drill short; else None."""
         here = self._drillable()
         if not here or not (self.is_owed or self.lacks_proof):
             return None
         return self._world.ranks[self._repairs.witness(here)]
 
     def zygote_ended(self, now_s: float) -> None:
-        """Nothing follows here: that it was never forked shows at the next look."""
+        """Do nothing: the next look finds a drill that was never forked."""
 
     @property
     def lacks_proof(self) -> bool:
@@ -199,12 +200,12 @@ class DrillKeeper(Observer):
 
     @property
     def pending(self) -> int | None:
-        """The step of the drill that is running, or has all that it needs; None where there is none."""
+        """The step of the drill that runs or is ready to run; None if there is none."""
         drill = self._running or self._waiting or self._kept
         return None if drill is None else drill[0]
 
     def look(self, turn: Turn) -> None:
-        """Begin the drill that waits, or end the one that runs, as the facts have it.
+        """Begin the waiting drill, or end the running one, as the facts require.
 
         At the end no step follows that could make up for one that was cut short, so that one begins again.
         """
@@ -248,12 +249,12 @@ class DrillKeeper(Observer):
             self._keeper.start(now_s, spec)
 
     def drilled(self, message: events.Drill | events.DrillSkipped, now_s: float) -> None:
-        """The process has come to an end, which it may have done before it was to be ended."""
+        """Take in the result of a drill."""
         if self._running != (message.step, message.rank):
             return
         rank, step, seconds = message.rank, message.step, now_s - self._keeper.began_s
         if isinstance(message, events.DrillSkipped):
-            self._cost_s = max(self._cost_s, seconds)  # where it cannot be done, it is tried seldom
+            self._cost_s = max(self._cost_s, seconds)  # a drill that cannot be done is tried rarely
             self._report_skipped(message.text)
             return
         self._has_come_to_its_end(step)
@@ -271,16 +272,16 @@ class DrillKeeper(Observer):
         self._has_differed |= bool(message.differs)
         if not message.differs:
             self._has_passed(rank, step)
-        elif self._plan.loop is None:  # a loop's rank cannot compute a share a second time
+        elif self._plan.loop is None:  # a loop's rank cannot recompute its share
             self._suspects.failed(drill)
 
     def diagnosed(self, message: events.Diagnosed, now_s: float) -> None:
-        """The share of a rank whose drill has failed was computed in several ways."""
+        """Take in the diagnosis of a rank whose drill has failed."""
         if self._running != (message.step, message.rank):
             return
         self._has_come_to_its_end(message.step)
         cause = self._suspects.diagnosed(message, now_s)
-        if cause in (Cause.ONCE, Cause.PROCESS):  # a replacement has come to the same
+        if cause in (Cause.ONCE, Cause.PROCESS):  # a replacement got the same bits
             self._has_passed(message.rank, message.step)
 
     def _has_come_to_its_end(self, step: int) -> None:
@@ -296,10 +297,10 @@ class DrillKeeper(Observer):
         self._record_repairs()
 
     def was_forked(self, forked: Forked, now_s: float) -> None:
-        """It computes from here on; that it could not be forked shows at the next look."""
+        """Do nothing: the process computes now, and the next look finds one that could not be forked."""
 
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
-        """Its process was reaped. One that has reported before has nothing to add."""
+        """Take in that the drill's process was reaped. One that has reported has nothing to add."""
         del now_s
         if self._running is not None:
             signal = ended.signal_number
@@ -308,7 +309,7 @@ class DrillKeeper(Observer):
             self._report_skipped(f"its process ended ({how}){said}")
 
     def drop(self) -> None:
-        """Give up those that are to come: the ranks do their steps again, or end."""
+        """Give up drills that have not begun: the ranks repeat their steps, or end."""
         self._asked = self._due_s = None
         given_up = {step: max(parts.values(), default=0) for step, parts in self._parts.items()}
         self._parts.clear()
@@ -317,7 +318,7 @@ class DrillKeeper(Observer):
             self._keep(self._waiting)
             self._waiting = None
         for step, rank in given_up.items():
-            # INVARIANT drilled-in-the-end: what a fault-free run would have found, a repaired one looks for too.
+            # INVARIANT drilled-in-the-end: a repaired run makes up for each drill that the repair has cut short.
             # Broken if: a drill is given up, or cut short, and no generation is asked to make up for it.
             # Guarded by: test_a_drill_that_a_repair_cuts_short_is_made_up_for.
             self.is_owed = True
@@ -326,8 +327,8 @@ class DrillKeeper(Observer):
             self._came_to_nothing(rank, step, "something is being repaired, or the run ends")
 
     def restarts(self) -> None:
-        """Give up drills of this stage: a process would build the task of the next one for them."""
-        self._processes = None  # that all are replaced is no repair
+        """Give up the drills of this stage: their process would build the task of the next stage."""
+        self._processes = None  # replacing all processes is no repair here
         if self._running is not None and self._keeper.process is not None:
             self._keeper.kill()
             self._is_given_up = True
@@ -336,9 +337,9 @@ class DrillKeeper(Observer):
         self._keep(None)
 
     def holds_the_end(self, now_s: float, *, is_stopped: bool) -> bool:
-        """Whether a drill is waited for; where not, and none has passed that was to, the run is not exact."""
-        # INVARIANT proved-or-said: a run in which a rank was replaced is not said to be exact while a drill of it is open.
-        # Broken if: it ends as exact, or without a wait, while one runs or has all that it needs.
+        """Return True while the end waits for a drill. If a required drill never passes, the run is not exact."""
+        # INVARIANT proved-or-said: a run in which a rank was replaced is not called exact while its drill is open.
+        # Broken if: it ends as exact, or without a wait, while a drill runs or is ready to run.
         # Guarded by: test_the_end_waits_for_a_drill_where_a_rank_was_replaced.
         if not self.lacks_proof:
             return False
@@ -362,25 +363,25 @@ class DrillKeeper(Observer):
         return False
 
     def unproved(self, why: str = "") -> None:
-        """The run is complete, and one was to pass. ``why``: it is not waited for any longer."""
+        """Report that a complete run lacks a passed drill. ``why``: the reason to wait no longer for one."""
         if why and self.pending is not None:
             self._problem = self.pending, why
         if self._problem is None and self._is_possible and not self._has_differed:
-            self._problem = self._recorder.facts.committed_step, "none has come to its end since"
+            self._problem = self._recorder.facts.committed_step, "no drill has completed since"
         if self._problem is not None:
             step, text = self._problem
             reason = unproved_reason(step=step, why=text)
             self._recorder.record(events.NotProved(step=step, text=text, inexact_reason=reason))
 
     def tidies_up(self) -> None:
-        """Nothing is written any more, or not yet: remove what is left."""
+        """Remove leftover files, while no drill writes any."""
         path = self._folder / FOLDER
         if path.is_symlink() or not path.is_dir():
             return
         shutil.rmtree(path, ignore_errors=True)
 
     def _ask(self, now_s: float) -> None:
-        """Have the ranks drill a step at random, or one for a diagnosis, if one is due: not while one is on its way."""
+        """Ask the ranks for a random drill or a diagnosis that is due, unless one is on its way."""
         if self._asked is not None:
             if now_s > self._asked_at_s + UNHEARD_S:
                 self._asked = self._due_s = None
@@ -406,7 +407,7 @@ class DrillKeeper(Observer):
             rank = suspect
         self._asked = DrillAt(rank=rank, step=step, diagnoses=suspect is not None)
         self._asked_at_s = now_s
-        for handle in self._world.present:  # so that nobody takes it for a step of drill_at
+        for handle in self._world.present:  # so that no rank takes it for a step of drill_at
             self._world.send(handle, self._asked)
 
     def _is_due(self, now_s: float) -> bool:
@@ -419,7 +420,7 @@ class DrillKeeper(Observer):
         return now_s >= self._due_s
 
     def _are_parts_awaited(self, now_s: float) -> bool:
-        """Return whether a drill lacks one of its parts still; one that has lacked it for too long is given up."""
+        """Return True while a drill lacks one of its parts; give up one that has lacked it for too long."""
         if not self._parts:
             self._parts_since_s = None
         elif self._parts_since_s is None:
@@ -431,7 +432,7 @@ class DrillKeeper(Observer):
         return bool(self._parts)
 
     def _drillable(self) -> list[int]:
-        """Return the ranks of this machine that train, or are to, and may be drilled."""
+        """Return the ranks of this machine that train, or soon will, and may be drilled."""
         return [handle.rank for handle in self._world.present if self._may_be_drilled(handle)]
 
     def _may_be_drilled(self, handle: RankHandle) -> bool:
@@ -457,7 +458,7 @@ class DrillKeeper(Observer):
         self._came_to_nothing(rank, step, why, is_said=is_said)
 
     def _cut_short(self, why: str, *, keeps: bool = False) -> None:
-        """Not worth a line. ``keeps``: the files of it, for the run's end."""
+        """Give up the running drill without a log line. ``keeps``: keep its files for the end of the run."""
         if self._running is None:
             return
         step, rank = self._running
@@ -473,7 +474,7 @@ class DrillKeeper(Observer):
         self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why, is_said=is_said))
 
     def _keep(self, drill: tuple[int, int] | None) -> None:
-        """Instead of the one that was kept, if any."""
+        """Keep the files of this drill, instead of those of the drill kept so far."""
         if self._kept is not None and (drill is None or drill[0] != self._kept[0]):
             self._remove(self._kept[0])
         self._kept = drill

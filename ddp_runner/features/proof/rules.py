@@ -1,7 +1,7 @@
 """Decides when a fire drill is due and for which rank, and words its result. Never forks.
 
-In a drill a process like a replacement loads a state that was just written, computes one rank's share of
-the step that begins with it, in the background, and compares that with the rank's own result.
+In a drill, a background process acts like a replacement. It loads a state that was just written, computes one rank's
+share of the step that begins with it, and compares the share with the rank's own result.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ DRILL = Role(
     runs_user_code=True,
 )
 FOLDER = ".drill"  # in the run's folder of checkpoints
-# What a drill needs: a file, and a folder of checkpoints. They are apart: who saves removes what looks left over.
+# The parts of a drill: a file, and a folder of checkpoints. They are separate, as a save removes files that look left over.
 SHARE_FILE, STATE_FOLDER = "share.json", "state"
 SIDE_FILE, BATCH_FILE = "side.pt", "batch.pt"  # of a rank whose drill has failed
 STATE, SHARE = "state", "share"  # in messages
-REPEATED, DRILLED = "repeated", "drilled"  # what is proved
-# For a drill, once training is complete, where a rank was replaced and none has passed.
+REPEATED, DRILLED = "repeated", "drilled"  # the kinds of proof
+# How long a complete training waits for a drill, if a rank was replaced and no drill has passed since.
 END_WAIT_S = 30.0
 OWED = -1  # the drill that makes up for another one, or proves a repair
-COST_GUESS_S = 10.0  # of a drill, while none has ended
-LEAD_S, LEAD_STEPS = 0.5, 3  # from the order to the step: every rank is to hear of it before
+COST_GUESS_S = 10.0  # of a drill, until one has ended
+LEAD_S, LEAD_STEPS = 0.5, 3  # from the order to the step: every rank must hear of it before
 PART_S = 120.0  # for the second part of what a drill needs, once the first is there
 PLACES_SHOWN = 3  # names of state in a line
-UNHEARD_S = 10.0  # from that step to its files; after that nobody has written any
+UNHEARD_S = 10.0  # from that step to its files; after that no rank has written any
 
 
 def number_of_drill(
@@ -45,10 +45,10 @@ def number_of_drill(
     drill_at: Sequence[int] | None,
     owed_from: int | None = None,
 ) -> int | None:
-    """The how many-th drill, from 0, the step that begins now is for; None where it is for none.
+    """Return the number of the drill, from 0, that is due at the step that begins now; None if none is.
 
-    ``owed_from``: the step at which a generation formed that is to make up for one, if need be with its last step:
-    that one is ``OWED``.
+    ``owed_from``: the step at which a generation formed that must make up for a drill, with its last step if
+    necessary. That drill's number is ``OWED``.
     """
     if not drill_at or committed_step >= total_steps:
         return None
@@ -60,15 +60,15 @@ def number_of_drill(
 
 
 def pause_s(cost_s: float, *, share: float, drawn: float) -> float:
-    """Return the time to the next random drill: on average so long that drills take ``share`` of it.
+    """Return the time to the next random drill, such that drills take ``share`` of the time on average.
 
-    ``cost_s``: of one drill. ``drawn``: at random, from 0 to 1.
+    ``cost_s``: the cost of one drill. ``drawn``: a random number from 0 to 1.
     """
     return cost_s / share * (0.5 + drawn)
 
 
 def step_to_drill(committed_step: int, *, step_s: float, total_steps: int) -> int | None:
-    """Return the step that ranks are asked to drill, so far ahead that all hear of it; None if the run ends before."""
+    """Return the step to drill, far enough ahead that all ranks hear of it; None if the run ends before."""
     ahead = LEAD_STEPS + (math.ceil(LEAD_S / step_s) if step_s > 0 else 0)
     step = committed_step + ahead
     return step if step < total_steps else None
@@ -76,9 +76,9 @@ def step_to_drill(committed_step: int, *, step_s: float, total_steps: int) -> in
 
 @dataclass(slots=True, kw_only=True)
 class RepairLedger:
-    """Keeps which repairs are proved: a rank that has lived through one computes what a new process does.
+    """Records which repairs are proved: a drill of a rank that survived a repair proves that repair.
 
-    ``ranks``: those that may be drilled.
+    ``ranks``: the ranks that may be drilled.
     """
 
     ranks: Sequence[int]
@@ -92,7 +92,7 @@ class RepairLedger:
         return self.count - len(self._open)
 
     def repaired(self, replaced: Collection[int], *, step: int) -> None:
-        """Take in a repair that has replaced these ranks; the others went on from ``step``."""
+        """Take in a repair that has replaced these ranks; the others continued from ``step``."""
         self.count += 1
         self._open[self.count] = step
         self._replaced_by |= dict.fromkeys(replaced, self.count)
@@ -100,11 +100,10 @@ class RepairLedger:
     def passed(self, rank: int, *, step: int) -> None:
         """Take in that a drill of this rank has passed.
 
-        A repair through which no rank has lived, or none that is left, has no witness: any drill after it shows as
-        much as there is to show.
+        A repair that no present rank has survived has no witness: any later drill proves it.
         """
-        # INVARIANT witnessed-repairs: a repair counts as proved by a rank that has lived through it, where one is left.
-        # Broken if: a drill of the replaced rank itself counts, which has lost what nobody keeps, as every new process.
+        # INVARIANT witnessed-repairs: a repair is proved by a drill of a rank that survived it, if there is one.
+        # Broken if: a drill of the replaced rank itself counts: like any new process, it lacks state that is not kept.
         # Guarded by: test_a_repair_is_proved_by_a_rank_that_has_lived_through_it.
         self._open = {
             number: formed
@@ -113,7 +112,7 @@ class RepairLedger:
         }
 
     def witness(self, ranks: Collection[int]) -> int:
-        """Return the one of these ranks that has lived through most of the repairs; the first of several."""
+        """Return the one of these ranks that has survived most repairs; the first of several."""
         return min(ranks, key=lambda rank: (self._replaced_by.get(rank, 0), rank))
 
     def _witnesses(self, number: int) -> list[int]:
@@ -126,9 +125,9 @@ def drilled_rank(number: int, ranks: int) -> int:
 
 
 def drilled_rank_of_loop(number: int, ranks: int) -> int | None:
-    """Return the rank of a user's own loop to drill: each but rank 0 in turn; None where there is no other one.
+    """Return the rank of a user's own loop to drill: each but rank 0 in turn; None if there is no other rank.
 
-    Its program would do once more what a loop does on rank 0 alone: print, save, empty a folder.
+    A drill as rank 0 would repeat work that a loop does on rank 0 alone: print, save, empty a folder.
     """
     # INVARIANT never-as-rank-0: no drill runs a user's program as rank 0.
     # Broken if: rank 0 of a loop is drilled. Guarded by: test_what_a_loop_does_on_rank_0_is_done_once.
@@ -142,14 +141,14 @@ def folder_name(step: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillFacts:
-    """The facts that decide about drills. ``waits``: a drill has all that it needs to begin."""
+    """Holds the facts that decide about drills. ``waits``: a drill has all that it needs to begin."""
 
-    fault_free: bool  # every rank trains, and nobody is asked to stop
+    fault_free: bool  # every rank trains, and no stop was requested
     can_fork: bool
     waits: bool
     is_running: bool
-    is_wanted: bool  # nobody has given it up
-    is_stopped: bool  # the process, by somebody
+    is_wanted: bool  # it was not given up
+    is_stopped: bool  # the process was stopped, by SIGSTOP for example
     is_late: (
         bool  # it has run for longer than ``limit_s``: as long as a replacement may take to start
     )
@@ -178,7 +177,7 @@ def may_begin(facts: DrillFacts) -> bool:
 
 
 def failed_reason(*, rank: int, step: int, differs: str, on_cpu: bool) -> str:
-    """Why the run is not exact any more. ``differs``: where the two computations part first."""
+    """Return why the run is no longer exact. ``differs``: the first difference of the two computations."""
     suspects = "state in a global, a closure, a file or C++?"
     if differs == "the samples":
         suspects = "data that does not depend on the index alone?"
@@ -205,7 +204,7 @@ def off_line(repairs: int) -> str:
 
 
 def unproved_reason(*, step: int, why: str) -> str:
-    """Why a run is not exact in which a rank was replaced and no drill has passed."""
+    """Return why a run is not exact in which a rank was replaced and no drill has passed."""
     return (
         "not proved: a rank was replaced, and no drill has shown that a replacement computes the same"
         f" bits (that of step {step:,}: {why})"
@@ -213,24 +212,25 @@ def unproved_reason(*, step: int, why: str) -> str:
 
 
 class Cause(Enum):
-    """What a diagnosis has found a difference to come from."""
+    """Names the cause of a difference, as a diagnosis has found it."""
 
-    STATE = "state"  # outside the model: with the rank's, a replacement computes the same
-    DATA = "data"  # with the rank's own batch it does
+    STATE = "state"  # state outside the model: with the rank's, a replacement computes the same
+    DATA = "data"  # the batch: with the rank's own, a replacement computes the same
     UNSTEADY = "unsteady"  # the rank itself computes other bits the second time
-    ONCE = "once"  # it is gone: that once, the rank's result was wrong
+    ONCE = "once"  # the difference has gone: the rank's first result was wrong
     LASTING = "lasting"  # neither state nor data, and the rank repeats its bits
-    DEVICE = "device"  # the same, in another process of that rank
-    PROCESS = "process"  # it is gone with the process
+    DEVICE = "device"  # the difference remains in another process of that rank
+    PROCESS = "process"  # the difference has gone with the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A drill that has failed: of ``rank`` at ``step``, first in ``differs``.
+    """Describes a failed drill of ``rank`` at ``step``, with the first difference in ``differs``.
 
-    ``trusted``: the newest step whose state no wrong step of this rank has gone into, as far as its drills show.
-    ``is_proved``: one of them has passed. ``repeats``: the drill has come to its bits twice. ``process``: the how many-th of the rank is to be diagnosed;
-    ``is_another``: it is another one than that of the drill. ``reason``: why the run is not exact for it.
+    ``trusted``: the newest step whose state is free of wrong steps of this rank, as far as its drills show.
+    ``is_proved``: one of these drills has passed. ``repeats``: the drill got the same bits twice. ``process``: the
+    number of the rank's process to diagnose. ``is_another``: that is not the drilled process. ``reason``: why the run
+    is not exact.
     """
 
     rank: int
@@ -245,7 +245,7 @@ class Case:
 
 
 def cause_of(case: Case, found: Diagnosed) -> Cause:
-    """Return what the difference comes from."""
+    """Return the cause of the difference."""
     if found.itself:
         return Cause.UNSTEADY
     if not found.plain:
@@ -264,18 +264,19 @@ def diagnosis_line(case: Case, found: Diagnosed, cause: Cause) -> str:
     at = f"step {found.step:,}"
     places = ", ".join(found.places[:PLACES_SHOWN])
     what = {
-        Cause.STATE: f"state outside the model: {places}. With the rank's, a replacement computes the same bits at {at}",
-        Cause.DATA: f"the data: with the rank's own batch a replacement computes the same bits at {at}, and with samples"
-        " that are loaded again it does not",
-        Cause.UNSTEADY: f"at {at} the same rank computes other bits twice: the device, or a kernel that is not"
-        " deterministic, or state that cannot be looked into and that each step changes",
-        Cause.ONCE: f"at {at} the same rank computes the same bits as a replacement, twice: that once its result was"
-        " wrong: the device",
-        Cause.LASTING: f"at {at} the rank repeats its bits, and another process with its state and its data does not come"
-        " to them: the device, or state that cannot be looked into (C++, a file)",
-        Cause.DEVICE: f"at {at} another process of the rank computes wrong bits, too: the device",
-        Cause.PROCESS: f"at {at} another process of the rank computes the same bits as a replacement: it was state of the"
-        " former process that cannot be looked into (C++, a file)",
+        Cause.STATE: f"caused by state outside the model: {places}. With the rank's state, a replacement computes the"
+        f" same bits at {at}",
+        Cause.DATA: f"caused by the data: with the rank's own batch, a replacement computes the same bits at {at}; with"
+        " reloaded samples it does not",
+        Cause.UNSTEADY: f"the rank computes other bits each time at {at}. Possible causes: the device, a nondeterministic"
+        " kernel, or uninspectable state that each step changes",
+        Cause.ONCE: f"caused by the device: at {at} the rank computes the same bits as a replacement, so that one result"
+        " was wrong",
+        Cause.LASTING: f"at {at} the rank repeats its bits, but no other process with its state and data computes them."
+        " Possible causes: the device, or uninspectable state (C++, a file)",
+        Cause.DEVICE: f"caused by the device: at {at} a new process of the rank computes wrong bits too",
+        Cause.PROCESS: f"caused by uninspectable state (C++, a file) of the former process: at {at} a new process of the"
+        " rank computes the same bits as a replacement",
     }[cause]
     return (
         f"the difference of rank {case.rank} at step {case.step:,}, first in {case.differs}: {what}"
@@ -284,7 +285,7 @@ def diagnosis_line(case: Case, found: Diagnosed, cause: Cause) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoBack:
-    """The step of the state to go back to. ``is_sound``: no step that is in doubt has gone into it."""
+    """Names the step to roll back to. ``is_sound``: its state contains no step that is in doubt."""
 
     step: int
     is_sound: bool
@@ -293,9 +294,9 @@ class GoBack:
 def where_to_go_back(
     saved: Collection[int], *, trusted: int, failed: int, begun: int
 ) -> GoBack | None:
-    """Return the newest of the ``saved`` steps up to ``trusted``, else up to the wrong one, ``failed``; None: there is none.
+    """Return the newest of the ``saved`` steps up to ``trusted``, else up to the wrong step, ``failed``; None if there is none.
 
-    A run that has begun at step 0 can begin there again where it has saved nothing, or nothing of its own is proved.
+    A run that began at step 0 can restart there if it has saved nothing, or if no drill of the rank has passed.
     """
     sound = [step for step in saved if step <= trusted]
     if sound:

@@ -1,4 +1,4 @@
-"""Has drills that failed diagnosed, and decides what follows where a rank is proved wrong. Never forks or kills."""
+"""Requests a diagnosis of each failed drill, and decides what follows if a rank is proved wrong. Never forks or kills."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddp_runner.supervisor.around import OfRun
 
 
 class Suspects:
-    """The ranks whose drills have failed: has each diagnosed, once, and decides what follows where one is proved wrong."""
+    """Tracks the ranks whose drills have failed: has each diagnosed once, and decides what follows if one is wrong."""
 
     def __init__(self, around: OfRun) -> None:
         self._plan = around.plan
@@ -31,33 +31,29 @@ class Suspects:
         self._folder = Path(around.plan.settings.run.checkpoint_dir)
         self._wanted = around.plan.settings.recovery.on_wrong_gradient
         self._rollbacks_left = around.plan.settings.recovery.rollbacks_max
-        self._case: Case | None = None  # that is being diagnosed
-        self._settled: set[int] = (
-            set()
-        )  # ranks of which the cause is known, and is no wrong gradient
+        self._case: Case | None = None  # the case that is being diagnosed
+        self._settled: set[int] = set()  # ranks whose cause is known, and is no wrong gradient
         self._times: dict[int, int] = {}  # rank -> how often it was proved wrong
-        self._trusted: dict[
-            int, int
-        ] = {}  # rank -> the step that follows its newest drill that has passed
+        self._trusted: dict[int, int] = {}  # rank -> the step after its newest passed drill
         self._begun: int | None = None
         self._found: Found | None = None
-        self._left: Case | None = None  # that all ranks go back for
+        self._left: Case | None = None  # the case for which all ranks roll back
         self._back_at = 0
 
     @property
     def to_diagnose(self) -> int | None:
-        """The rank whose next share is to be computed in several ways; None: nobody's, or that is not known yet."""
+        """The rank to diagnose next; None if there is none, or if its new process is not known yet."""
         case = self._case
         is_there = case is not None and self._world.ranks[case.rank].processes == case.process
         return case.rank if case is not None and is_there else None
 
     def take_found(self) -> Found | None:
-        """Return what the supervisor has to repair, once."""
+        """Return the fault that the supervisor must repair, once."""
         found, self._found = self._found, None
         return found
 
     def forms(self, processes: Sequence[int]) -> None:
-        """Take note of the processes of a generation: what a process had, another one has no more."""
+        """Take note of the processes of a generation: a new process lacks the state of its predecessor."""
         held = [one.ready.committed_step for one in self._world.present if one.ready is not None]
         if self._begun is None:
             self._begun = max(held, default=0)
@@ -75,11 +71,11 @@ class Suspects:
             )
 
     def passed(self, rank: int, *, step: int) -> None:
-        """A drill of this rank has passed: it has computed that step right."""
+        """Take in that a drill of this rank has passed: the rank computed that step correctly."""
         self._trusted[rank] = max(step + 1, self._trusted.get(rank, 0))
 
     def failed(self, drill: events.Drill) -> None:
-        """Take in a drill that has found a difference; that of another rank is diagnosed first."""
+        """Take in a failed drill. It is ignored while a failed drill is being diagnosed."""
         rank = drill.rank
         if self._case is not None or rank in self._settled:
             return
@@ -95,13 +91,13 @@ class Suspects:
         )
 
     def diagnosed(self, message: events.Diagnosed, now_s: float) -> Cause | None:
-        """Say what a difference comes from, and what follows; returns the cause."""
+        """Report the cause of a difference and decide what follows; return the cause."""
         case = self._case
         if case is None or case.rank != message.rank:
             return None
         self._case = None
         cause = cause_of(case, message)
-        # A kernel may do what looks like a wrong device.
+        # On a GPU, a nondeterministic kernel may look like a faulty device.
         run, on_cpu = self._plan.settings.run, self._plan.devices[case.rank].device == "cpu"
         is_certain = on_cpu or run.deterministic
         is_wrong = is_certain and cause in (Cause.ONCE, Cause.DEVICE)
@@ -121,9 +117,9 @@ class Suspects:
             )
             self._decide(case, now_s)
         elif is_certain and cause is Cause.LASTING and self._wanted != "continue":
-            # Only another process of the same rank shows whether it is the device or what this one has hidden.
+            # Only a new process of the same rank shows whether the cause is the device or hidden state of this process.
             self._case = replace(case, is_another=True, process=-1)
-            words = "other bits than any process with its state: replaced, to see if its device is wrong"
+            words = "bits that no process with its state repeats; its process is replaced to test its device"
             self._found = Found(fault=self._fault(case, words, now_s))
         else:
             self._settled.add(case.rank)
@@ -135,7 +131,7 @@ class Suspects:
         cause = f"a wrong gradient, first in {case.differs}"
         fault = self._fault(case, cause, now_s, is_lost=is_lost)
         back = None
-        then = "recovery.on_wrong_gradient=continue: the run goes on"
+        then = "recovery.on_wrong_gradient=continue: the run continues"
         if self._wanted == "stop":
             then = "recovery.on_wrong_gradient=stop"
             self._found = Found(fault=replace(fault, may_retry=False))
@@ -145,13 +141,13 @@ class Suspects:
                 saved, trusted=case.trusted, failed=case.step, begun=self._begun or 0
             )
             if not self._rollbacks_left:
-                back, then = None, "recovery.rollbacks_max is used up: the run goes on"
+                back, then = None, "recovery.rollbacks_max is used up: the run continues"
             elif back is None:
-                then = "no checkpoint from before that is left: the run goes on"
+                then = "no earlier checkpoint is left: the run continues"
             else:
                 self._rollbacks_left -= 1
                 rest = "" if back.is_sound else ", the newest left from before the wrong step"
-                then = f"all ranks go back to step {back.step:,}{rest}"
+                then = f"all ranks roll back to step {back.step:,}{rest}"
                 self._found = Found(fault=fault, not_after=back.step)
                 self._back_at = back.step
                 self._left = case if back.is_sound else None
@@ -165,7 +161,7 @@ class Suspects:
     @staticmethod
     def _fault(case: Case, cause: str, now_s: float, *, is_lost: bool = False) -> Fault:
         kind = FaultKind.DEVICE_LOST if is_lost else FaultKind.WRONG_GRADIENT
-        again = " again: its device is given up" if is_lost else ""
+        again = " again: its device counts as lost" if is_lost else ""
         return Fault(
             kind=kind,
             rank=case.rank,

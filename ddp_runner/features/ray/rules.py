@@ -118,9 +118,9 @@ def words_for_machine(
     share: Share,
     program: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The words of machine ``number``, of which 0 is the coordinator, from those of the driver.
+    """Return the command-line words of machine ``number``, of which 0 is the coordinator, from those of the driver.
 
-    ``program``: the script with its own words, which come last.
+    ``program``: the script with its own arguments, which come last.
     """
     kept, behind = without_engine(words)
     nodes: tuple[str, ...] = ()

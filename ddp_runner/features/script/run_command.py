@@ -126,9 +126,11 @@ def run(words: Sequence[str]) -> int:
 
 
 def _on_each(words: Sequence[str], found: _Words, *, is_loop: bool) -> OnEach:
-    """The command for the machines that an engine places: ``words``, cut where the program begins."""
+    """Return the command for the machines that an engine places: ``words``, split where the program begins."""
     cut = len(words) - len(found.rest)
-    if "--module" in found.own:  # it and its name are the last option, in one word or two
+    if (
+        "--module" in found.own
+    ):  # the option and its value are the last words before it: one word or two
         cut -= 1 if "=" in words[cut - 1] or words[cut - 1].startswith("-") else 2
     elif words[cut - 1 : cut] == ["--"]:
         cut -= 1

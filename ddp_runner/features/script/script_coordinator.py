@@ -59,7 +59,7 @@ class ScriptCoordinator(ScriptAgent):
         self._is_heir = False
 
     def succeed(self, heir: Heir) -> None:
-        """Take the place of a coordinator that was lost: its attempt is over, and counts as failed like those before."""
+        """Take the place of a lost coordinator: its attempt has ended, and counts as failed like those before it."""
         self._is_heir = True
         self._run_id = heir.run_id or self._run_id
         self.facts.generation = heir.generation
@@ -74,8 +74,8 @@ class ScriptCoordinator(ScriptAgent):
             f"the coordinator, node {heir.taken.lost}, is lost",
         )
         before = Attempt(fault=fault, exit_code=1, steps=self.facts.committed_step, at_s=now_s)
-        # INVARIANT one-budget: a lost coordinator takes one restart of the run, and gives none back. Broken if: a script
-        # that fails each time is started again without end, because its coordinators are lost as well.
+        # INVARIANT one-budget: a lost coordinator uses one restart of the run's budget, and its successor gets no new
+        # budget. Broken if: a script that fails each time restarts without end, because its coordinators are lost as well.
         # Guarded by: test_a_script_has_one_budget_under_all_its_coordinators.
         self._failed = [before] * heir.restarts
         self._attempt = LiveAttempt(heir.restarts, now_s=now_s)

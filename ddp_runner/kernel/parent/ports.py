@@ -181,9 +181,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A fault of a rank that looks sound from outside, so that another process follows it.
+    """A fault of a rank that responds normally; its process is replaced.
 
-    ``not_after``: all ranks go back to a state of this step, or an older one; None: they keep theirs.
+    ``not_after``: all ranks roll back to a state of this step, or an older one; None: they keep theirs.
     """
 
     fault: Fault
@@ -203,7 +203,7 @@ class Observer:
         """Get a turn, also while the run ends."""
 
     def found(self) -> Found | None:
-        """Return a fault that only it can have found, once; asked after each :meth:`look`."""
+        """Return a fault that this observer has found, once, or None; called after each :meth:`look`."""
         return None
 
     def look_after_repair(self, turn: Turn) -> None:

@@ -27,7 +27,7 @@ from ddp_runner.kernel.wire.messages import WriteCopy
 
 
 def _never(ending: Ending) -> bool:
-    """Return that there is no state but in files."""
+    """Return False: by default, no state exists outside of files."""
     del ending
     return False
 
@@ -58,7 +58,7 @@ class RunEnd:
         self._write_by_s = 0.0
         self.ending: Ending | None = None
         self._after_save: Ending | None = None
-        # Whether ranks that have not formed yet hold a state that is to be saved before such an ending.
+        # Whether ranks that have not formed yet hold a state that must be saved before such an ending.
         self.saves_unformed: Callable[[Ending], bool] = _never
 
     @property

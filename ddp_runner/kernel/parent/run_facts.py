@@ -65,7 +65,7 @@ class RunFacts:
     ever_formed: bool = False
     saved_any: bool = False  # by this launch
     was_complete: bool = False  # before this launch, which keeps its result
-    took_over: bool = False  # ranks with their memory, or a copy, from a coordinator that was lost
+    took_over: bool = False  # the ranks' memory, or a copy, from a lost coordinator
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     # Why the result is not bit-identical to that of a run without faults. Others add to this very list.
     inexact_reasons: list[str] = field(default_factory=list)

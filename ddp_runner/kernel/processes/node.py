@@ -502,7 +502,7 @@ class Node:
 
     @property
     def program(self) -> Program | None:
-        """The program whose loop the ranks are, as it was at launch; None where they are none."""
+        """The program of an attached loop, as it was at launch; None without one."""
         return None if self._program is None else self._program.program
 
     def surroundings(self, rank: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class RankStart:
     # Whether it reads the checkpoint, because no other rank has a state to give it; and which one.
     loads: bool = False
     resume: str = "none"
-    not_after: int = -1  # what is of a later step is set aside before; below 0: nothing is
+    not_after: int = -1  # states of later steps are set aside first; below 0: none are
     # Number -> times, of the injections that are still to happen to it.
     injections_left: Mapping[int, int] = field(default_factory=dict)
     # The phase in which its predecessor had too little memory, so that this one halves the micro-batch,

@@ -37,8 +37,8 @@ class OpenIncident:
     # Ranks whose replacement was asked for before the last answer came, and has no fault of its own.
     forked_ahead: set[int] = field(default_factory=set)
     _tried_ahead: set[int] = field(default_factory=set)
-    # Ranks whose process answers, and is replaced all the same; and the newest step whose state all may go on
-    # from, None where that is the newest of all.
+    # Ranks whose process answers, and is replaced nevertheless; and the newest step from which the ranks may resume,
+    # None if any step will do.
     distrusted: set[int] = field(default_factory=set)
     not_after: int | None = None
 

@@ -108,12 +108,12 @@ class LastSave:
                 pass
 
     def _able(self) -> Sequence[RankHandle]:
-        """Return the ranks to choose from: those here, or all where one elsewhere has a newer state.
+        """Return the ranks to choose from: those here, or all ranks if one elsewhere has a newer state.
 
-        Whoever is on another machine may save to a disk of that machine's own.
+        A rank on another machine may save to that machine's own disk.
         """
-        # INVARIANT newest-is-saved: a run that ends before its end saves the newest state that a rank has. Broken if: ranks
-        # here save an older one, and what was committed since is lost with the others.
+        # INVARIANT newest-is-saved: a run that ends early saves the newest state that a rank has. Broken if: ranks here
+        # save an older one, and later steps are lost with the other ranks.
         # Guarded by: test_a_newer_state_on_another_machine_is_saved.
         present = [one for one in self._world.present if one.is_alive]
         here = [one for one in present if self._world.is_here(one)]
@@ -122,7 +122,7 @@ class LastSave:
         return present if is_newer else here
 
     def _step_of(self, handle: RankHandle) -> int:
-        """Return the step that a rank could save by now; EMPTY_STEP if it has none."""
+        """Return the step that a rank could save now; EMPTY_STEP if it has none."""
         if handle.rank in self._refused:
             return EMPTY_STEP
         if self._is_in(handle):

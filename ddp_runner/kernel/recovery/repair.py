@@ -81,7 +81,7 @@ class Repair:
             run, hangs=self._hangs, cutting=cutting, injections_left=injections_left
         )
         self._respawn_at_s = 0.0
-        # The step that all ranks were last sent back to, and the generation that they left for it.
+        # The step of the last roll-back of all ranks, and the generation that they left for it.
         self._not_after, self._went_back_in = -1, -1
 
     @property
@@ -116,9 +116,9 @@ class Repair:
         self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
 
     def distrust(self, fault: Fault, *, not_after: int | None) -> None:
-        """Report a fault of a rank that answers like any other, and whose process is to be replaced.
+        """Report a fault of a rank that answers normally, and whose process must be replaced.
 
-        ``not_after``: the newest step of which the others' state is good; None: what they have is kept.
+        ``not_after``: the newest step with a good state on the other ranks; None: they keep their state.
         """
         self.report(fault)
         assert self._incident is not None
@@ -394,9 +394,9 @@ class Repair:
         return None
 
     def _without_distrusted(self, world: WorldFacts, opened: OpenIncident) -> WorldFacts:
-        """The same, where who is distrusted has no state; all are, where they are to go back."""
-        # INVARIANT back-for-all: what is gone back from is nobody's any more.
-        # Broken if: a rank keeps a state that is later than the one that all are to begin with.
+        """Return ``world`` with distrusted ranks as lost: they have no state. In a roll-back, all ranks are distrusted."""
+        # INVARIANT back-for-all: after a roll-back of all ranks, no rank has a state from after its target.
+        # Broken if: a rank keeps a state that is later than the one with which all ranks begin.
         # Guarded by: test_all_ranks_go_back_and_what_is_later_is_set_aside.
         goes_back = opened.not_after is not None
         distrusted = {h.rank for h in self._world.present} if goes_back else opened.distrusted
@@ -462,7 +462,7 @@ class Repair:
             self._recorder.record(events.SpareTaken(rank=handle.rank, pid=handle.pid))
 
     def _not_after_now(self) -> int:
-        """Return the newest step that a process may begin with; below 0 where any will do: all have formed since."""
+        """Return the newest step with which a process may begin; below 0 for any, once all ranks have formed since."""
         return self._not_after if self._facts.generation == self._went_back_in else -1
 
     def _loads_elsewhere(self, rank: int) -> bool:

@@ -54,7 +54,7 @@ class FaultKind(Enum):
     ZYGOTE_DIED = "zygote_died"
     NODE_LOST = "node_lost"  # all its ranks are gone with it
     DEVICE_LOST = "device_lost"
-    WRONG_GRADIENT = "wrong_gradient"  # a share that a process elsewhere computes otherwise
+    WRONG_GRADIENT = "wrong_gradient"  # a share whose bits another process does not reproduce
     BAD_INPUT = "bad_input"  # the user's settings, data or files: never retried
     UNKNOWN = "unknown"
 

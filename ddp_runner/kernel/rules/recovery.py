@@ -51,7 +51,7 @@ class WorldFacts:
     """The ranks that remain after a fault.
 
     ``lost`` ranks have no usable process; ``filled`` says whether another one has a state, or is
-    loading one (``goes_back``: all are to go back to an older one), and ``newest_step`` is the last step that the newest of them committed; ``present`` counts the
+    loading one (``goes_back``: all ranks roll back to an older one), and ``newest_step`` is the last step that the newest of them committed; ``present`` counts the
     ranks of the generation, the lost ones included. ``parked`` ranks raised an exception themselves
     and wait; they count neither as lost nor as filled. ``unending`` ranks were killed, but their
     processes (rank -> pid) do not end; they are lost too.

@@ -27,7 +27,7 @@ class RankInfo:
     ``short_of_memory_in``: the phase in which its predecessor ended for lack of memory, if it did;
     ``learnt``: the changes that the predecessor reported before it ended. ``device_free_bytes``: the free memory
     of its GPU when the first process of this rank started, if the rank has the GPU alone; 0: unknown.
-    ``not_after``: nothing of a later step is loaded, as it is in doubt; below 0: anything is.
+    ``not_after``: states of later steps are in doubt and not loaded; below 0: none are in doubt.
     ``preload``: the memory of the run's training and validation samples; empty without a supervisor.
     """
 
@@ -43,7 +43,7 @@ class RankInfo:
     not_after: int = -1
     preload: tuple[str, ...] = ()
     memory_slots: tuple[str, ...] = ()  # where copies of the state outlive this process
-    local_slots: tuple[str, ...] = ()  # where what each rank has of its own outlives this process
+    local_slots: tuple[str, ...] = ()  # where per-rank state outlives this process
     has_saver: bool = False  # a process beside the ranks makes files of them
     log_folder: int = 0  # ranks with the same number write their logs into one folder
     other_devices: tuple[str, ...] = ()  # which have parts of this rank's batches

@@ -457,8 +457,8 @@ class Proved(Report):
 class Drill(Report):
     """A process like a replacement has computed a rank's share. ``differs``: in what first; empty if in nothing.
 
-    ``repeats``: the process has come to the same bits twice. The supervisor adds the rest: ``finding`` says that for
-    people; it is the ``inexact_reason`` if it is the first of its kind.
+    ``repeats``: the process got the same bits twice. The supervisor adds the rest: ``finding`` is the text for
+    people, and also the ``inexact_reason`` if it is the first of its kind.
     """
 
     rank: int
@@ -472,13 +472,13 @@ class Drill(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed(Report):
-    """A share was computed several times, as a drill of this rank had found a difference before.
+    """A share was computed several times, because an earlier drill of this rank had found a difference.
 
-    Each text says in what the first difference to the rank's own share is; empty if there is none: ``plain`` as a
-    replacement computes it, ``with_state`` with the rank's state outside the model too, ``with_data`` also with its
-    batch, ``itself`` in the rank once more. ``places``: names of that state that a replacement has otherwise.
-    The supervisor adds the rest: ``of_step`` and ``first_in`` of the drill that failed, ``source``: where the
-    difference comes from, by name, and ``line`` for people.
+    Each text names the first difference from the rank's own share, and is empty if there is none. ``plain``: computed
+    as a replacement does; ``with_state``: with the rank's state outside the model; ``with_data``: also with its batch;
+    ``itself``: by the rank once more. ``places``: names of that state whose content differs in a replacement.
+    The supervisor adds the rest: ``of_step`` and ``first_in`` of the failed drill, ``source``, the name of the cause,
+    and ``line``, the text for people.
     """
 
     rank: int
@@ -497,7 +497,7 @@ class Diagnosed(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InDoubt(Event):
-    """Steps from ``first`` to ``last`` may have gone wrong on ``rank``: no drill of it has passed since they began."""
+    """Steps from ``first`` to ``last`` may be wrong on ``rank``: no drill of it has passed since ``first``."""
 
     rank: int
     first: int
@@ -507,9 +507,9 @@ class InDoubt(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undone(Event):
-    """What a drill had found is not in the weights any more: all ranks begin again at ``step`` or before.
+    """The error that a drill has found is no longer in the weights: all ranks rolled back to ``step`` or before.
 
-    ``of_step``: of the drill. ``withdrawn``: the reason for which the run was not exact, and is again.
+    ``of_step``: the step of the drill. ``withdrawn``: the inexact reason that no longer applies.
     """
 
     rank: int

@@ -81,7 +81,7 @@ class RankSpec(Surroundings):
 
     ``short_of_memory_in``: the phase in which its predecessor had too little memory. ``device_free_bytes``: when
     the first process of the rank came; 0: not known. ``injections_left``: number -> times. ``not_after``: the newest
-    step whose state may be begun with; below 0: any.
+    step with which the rank may begin; below 0: any.
     """
 
     loads: bool = False
@@ -115,9 +115,9 @@ class SpareSpec(Surroundings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillSpec(Surroundings):
-    """The specification of a process that computes the share of ``rank`` of ``step``, from the files in ``folder``.
+    """Specifies a process that computes the share of ``rank`` in ``step``, from the files in ``folder``.
 
-    ``program``: whose loop it is; None: a task's.
+    ``program``: the program of an attached loop; None: a task.
     """
 
     rank: int

@@ -122,10 +122,10 @@ class ReopenLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAlone:
-    """Supervisor -> rank outside a generation: none comes any more; save what you have, with nobody else.
+    """Supervisor -> rank outside a generation: no generation follows; save your state without other ranks.
 
-    ``run_id``: of the run, which a rank that was in no generation does not know. ``term``: of the coordinator, if there are
-    several machines.
+    ``run_id``: the run's, which a rank without a generation does not know. ``term``: the coordinator's, on several
+    machines.
     """
 
     run_id: str = ""
@@ -247,7 +247,7 @@ class LoaderWorkers:
 class DrillAt:
     """Supervisor -> rank: the step that begins with ``step`` committed ones is to be drilled, for the share of ``rank``.
 
-    A rank that has come further ignores it. ``diagnoses``: a drill of that rank has failed, and it is to hand over more.
+    A rank that has come further ignores it. ``diagnoses``: a drill of that rank has failed, and the rank must hand over its state and batch.
     """
 
     rank: int

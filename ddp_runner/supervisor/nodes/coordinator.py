@@ -54,8 +54,8 @@ from ddp_runner.system.run_directories import RunDirectories
 
 OWNER_EVERY_S = 0.5
 LEAVES = "this node leaves; the others go on"
-# For the ranks that hold a state to be ready, once a run that has formed nothing is asked to stop; and, at first, for other
-# machines to find one that has just taken the coordinator's place.
+# If a run without a generation is asked to stop: the time for ranks with a state to get ready, and the time for other machines to
+# find a coordinator that has just taken over.
 MEMORY_READY_S, FOUND_S = 30.0, 3.0
 PAUSE_S = (
     1.0  # between two turns: this process did not run, and other machines are not blamed for it
@@ -109,7 +109,7 @@ class Heir:
     run_id: str
     restarts: int
     inexact_reasons: tuple[str, ...]
-    stop: StopReason | None  # that this machine was asked for meanwhile
+    stop: StopReason | None  # that was requested of this machine meanwhile
     signals: SignalBox
     selector: selectors.BaseSelector
 
@@ -328,7 +328,7 @@ class CoordinatorSupervisor(Supervisor):
                 self._go_on_without(node, now_s)
 
     def _is_memory_ready(self, now_s: float) -> bool:
-        """Return whether all ranks that hold a state could save it, or have had the time to get ready for that."""
+        """Return True if all ranks with a state are ready to save it, or have had the time for that."""
         if not self._has_parked or (self._is_heir and now_s < self._began_s + FOUND_S):
             return False
         asked_s = self._stop_by_s - self.run.settings.stop_timeout_s
@@ -344,9 +344,9 @@ class CoordinatorSupervisor(Supervisor):
         return are_ready or now_s >= asked_s + MEMORY_READY_S
 
     def _saves_unformed(self, ending: Ending) -> bool:
-        """Return whether ranks hold a state that no file has, and may write it, though none has formed under this coordinator."""
-        # INVARIANT memory-is-saved: a run that ends while it waits for machines saves what the ranks at hand have kept of
-        # the run before. Broken if: it ends with that only in memory.
+        """Return True if ranks hold a state that no file has and may write it, before this coordinator's first generation."""
+        # INVARIANT memory-is-saved: a run that ends while it waits for machines saves the newest state that its present
+        # ranks hold in memory. Broken if: it ends with that state only in memory.
         # Guarded by: test_a_coordinator_that_nobody_joins_saves_what_others_have_kept.
         is_asked = self._stop is not None or ending.status is RunStatus.PREEMPTED
         if not (self._has_parked and (self._is_heir or is_asked)) or self._is_superseded():
@@ -360,14 +360,16 @@ class CoordinatorSupervisor(Supervisor):
                 return False  # it was complete
             before = self._owner_before
             if before is not None and not self._is_heir:
-                # Nobody has formed: the memory of others stays as new as it was.
+                # No generation has formed: the memory of other machines is still the newest.
                 number = self.node.ranks[0] // self.node.ranks_per_node
                 without = tuple(sorted({*before.without, number}))
                 self._owner.take(without=without, after=before.after or before.term)
             elif not self._is_heir:
                 self._owner.take()
         except (BadInputError, OSError) as error:
-            self.recorder.say(f"what the ranks have kept cannot be saved: {error}", level="WARNING")
+            self.recorder.say(
+                f"the state in the ranks' memory cannot be saved: {error}", level="WARNING"
+            )
             return False
         return True
 

@@ -141,10 +141,8 @@ class Follower:
         clock: LeaseClock,
     ) -> None:
         self.lease_s = lease_s
-        self.restarts = 0  # of a script's ranks, by the newest word of a coordinator
-        self._keeps_nothing = (
-            plan.opaque is not None
-        )  # what its ranks hold is of use to nobody else
+        self.restarts = 0  # of a script's ranks, as a coordinator has last reported
+        self._keeps_nothing = plan.opaque is not None  # a script's ranks have no state for others
         self._node = node
         self._report = report
         self._clock = clock
@@ -189,7 +187,7 @@ class Follower:
         self._again_at_s = 0.0  # when
 
     def _keeper_with(self, zygotes: ZygoteKeeper, *, stopped_max_s: float) -> NodeKeeper:
-        """Return who looks after the processes of this machine that are no ranks."""
+        """Return the keeper of this machine's processes other than ranks."""
         return NodeKeeper(
             zygotes,
             StorePolicy(self._facts, node=self._node, stopped_max_s=stopped_max_s),
@@ -546,9 +544,9 @@ class Follower:
 
     @property
     def kept(self) -> Kept | None:
-        """What waits here, as far as it decides who coordinates; None if that is nothing.
+        """Return the facts about waiting ranks here that decide who coordinates; None if there are none.
 
-        Ranks with their memory; of a script, which begins again anywhere, the place of ranks that have ended.
+        These are ranks with their memory; for a script, which restarts anywhere, the place of ranks that have ended.
         """
         living = [handle for handle in self.handles if handle.is_alive]
         if self._keeps_nothing and self._term and self.handles:

@@ -57,7 +57,7 @@ from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
 TICK_S = 0.1
 DIAL_S = 1.0  # for one attempt to connect, and for the wait to the next
 WELCOME_TIME_S = 10.0
-# For a machine that is asked to stop to find the coordinator's place free: silence and a lock of a lost one are over by then.
+# How long a machine that is asked to stop tries to take the coordinator's place: a lost one's lock is free by then.
 SAVES_FIRST_S = 10.0
 END_TIME_S = 60.0  # for ranks that were killed
 # By a coordinator with another token: it may be that of a run that ends just then, but not so often.
@@ -255,9 +255,9 @@ class _FollowerLoop:
 
     @property
     def _is_to_end(self) -> bool:
-        """True if a stop was asked for, and this machine cannot save what its ranks hold.
+        """True if a stop was requested, and this machine cannot save the state of its ranks.
 
-        It can as the coordinator, whose place may be free.
+        It can save as the coordinator, whose place may be free.
         """
         stop, succession = self._stop, self.succession
         if not stop.is_asked or succession is None or self._is_in_a_hurry or stop.is_at_once:

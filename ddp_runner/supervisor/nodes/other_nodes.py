@@ -205,7 +205,7 @@ class OtherNodes:
 
     @property
     def has_successor(self) -> bool:
-        """True if another coordinator decides about the machines by now."""
+        """True if another coordinator now controls the machines."""
         return self._coordinator.has_successor
 
     def read(self, link: NodeLink | None) -> Iterator[NodeEvent]:

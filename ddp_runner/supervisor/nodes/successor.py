@@ -1,4 +1,4 @@
-"""Takes the place of a lost coordinator for a follower, by the rules of :mod:`ddp_runner.core.machines.succession`."""
+"""Lets a follower take a lost coordinator's place, by the rules of :mod:`ddp_runner.core.machines.succession`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SILENT = "over NCCL, ranks end with their coordinator"
 
 
 class Succession:
-    """Asked by a follower's loop while it has no coordinator."""
+    """Decides for a follower without a coordinator whether its machine takes that place."""
 
     def __init__(self, plan: LaunchPlan, *, clock: Clock) -> None:
         assert plan.nodes is not None
@@ -44,34 +44,34 @@ class Succession:
         self._folder = Path(plan.settings.run.checkpoint_dir)
         self._directories = RunDirectories(plan.settings.run)
         self._clock = clock
-        self._began_s = clock.monotonic()  # this machine's part in the run
+        self._began_s = clock.monotonic()  # the time at which this machine joined the run
         self._claim = Claim()
         self._taken: Taken | None = None
-        otherwise = "the engine starts it again" if plan.nodes.moving_fd is not None else ""
+        otherwise = "the engine restarts it" if plan.nodes.moving_fd is not None else ""
         if plan.opaque is not None and not plan.opaque.may_restart:
-            otherwise = "a script is started again only with --max-restarts or --resume-with"
+            otherwise = "a script restarts only with --max-restarts or --resume-with"
         self._arbiter = Arbiter(
             shares_folder=False,
             keeps_locks=False,
             folder="checkpoint folder" if plan.opaque is None else "log folder",
             otherwise=otherwise,
         )
-        self._loses_all = plan.opaque is not None  # in any case: its ranks begin again
+        self._loses_all = plan.opaque is not None  # in any case: a script's ranks restart
         self._term = ""  # of the newest coordinator that has formed
         self._said = ""
 
     @property
     def may_succeed(self) -> bool:
-        """True if nothing keeps this machine from the coordinator's place for the whole of this term."""
+        """True if this machine may become the coordinator throughout this term."""
         return not why_no_successor(self._arbiter)
 
     @property
     def has_claimed(self) -> bool:
-        """True while this machine waits for its own word in the folder to stand."""
+        """True while this machine's claim in the folder is not confirmed yet."""
         return self._claim.stage is Stage.CLAIMED
 
     def formed(self, term: str, *, shares_folder: bool, loses_memory: bool = False) -> str:
-        """Note that a coordinator holds its lock by now. Returns a line for people, if there is anything new to say.
+        """Note that a coordinator holds its lock. Return a log line if there is news, else an empty text.
 
         ``loses_memory``: ranks here end with their coordinator.
         """
@@ -85,15 +85,15 @@ class Succession:
             otherwise=self._arbiter.otherwise or _SILENT * (loses_memory and not self._loses_all),
         )
         why = why_no_successor(self._arbiter)
-        line = f"must be started again: {why}" if why else "is followed by a machine that is left"
-        line = f"a coordinator that is lost {line}"
+        line = f"it must be restarted: {why}" if why else "another machine takes over"
+        line = f"if the coordinator is lost, {line}"
         was, self._said = self._said, line
         return "" if line == was else line
 
     def look(self, kept: Kept | None, address: str, *, lost: int) -> Taken | None:
-        """Do what is next. Returns the coordinator's place once this machine has it.
+        """Take the next step of a claim. Return the coordinator's place once this machine has it, else None.
 
-        ``address``: of this machine, for the others; ``lost``: the number of the coordinator's machine.
+        ``address``: the address of this machine for the others; ``lost``: the number of the lost coordinator's machine.
         """
         if why_no_successor(self._arbiter):
             return None
@@ -115,7 +115,7 @@ class Succession:
         return None
 
     def withdraw(self) -> None:
-        """Let go of what was claimed."""
+        """Give up the claim."""
         if self._taken is not None:
             self._taken.listening.close()
         self._taken = None
@@ -123,7 +123,7 @@ class Succession:
         self._claim.withdrew()
 
     def _take(self, kept: Kept, address: str, lost: int) -> None:
-        """Lock the folder and write this machine's term and address, unless another one has been there first."""
+        """Lock the folder and write this machine's term and address, unless another machine was first."""
         if not self._directories.hold_checkpoints():
             return
         before = FolderOwner(self._folder, "").read()
@@ -137,7 +137,7 @@ class Succession:
             return
         at = (address, int(listening.getsockname()[1]))
         owner = FolderOwner(self._folder, new_term(), at=at)
-        without = tuple(sorted({*before.without, lost}))  # whose memory has ended with it
+        without = tuple(sorted({*before.without, lost}))  # machines whose memory is lost
         self._taken = Taken(
             owner=owner,
             before=before,
@@ -155,7 +155,7 @@ class Succession:
         self._claim.claimed(self._clock.monotonic())
 
     def _listen(self, address: str) -> socket.socket:
-        """Listen at the endpoint's port, which is open between the machines, or at another where that is taken."""
+        """Listen on the endpoint's port, which is open between the machines, or on another one if it is taken."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -182,16 +182,16 @@ class Succession:
         signals: SignalBox,
         selector: selectors.BaseSelector,
     ) -> Heir:
-        """Return what a coordinator on this machine begins with, once it has the place.
+        """Return the starting point of a coordinator on this machine, which has the place.
 
-        ``plan`` and ``meeting``: this machine's, with the settings of all.
+        ``plan`` and ``meeting``: this machine's, with the settings of all machines.
         """
         taken = self._taken
         assert taken is not None
         parked = follower.of_before()
         port = int(taken.listening.getsockname()[1])
         options = replace(meeting.options, host=taken.address, port=port, node_rank=parked.node)
-        run = replace(plan.settings.run, resume="auto")  # the files of the run that goes on
+        run = replace(plan.settings.run, resume="auto")  # the files of the run that continues
         limit = plan.time_limit
         if limit is not None:
             limit = replace(
@@ -228,7 +228,7 @@ class Succession:
 
     @staticmethod
     def _lead_from(node: Node, taken: Taken, plan: LaunchPlan, *, number: int) -> None:
-        """Make this machine's node that of the coordinator: its term, its folders and its store."""
+        """Turn this machine's node into the coordinator's: set its term, folders and store."""
         node.term = taken.owner.term
         if not node.shares_logs:
             node.logs_number = number

@@ -48,7 +48,7 @@ class _Files:
         self.summary_path = directory / "summary.json"
 
     def close(self) -> None:
-        """Close those that are open."""
+        """Close all open files."""
         self.tail.close()
         self.journal.close()
         self.metrics.close()
@@ -221,9 +221,9 @@ class Outputs:
                 self.show_line(line)
 
     def leave(self) -> None:
-        """Write nothing more where another supervisor has gone on with the run, in these very files."""
-        # INVARIANT superseded-writes-nothing: a supervisor whose run another one has taken over leaves that one's files as
-        # they are. Broken if: one that stood still ends long after, and the summary of the run is its own.
+        """Stop writing if another supervisor continues the run in the same files."""
+        # INVARIANT superseded-writes-nothing: a supervisor whose run another one has taken over leaves the files of that
+        # one unchanged. Broken if: one that was suspended ends long after, and replaces the summary of the run.
         # Guarded by: test_who_has_a_successor_leaves_that_ones_files.
         if self._files is not None and self._files.status.is_anothers:
             self._files.close()
@@ -264,7 +264,7 @@ _Mark = tuple[int, int, int]
 
 
 def _mark(path: Path) -> _Mark | None:
-    """Return what identifies this file among those of its name; None if there is none."""
+    """Return a mark that distinguishes this file from others of its name; None if there is no file."""
     try:
         found = path.lstat()
     except OSError:
@@ -278,11 +278,11 @@ class StatusFile:
     def __init__(self, path: Path, *, warn: Warn | None = None) -> None:
         self._path = path
         self._outage = Outage(path, warn)
-        self._written: _Mark | None = None  # the file that this process has written last
+        self._written: _Mark | None = None  # the file as this process last wrote it
 
     @property
     def is_anothers(self) -> bool:
-        """True if another process has replaced the file since this one has."""
+        """True if another process has replaced the file since this one wrote it."""
         return self._written is not None and _mark(self._path) not in (None, self._written)
 
     @property

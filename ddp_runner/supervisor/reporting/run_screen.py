@@ -55,7 +55,7 @@ class Shown(Protocol):
         """What the process holds that waits to become a rank; empty if there is none."""
 
     def tidy_up(self, *, has_successor: bool) -> None:
-        """Remove what the run has left on disk; every process has ended. ``has_successor``: another supervisor goes on with it."""
+        """Remove the run's leftovers on disk; every process has ended. ``has_successor``: another supervisor continues."""
 
 
 class Machines(Protocol):
@@ -63,7 +63,7 @@ class Machines(Protocol):
 
     @property
     def has_successor(self) -> bool:
-        """True if another coordinator decides about them by now."""
+        """True if another coordinator now controls them."""
 
     def watched(self) -> Iterable[tuple[int, Watched]]:
         """Return the usage that machines have reported since the last call, by their numbers."""

@@ -32,7 +32,7 @@ def _refused(what: str) -> Any:
 
 
 class GroupApart(dist.ProcessGroup):
-    """``asked``: what was wanted of the others first; empty where nothing was. ``on_asked`` hears of each such call."""
+    """``asked``: the first collective that was called; empty if none was. ``on_asked`` is called with each."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg] # not in torch's stub

@@ -31,7 +31,7 @@ from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import SparseGradientError, Stepper, StepRules, own_share
 
 NAMES_SHOWN = 3
-NOT_DONE = "-"  # in the place of where two computations part
+NOT_DONE = "-"  # instead of the place where two computations differ
 _NOT_ITS_OWN = "which each rank has its own of, is another rank's since"
 _NOT_SEEN = "which cannot be looked into, may have been used before"
 
@@ -185,13 +185,13 @@ class FirstStep:
 
 
 def report_repeated(parts: RankParts, step: int) -> None:
-    """Say that every rank has computed ``step`` twice, with the same bits."""
+    """Report that every rank has computed ``step`` twice, with the same bits."""
     rank = parts.runtime.rank_info.rank
     parts.runtime.report(Proved(rank=rank, step=step, what="repeated"))
 
 
 def not_repeated(answers: Sequence[str]) -> str:
-    """Why a step cannot be repeated, by where each rank's two computations part; empty where nobody has found that."""
+    """Return why a step cannot be repeated, from each rank's first difference; an empty text if no rank has one."""
     differing = {rank: what for rank, what in enumerate(answers) if what not in ("", NOT_DONE)}
     if not differing:
         return ""
@@ -285,13 +285,13 @@ class SideComparison:
 
 
 def report_lost_local(parts: RankParts) -> None:
-    """Say what of this rank's own could not be given back."""
+    """Report per-rank state that could not be restored."""
     for line in parts.state.local.take_lost():
         report_inexact(parts, line)
 
 
 def report_large_local(parts: RankParts) -> None:
-    """Say once what it costs to keep what this rank has of its own, where that is much."""
+    """Log the cost of keeping per-rank state once, if it is high."""
     if line := parts.state.local.cost_line():
         parts.runtime.logger.info(line, step=parts.state.committed_step)
 

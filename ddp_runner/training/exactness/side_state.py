@@ -170,10 +170,8 @@ class SideState:
         return self._all(with_contents=True, on_host=on_host)
 
     def whole_record(self) -> dict[str, tuple[str, Any]]:
-        """Return all that can be looked into, followed or not, for another process: name -> digest, and plain value."""
-        self.look_again(
-            whole=True
-        )  # what has changed is followed, and not taken for what was always so
+        """Return all inspectable state, followed or not, for another process: name -> digest and plain value."""
+        self.look_again(whole=True)  # changed state is now followed, not taken as constant
         held = self.hold()
         mark_shared(held.values())
         found = {}
@@ -183,7 +181,7 @@ class SideState:
         return found
 
     def unlike(self, record: Mapping[str, tuple[str, Any]]) -> list[str]:
-        """Return the names in a :meth:`whole_record` of another process that are here with another content."""
+        """Return the names in another process's :meth:`whole_record` whose content differs here."""
         mine = self.whole_record()
         return [
             name
@@ -192,7 +190,7 @@ class SideState:
         ]
 
     def take_over(self, record: Mapping[str, tuple[str, Any]], names: Iterable[str]) -> None:
-        """Put these of a :meth:`whole_record` in the place of what is here, as far as they can be."""
+        """Write these entries of a :meth:`whole_record` into this process's state, as far as possible."""
         self._owners = self._walk()
         giving = GivingBack()
         for name in names:

@@ -1,1 +1,1 @@
-"""The objects that each rank has of its own: kept at each step, and given back to just that rank."""
+"""Keeps per-rank state at each step, and restores it to the same rank only."""

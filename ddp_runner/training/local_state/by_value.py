@@ -1,7 +1,7 @@
-"""Turns the objects that a rank keeps for itself into bytes, and puts such bytes back into the same objects.
+"""Turns the per-rank objects into bytes, and writes such bytes back into the same objects.
 
-An object stays the one that the program holds, and so does what is in it, where it can be written in place. Never
-touches memory that others share; never decides when.
+The program's objects keep their identity, and so do the objects inside them that can be written in place. Never
+touches shared memory; never decides when.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddp_runner.kernel.values.generators import generator_kind, read_generator, 
 
 APART_BYTES = 1 << 16  # from this size on, an array is not copied into the pickle
 _PROTOCOL = 5
-_DEPTH_MAX = 6  # of the place that an error names
+_DEPTH_MAX = 6  # of the attribute path that an error names
 _ENTRIES_MAX = 1_000  # of a list whose entries are written in place
 _INNER_MAX = 10_000
 _CONSTANT = (int, float, complex, str, bytes, tuple, frozenset, type(None))
@@ -75,27 +75,27 @@ _SAFE |= {
 
 
 class Pickled(NamedTuple):
-    """Objects as bytes: ``text`` is a pickle, ``buffers`` are large arrays where they lie, not copies."""
+    """Holds objects as bytes: ``text`` is a pickle, ``buffers`` are views of large arrays, not copies."""
 
     text: bytes
     buffers: list[memoryview]
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all parts."""
+        """The size of all parts in bytes."""
         return len(self.text) + sum(one.nbytes for one in self.buffers)
 
 
 class KeptLocally:
-    """The objects that a rank keeps, by name. ``option``: what error lines call the way they were given."""
+    """Holds the objects that a rank keeps, by name. ``option``: the name of the user's call, for error lines."""
 
     def __init__(self, objects: Mapping[str, Any], *, option: str) -> None:
-        """Raises BadInputError, naming the object, for one that cannot be kept."""
+        """Check each object. Raises BadInputError that names an object that cannot be kept."""
         self.objects = dict(objects)
         self.names = tuple(self.objects)
         self._option = option
         self._name_of = {id(one): name for name, one in self.objects.items()}
-        # Pickle asks nobody about a list in another object: where one of these is kept, each value is looked up.
+        # Pickle's table of types does not cover lists, dicts and sets: if one of these is kept, each value is looked up.
         self._is_shared = len(self.objects) > 1 and any(
             type(one) in (dict, list, set) for one in self.objects.values()
         )
@@ -110,16 +110,16 @@ class KeptLocally:
             self._check(name, one)
 
     def pickled(self) -> Pickled:
-        """Return all objects as they are now. What pickle raises passes."""
+        """Return all objects as they are now. Errors of pickle propagate."""
         buffers: list[memoryview] = []
         contents = {name: _content(one) for name, one in self.objects.items()}
         return self._dumped(contents, buffers)
 
     def put_back(self, pickled: Pickled, *, is_foreign: bool = False) -> None:
-        """Have all objects hold what they held then, in place.
+        """Restore the content of all objects in place.
 
-        ``is_foreign``: from a file. Then only classes of the program and plain values are built. What the objects'
-        own methods raise passes; raises UnpicklingError, naming the class, for one that may not be built.
+        ``is_foreign``: from a file. Then only classes of the program and plain values are built. Raises UnpicklingError
+        that names a class that may not be built. Errors of the objects' own methods propagate.
         """
         contents = self._loaded(pickled, is_foreign=is_foreign)
         if set(contents) != set(self.names):
@@ -129,7 +129,7 @@ class KeptLocally:
             merging.give_back(self.objects[name], content)
 
     def inner(self) -> list[Any]:
-        """Return the objects and what they hold, as far as it is given back in place."""
+        """Return the objects and the objects inside them that are restored in place."""
         found: dict[int, Any] = {}
         pending = list(self.objects.values())
         while pending and len(found) < _INNER_MAX:
@@ -157,7 +157,7 @@ class KeptLocally:
     def _loaded(self, pickled: Pickled, *, is_foreign: bool) -> dict[str, Any]:
         known: set[tuple[str, str]] | None = None
         if is_foreign:
-            # INVARIANT built-as-known: a file has nothing built but plain values, and classes of the program.
+            # INVARIANT built-as-known: from a file, only plain values and classes of the program are built.
             # Broken if: any function that a pickle names is called.
             # Guarded by: test_a_file_cannot_have_other_functions_called.
             own = self.pickled()
@@ -168,7 +168,7 @@ class KeptLocally:
         return found
 
     def _check(self, name: str, value: Any) -> None:
-        """Raise BadInputError where ``value`` cannot be kept, or given back in place."""
+        """Raise BadInputError if ``value`` cannot be kept, or restored in place."""
         what, kind = f"{self._option}({name}=...)", type(value).__name__
         if isinstance(value, (*_CONSTANT, bool, type)):
             expected = f"is of type {kind}, which cannot be changed in place: put it into a dict or an object"
@@ -208,11 +208,11 @@ class KeptLocally:
 
 
 class _NotInPlaceError(TypeError):
-    """An object that cannot be made to hold what another one holds."""
+    """Raised for an object that cannot take the content of another one."""
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles by a table of types, which C looks up; everything else is as ever."""
+    """Pickles by a table of types, which C code looks up; all other types as usual."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ def _reduced_generator(value: torch.Generator) -> Any:
 def _by_name(
     names: Mapping[int, str], otherwise: Callable[[Any], Any] | None
 ) -> Callable[[Any], Any]:
-    """Return how a value of a kept object's type is pickled: a kept object within another one by its name."""
+    """Return the reducer for a kept object's type: it pickles a kept object inside another one by its name."""
 
     def reduced(value: Any) -> Any:
         name = names.get(id(value))
@@ -258,14 +258,14 @@ def _reduced(value: Any) -> Any:
 
 
 class _SharedPickler(_Pickler):
-    """The same, also for lists and dicts, which are asked about one by one."""
+    """Pickles like :class:`_Pickler`, and also looks up each list and dict."""
 
     def persistent_id(self, value: Any) -> str | None:
         return self._names.get(id(value))
 
 
 class _Loader(pickle.Unpickler):
-    """``known``: what else may be named; None: anything. ``used``: what was."""
+    """Loads pickles. ``known``: further names that they may use; None: any. ``used``: the names that they used."""
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ class _Loader(pickle.Unpickler):
 
 
 def _refuse_foreign(module: str, name: str) -> None:
-    """Raise UnpicklingError for anything but plain values and classes that the program has imported."""
+    """Raise UnpicklingError unless the name is of a plain value or of a class that the program has imported."""
     if (module, name) in _SAFE:
         return
     first = module.partition(".")[0]
@@ -303,18 +303,18 @@ def _refuse_foreign(module: str, name: str) -> None:
     )
     found = getattr(sys.modules.get(module), name, None)
     if not is_programs or not isinstance(found, type):
-        raise pickle.UnpicklingError(f"a file may not have {module}.{name} built")
+        raise pickle.UnpicklingError(f"a checkpoint may not build {module}.{name}")
 
 
 def _live(name: str) -> Any:
-    """A kept object within another one; the loader knows it."""
+    """Stand for a kept object inside another one; the loader replaces this function."""
     raise pickle.UnpicklingError(f"{name} is not kept here")
 
 
 def _tensor(
     raw: Any, kind: str, shape: tuple[int, ...], device: str, requires_grad: bool
 ) -> Tensor:
-    own = np.array(raw, dtype=np.uint8)  # which may be written, as what is pickled may not
+    own = np.array(raw, dtype=np.uint8)  # a writable copy: pickled buffers may be read-only
     flat = torch.from_numpy(own).view(getattr(torch, kind)) if own.size else torch.empty(0)
     found = flat.to(getattr(torch, kind)).reshape(shape)
     found = found if device == "cpu" else found.to(device)
@@ -328,7 +328,7 @@ def _generator(state: Any, device: str) -> torch.Generator:
 
 
 def _content(value: Any) -> tuple[str, Any]:
-    """Return what ``value`` holds, by the way in which it is given back; never the object itself."""
+    """Return the way in which ``value`` is restored, and its content; never the object itself."""
     if isinstance(value, (np.ndarray, Tensor, *_PLAIN)):
         return _content_of_plain(value)
     if _has_state(value):
@@ -345,7 +345,7 @@ def _content(value: Any) -> tuple[str, Any]:
 
 
 def _content_of_plain(value: Any) -> tuple[str, Any]:
-    """The same of arrays, tensors, lists, dicts and the like, of whichever class."""
+    """Return the same for arrays, tensors, lists, dicts and the like, and their subclasses."""
     if _has_state(value):
         return "state_dict", value.state_dict()
     if type(value) is np.ndarray:
@@ -368,16 +368,16 @@ def _has_state(value: Any) -> bool:
 
 
 class _Merging:
-    """Writes what was loaded into the objects that are there, each once."""
+    """Writes loaded content into the program's objects, each once."""
 
     def __init__(self, kept: Iterable[Any]) -> None:
-        """``kept``: objects that are written by themselves, wherever else they are held."""
-        # id of what was loaded -> what it became
+        """``kept``: the objects that are written separately, even if another object holds them."""
+        # id of a loaded object -> the object that took its content
         self._done: dict[int, Any] = {id(one): one for one in kept}
-        self._held: list[Any] = []  # so that no id is given twice
+        self._held: list[Any] = []  # so that no id is reused
 
     def give_back(self, live: Any, content: tuple[str, Any]) -> None:
-        """Have ``live`` hold ``content``, as :func:`_content` has returned it."""
+        """Write ``content``, as :func:`_content` has returned it, into ``live``."""
         way, held = content
         if way == "state_dict":
             live.load_state_dict(held)
@@ -406,7 +406,7 @@ class _Merging:
             object.__setattr__(live, name, self._merged(getattr(live, name, None), value))
 
     def _merged(self, live: Any, new: Any) -> Any:
-        """Return ``live`` with what ``new`` holds, where it can be written in place; else ``new``."""
+        """Return ``live`` with the content of ``new`` if it can be written in place; else ``new``."""
         if id(new) in self._done:
             return self._done[id(new)]
         if live is new or isinstance(new, (*_CONSTANT, bool)) or type(live) is not type(new):
@@ -419,7 +419,7 @@ class _Merging:
         return live
 
     def _write(self, live: Any, new: Any) -> bool:
-        """Write ``new`` into ``live``; False where that cannot be."""
+        """Write ``new`` into ``live``; return False if that is impossible."""
         if type(live) is not type(new):
             return False
         if isinstance(live, (np.ndarray, Tensor)):
@@ -459,7 +459,7 @@ class _Merging:
 
 
 def _write_numbers(live: Any, new: Any) -> bool:
-    """The same of arrays and tensors, which need the same shape and type."""
+    """Write arrays and tensors of the same shape and type; return False for others."""
     if live.shape != new.shape or live.dtype != new.dtype:
         return False
     if isinstance(live, Tensor):
@@ -473,7 +473,7 @@ def _write_numbers(live: Any, new: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Return True if all that ``value`` holds are its attributes."""
+    """Return True if ``value`` has no content but its attributes."""
     kind: Any = type(value)
     return (
         hasattr(value, "__dict__")
@@ -487,7 +487,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what hangs on ``value``, with its place behind it."""
+    """Yield the objects inside ``value``, each with its path from there."""
     entries: Iterable[tuple[str, Any]] = ()
     if isinstance(value, dict):
         entries = ((f"[{key!r}]", one) for key, one in list(value.items()))

@@ -1,4 +1,4 @@
-"""Collects, for a file, what ranks have of their own that the rank which saves cannot read by itself."""
+"""Collects, for a checkpoint, the per-rank state that the saving rank cannot read itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def gather_local(local: LocalState, group: Group, *, step: int) -> None:
-    """Have the group's rank 0 know what each rank has of ``step``. Every rank must call it, before a file is made.
+    """Send the group's rank 0 the per-rank state of ``step``. Every rank must call it before a checkpoint is made.
 
-    It reads its own machine's by itself. Returns once every rank has kept what a file of this step is to have.
+    Rank 0 reads that of its own machine itself. Returns once every rank has kept the state that belongs in a file of
+    this step.
     """
     if not local.names or group.world_size == 1:
         return

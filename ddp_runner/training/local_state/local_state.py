@@ -1,7 +1,7 @@
-"""Keeps what each rank has of its own at each step, and gives it back at the step where a rank goes on.
+"""Keeps per-rank state at each step, and restores it at the step from which a rank resumes.
 
-An environment, a replay buffer, a generator, a running mean: no other rank has them, and no replica makes up for them.
-Never asks another rank for anything but whether it has got as far (``rank_memory``).
+Such state is an environment, a replay buffer, a generator or a running mean: no other rank has a copy of it. Only asks
+other ranks how far they are (``rank_memory``).
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from ddp_runner.training.local_state.rank_memory import (
 LOCAL = "local"  # in a state: rank, as text -> bytes
 LARGE_BYTES = 64 << 20
 _SEALS_TIMED = 8
-_LOOKS_YIELDING = 200  # at the other ranks, before this one sleeps between two
+_LOOKS_YIELDING = 200  # at the other ranks, before this one sleeps between two looks
 _LOOK_S = 0.0002
 _STEP_BITS = 40  # of a value on the ranks' board; the generation is above
 
 
 class LocalState:
-    """What one rank keeps. Without objects every method does nothing, at no cost.
+    """Keeps the objects of one rank. Without objects every method does nothing, at no cost.
 
-    A step's order of calls: :meth:`seal` before any rank can commit the step, :meth:`committed`, and :meth:`settle`
-    once the program has done what belongs to the step. :meth:`put_back` where the step after it is given up.
+    The order of calls in a step: :meth:`seal` before any rank can commit the step, :meth:`committed`, and
+    :meth:`settle` once the program has ended the step. :meth:`put_back` follows if the next step is given up.
     """
 
     def __init__(
         self, objects: Mapping[str, Any] | None = None, *, option: str = "", is_tasks: bool = False
     ) -> None:
-        """``option``: what error lines call the way they were given. ``is_tasks``: nothing follows an update.
+        """``option``: the name of the user's call, for error lines. ``is_tasks``: no user code follows an update.
 
-        Raises BadInputError for what cannot be kept.
+        Raises BadInputError for an object that cannot be kept.
         """
         self._kept = KeptLocally(objects, option=option) if objects else None
         self.option = option
         self.names = () if self._kept is None else self._kept.names
-        self._flags = KNOWN if is_tasks else 0  # what is known of steps, for the next place
+        self._flags = KNOWN if is_tasks else 0  # for the next place that is written
         self._rank = self._world_size = 0
         self._local_world_size = 1
         self._memory: RankMemory | None = None
@@ -76,7 +76,7 @@ class LocalState:
         self._lost: list[str] = []
 
     def belongs_to(self, rank_info: RankInfo) -> None:
-        """Keep the objects as those of this rank, where ``rank_info`` says."""
+        """Keep the objects as those of this rank, in the memory that ``rank_info`` names."""
         if self._kept is None:
             return
         self._rank, self._world_size = rank_info.rank, rank_info.world_size
@@ -96,16 +96,16 @@ class LocalState:
             self._memory.own[BETWEEN].clear()
 
     def inner(self) -> list[Any]:
-        """Return the objects, with what they hold and get back in place."""
+        """Return the objects, and the objects inside them that are restored in place."""
         return [] if self._kept is None else self._kept.inner()
 
     def seal(self, step: int) -> None:
-        """Keep the objects as of ``step``, which no rank has committed yet. Raises OSError without memory for it.
+        """Keep the objects as of ``step``, which no rank has committed yet. Raises OSError if memory is short.
 
-        What is kept of the step before it stays, for as long as the ranks may have to begin from there.
+        The state of the step before it stays as long as the ranks may have to begin from there.
         """
-        # INVARIANT local-before-commit: no rank commits a step before each rank has sealed what it has of that step.
-        # Broken if: a rank seals it behind the last thing that the others wait for.
+        # INVARIANT local-before-commit: no rank commits a step before each rank has sealed its own state of that step.
+        # Broken if: a rank seals its state after the last point at which the others wait for it.
         # Guarded by: test_a_rank_that_dies_behind_the_sum_gets_that_step.
         if self._kept is None:
             return
@@ -120,7 +120,7 @@ class LocalState:
         self._loaded = None
 
     def settle(self) -> None:
-        """Keep what has followed the update of the newest step, too: the program has ended it."""
+        """Also keep changes after the update of the newest step, once the program has ended that step."""
         if self._kept is None or self._memory is None or self._live_step is None:
             return
         found = newest_of(self._memory.own[:STEPS], self._live_step)
@@ -138,7 +138,7 @@ class LocalState:
         self._seal_s += time.perf_counter() - began_s
 
     def begin(self, step: int) -> None:
-        """The ranks are at ``step``: what is kept of it must be there before it is changed."""
+        """Begin at ``step``: keep its state now if it is not kept yet, before the objects change."""
         if self._kept is None or self._memory is None:
             return
         self._live_step, self._is_between = step, False
@@ -147,9 +147,9 @@ class LocalState:
             self._write(self._kept.pickled(), step, settled=True)
 
     def changed_between(self) -> None:
-        """Functions between two steps were called: a file of this step has what they have left.
+        """Keep changes by functions that were called between two steps, for a file of this step.
 
-        A rank that begins from this step does not: they are called again.
+        A rank that begins from this step does not receive them: it calls the functions again.
         """
         if self._kept is None or self._memory is None or self._live_step is None:
             return
@@ -166,30 +166,30 @@ class LocalState:
             place.clear()
 
     def forget_between(self) -> None:
-        """Functions between two steps are called again: :meth:`put_back` goes to what was before them."""
+        """Drop those changes: the functions are called again, so :meth:`put_back` returns to the state before them."""
         if self._kept is not None and self._memory is not None:
             self._is_between = False
             self._memory.own[BETWEEN].clear()
 
-    # INVARIANT once-each-step: after a step was given up, the objects of every rank hold what the newest committed step
-    # has left, so that each step changes them once.
-    # Broken if: a survivor keeps what the step that broke has changed, or goes back to what was not its own.
+    # INVARIANT once-each-step: after a step was given up, the objects of every rank hold the state of the newest committed
+    # step, so that each step changes them once.
+    # Broken if: a survivor keeps changes of the step that broke, or gets the state of another rank.
     # Guarded by: test_a_survivor_has_what_the_committed_step_has_left.
     def put_back(self) -> None:
-        """Have the objects hold again what they had at the newest committed step."""
+        """Restore the objects to the newest committed step."""
         if self._kept is None or self._memory is None or self._live_step is None:
             return
         own = self._memory.own
         found = newest_of(own if self._is_between else own[:STEPS], self._live_step)
         if found is None:
-            self._lose(f"what step {self._live_step:,} has left was not kept")
+            self._lose(f"the state after step {self._live_step:,} was not kept")
             return
         self._give(found[0].read(found[1]), is_foreign=False)
 
     def go_to(self, step: int, record: Any, *, is_begin: bool) -> None:
-        """Have the objects hold what this rank had at ``step``, whose state was just taken over.
+        """Restore this rank's objects to ``step``, whose state it has just received or loaded.
 
-        ``record``: what a file has of all ranks, if the state is a file's. ``is_begin``: no step has changed anything yet.
+        ``record``: the per-rank state of all ranks, if the state came from a file. ``is_begin``: no step was made yet.
         """
         of_file = _checked(record)
         if self._kept is None:
@@ -202,7 +202,7 @@ class LocalState:
         elif not self._take_of_memory(step):
             is_as_built = is_begin and was_live is None
             if was_live != step and not is_as_built:
-                self._lose(f"nothing was kept for rank {self._rank} of step {step:,}")
+                self._lose(f"nothing was kept for rank {self._rank} at step {step:,}")
         if self._memory is not None and (of_file or not is_begin):
             self._leave_others(step)
         self.begin(step)
@@ -210,7 +210,7 @@ class LocalState:
     def _take_of_file(self, step: int, of_file: Mapping[str, Tensor]) -> None:
         mine = of_file.get(str(self._rank))
         if mine is None:
-            self._lose(f"the checkpoint of step {step:,} has nothing of rank {self._rank}")
+            self._lose(f"the checkpoint of step {step:,} has no state of rank {self._rank}")
         else:
             self._give(_unpacked(mine), is_foreign=True)
             # Another branch may have left a step of this number.
@@ -219,12 +219,12 @@ class LocalState:
         gone = [int(one) for one in of_file if int(one) >= self._world_size]
         if gone and self._rank == 0:
             self._lost.append(
-                f"what {rank_list(sorted(gone))} kept of their own ({', '.join(self.names)}) is left out: this run has"
+                f"the per-rank state of {rank_list(sorted(gone))} ({', '.join(self.names)}) is left out: this run has"
                 f" {self._world_size} ranks"
             )
 
     def _take_of_memory(self, step: int) -> bool:
-        """Return whether this rank, or the process before it, has kept what it had at ``step``."""
+        """Restore the objects from memory; return False if neither this process nor the one before kept ``step``."""
         found = None if self._memory is None else newest_of(self._memory.own[:STEPS], step)
         if found is None:
             return False
@@ -233,13 +233,13 @@ class LocalState:
         is_known = header.flags & KNOWN and not header.flags & CHANGES_LATE
         if not header.flags & SETTLED and not is_known:
             self._lost.append(
-                f"{', '.join(self.names)} of rank {self._rank}: the process was lost, or its step cut short, behind"
-                f" optimizer.step() of step {step:,}, where the loop changes what it keeps: change it before that"
+                f"{', '.join(self.names)} of rank {self._rank}: the process was lost, or its step cut short, after"
+                f" optimizer.step() of step {step:,}, where the loop may change kept objects: change them before that"
             )
         return True
 
     def _leave_others(self, step: int) -> None:
-        """Forget what is kept of other steps: another branch of the run may have left it."""
+        """Forget the state of other steps: another branch of the run may have left it."""
         assert self._memory is not None, "checked by the caller"
         for place in self._memory.own:
             header = place.header()
@@ -256,25 +256,23 @@ class LocalState:
             self._lose(f"it could not be put back ({type(error).__name__}: {error})")
 
     def _lose(self, why: str) -> None:
-        verb = "goes" if len(self.names) == 1 else "go"
+        verb = "keeps" if len(self.names) == 1 else "keep"
         names = ", ".join(self.names)
-        self._lost.append(f"{names} of rank {self._rank} {verb} on as this process has it: {why}")
+        self._lost.append(f"{names} of rank {self._rank} {verb} the content of this process: {why}")
 
     def take_lost(self) -> list[str]:
-        """Return a line for each thing that could not be given back, since this was asked."""
+        """Return a line for each object that could not be restored since the last call."""
         found, self._lost = self._lost, []
         return found
 
     def await_all(self, group: Group, slot: Slot, step: int) -> None:
-        """Return once every rank of the group has sealed what it has of ``step``. Every rank must call it."""
+        """Return once every rank of the group has sealed its state of ``step``. Every rank must call it."""
         if self._kept is None or group.world_size == 1:
             return
         membership = group.membership
         with waiting_for_peers(slot):
             is_here = membership.local_world_size == membership.world_size
-            is_freed_here = (
-                not group.ends_in_silence
-            )  # by one look at whether the generation was aborted
+            is_freed_here = not group.ends_in_silence  # by a check for an aborted generation
             if self._memory is None or not (self._memory.is_shared and is_here and is_freed_here):
                 group.exchange(f"local/{step}", "")
                 return
@@ -287,9 +285,9 @@ class LocalState:
                 time.sleep(0 if looks < _LOOKS_YIELDING else _LOOK_S)
 
     def agree(self, group: Group, slot: Slot, *, places: Sequence[int], step: int) -> str:
-        """Begin a generation at ``step``; return why the ranks do not keep the same, or an empty text.
+        """Begin a generation at ``step``; return in what the kept names differ between ranks, or an empty text.
 
-        ``places``: of the group's ranks, by their numbers in the launch. Every rank must call it.
+        ``places``: the group's ranks, by their numbers in the launch. Every rank must call it.
         """
         if self._kept is None:
             return ""
@@ -301,9 +299,9 @@ class LocalState:
         return "" if other is None else f"ranks 0 and {other} keep {every[0]} and {every[other]}"
 
     def of_ranks(self, step: int) -> dict[str, Any]:
-        """Return, for a file of ``step``, what is known of each rank; empty where nothing is kept.
+        """Return the per-rank state of ``step`` for a file, as far as this rank knows it; empty if nothing is kept.
 
-        Ranks of this machine have sealed it, those of others were gathered.
+        Ranks of this machine have sealed theirs; that of other machines was gathered.
         """
         if self._kept is None or self._memory is None:
             return {}
@@ -330,7 +328,7 @@ class LocalState:
         return None if found is None else packed(found[0].read(found[1]))
 
     def mine(self, step: int) -> Tensor | None:
-        """Return what this rank has of ``step``, for the rank that saves on another machine."""
+        """Return this rank's state of ``step``, for a rank that saves on another machine."""
         if self._kept is None or self._memory is None:
             return None
         return self._packed_of(self._rank % max(1, self._local_world_size), step)
@@ -342,40 +340,40 @@ class LocalState:
 
     @property
     def machine(self) -> int:
-        """A number that ranks have alike which can read each other's; -1 where nobody can read this one's."""
+        """The number of this machine, whose ranks can read each other's state; -1 if no other rank can read this one's."""
         is_shared = self._memory is not None and self._memory.is_shared
         return self._rank // max(1, self._local_world_size) if is_shared else -1
 
     def gathered(self, step: int, found: dict[str, Tensor]) -> None:
-        """Take in what ranks that cannot be read from here have of ``step``."""
+        """Take in the state of ``step`` of ranks that cannot be read from here."""
         self._gathered = (step, found)
 
     def to_hand_on(self, step: int) -> dict[str, Any]:
-        """Return what a file had of all ranks, for those that receive the state of ``step`` as it was loaded."""
+        """Return the per-rank state of all ranks from a file, for ranks that receive the loaded state of ``step``."""
         if self._loaded is None or self._loaded[0] != step:
             return {}
         return {LOCAL: self._loaded[1]}
 
     def cost_line(self) -> str:
-        """Return what keeping costs, once, where it is much; else an empty text."""
+        """Return a line on the cost of keeping, once, if the cost is high; else an empty text."""
         if self._kept is None or self._seals != _SEALS_TIMED or self._size_bytes <= LARGE_BYTES:
             return ""
         self._seals += 1
         each_ms = 1e3 * self._seal_s / _SEALS_TIMED
         return (
-            f"{', '.join(self.names)}: {self._size_bytes / 1e6:,.0f} MB are kept for this rank at each step, which"
-            f" takes {each_ms:.1f} ms of it"
+            f"{', '.join(self.names)}: {self._size_bytes / 1e6:,.0f} MB are copied for this rank at each step, which"
+            f" takes {each_ms:.1f} ms"
         )
 
     def _write(self, pickled: Pickled, step: int, *, settled: bool) -> None:
-        """Write into the place that nobody may need any more: of the three, neither the newest of the state nor of ``step``."""
+        """Write into the place that no rank needs any more: neither the newest of the committed step nor of ``step``."""
         if self._memory is None:
             return
         self._size_bytes = pickled.size_bytes
         own = self._memory.own[:STEPS]
         needed = {id(found[0]) for one in (self._live_step, step) if (found := self._newest(one))}
         if not settled and (same := self._newest(step)) and self._live_step != step:
-            needed.discard(id(same[0]))  # of a step that was given up
+            needed.discard(id(same[0]))  # it is of a step that was given up
         headers = [(one.header(), one) for one in own if id(one) not in needed]
         place = min(headers, key=lambda pair: -1 if pair[0] is None else pair[0].count)[1]
         self._count += 1
@@ -389,7 +387,7 @@ class LocalState:
 
 
 def packed(pickled: Pickled) -> Tensor:
-    """Return ``pickled`` as a tensor of bytes; its size is a round one, so that memory for it can be used again."""
+    """Return ``pickled`` as a tensor of bytes, padded to a round size so that its memory can be reused."""
     sizes = [len(pickled.text), *[one.nbytes for one in pickled.buffers]]
     head = struct.pack(f"<{len(sizes) + 1}q", len(sizes), *sizes)
     end = len(head) + pickled.size_bytes
@@ -413,12 +411,12 @@ def _unpacked(tensor: Tensor) -> Pickled:
     for size in sizes:
         parts.append(raw[at : at + size])
         at += size
-    # Copies: what is loaded from them may be written.
+    # Copies, as the loaded objects must be writable.
     return Pickled(bytes(parts[0]), [memoryview(bytearray(one)) for one in parts[1:]])
 
 
 def _checked(record: Any) -> dict[str, Tensor]:
-    """Return what a file has of each rank. Raises ValueError for what is none."""
+    """Return the per-rank state of a file. Raises ValueError if ``record`` has another form."""
     if record is None:
         return {}
     is_one = isinstance(record, Mapping) and all(
@@ -426,5 +424,5 @@ def _checked(record: Any) -> dict[str, Tensor]:
         for rank, one in record.items()
     )
     if not is_one:
-        raise ValueError("what it has of each rank is no record of that")
+        raise ValueError("its per-rank state (local) has another form")
     return dict(record)

@@ -1,7 +1,7 @@
-"""The memory in which each rank of a machine keeps its own objects: it outlives the rank.
+"""Manages the memory in which each rank of a machine keeps its own objects; it outlives the rank.
 
-The supervisor owns it and hands it to every rank of its machine; a rank writes into its own places alone, and the
-rank that saves reads those of all. Without a supervisor it is this process's. Never touches a disk.
+The supervisor owns it and passes it to every rank of its machine. A rank writes only into its own places, and the
+saving rank reads those of all. Without a supervisor this process owns it. Never touches a disk.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SIGNED_BYTES = _HEADER.size + 16
 _MARK = b"ddplocal"
 _SIZE_BYTES = 8  # of a buffer's size
 # Flags of a place.
-SETTLED = 1  # what followed the step's update is in it, too
-CHANGES_LATE = 2  # the program has changed what is kept behind an update, at least once
-KNOWN = 4  # whether it does is known: a step was looked at after its update
+SETTLED = 1  # it includes changes after the step's update
+CHANGES_LATE = 2  # the program has changed kept objects after an update, at least once
+KNOWN = 4  # whether it does is known: a step was checked after its update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a place holds. ``count``: the newest of a rank has the highest."""
+    """Describes the content of a place. ``count``: the newest place of a rank has the highest."""
 
     step: int
     count: int
@@ -51,7 +51,7 @@ class Header:
 
     @classmethod
     def from_bytes(cls, read: bytes) -> Header | None:
-        """Return the header; None where the place holds nothing whole."""
+        """Return the header; None if the place holds no complete content."""
         packed, digest = read[: _HEADER.size], read[_HEADER.size :]
         if len(read) < _SIGNED_BYTES or packed[:8] != _MARK:
             return None
@@ -62,9 +62,9 @@ class Header:
 
 
 class Place:
-    """One place of one rank: a part of the file ``descriptor`` from ``begin`` on.
+    """Reads and writes one place of one rank: a part of the file ``descriptor`` from ``begin`` on.
 
-    ``is_own``: nobody but this process writes there.
+    ``is_own``: only this process writes there.
     """
 
     def __init__(self, descriptor: int, begin: int, *, is_own: bool) -> None:
@@ -72,23 +72,23 @@ class Place:
         self._begin = begin
         self._is_own = is_own
         self._known: Header | None = self._read_header() if is_own else None
-        self._room_bytes = 0  # that this process has made sure of
+        self._room_bytes = 0  # that this process has allocated
 
     def header(self) -> Header | None:
-        """Return the header; None where the place holds nothing whole."""
+        """Return the header; None if the place holds no complete content."""
         return self._known if self._is_own else self._read_header()
 
     def _read_header(self) -> Header | None:
         return Header.from_bytes(os.pread(self._descriptor, _SIGNED_BYTES, self._begin))
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Mark the place as empty."""
         if self.header() is not None:
             self._known = None
             os.pwrite(self._descriptor, bytes(_SIGNED_BYTES), self._begin)
 
     def write(self, pickled: Pickled, *, step: int, count: int, flags: int) -> None:
-        """Hold ``pickled``, of ``step``. Raises OSError where the machine has no memory for it."""
+        """Write ``pickled``, of ``step``. Raises OSError if the machine lacks memory for it."""
         sizes = struct.pack(f"<{len(pickled.buffers)}q", *[one.nbytes for one in pickled.buffers])
         needed_bytes = _SIGNED_BYTES + len(sizes) + pickled.size_bytes
         if needed_bytes > PLACE_BYTES:
@@ -108,7 +108,7 @@ class Place:
             text_bytes=len(pickled.text),
             buffers=len(pickled.buffers),
         )
-        # INVARIANT local-sealed-last: a place says what it holds only once all of that is in it.
+        # INVARIANT local-sealed-last: the header of a place is written only once its whole content is there.
         # Broken if: the header is written before the last part, or stays while a part is written.
         # Guarded by: test_what_is_cut_short_leaves_the_step_before.
         self.sign(header)
@@ -121,12 +121,12 @@ class Place:
         return at
 
     def sign(self, header: Header) -> None:
-        """Hold the same with this header."""
+        """Replace the header of the same content."""
         os.pwrite(self._descriptor, header.to_bytes(), self._begin)
         self._known = header
 
     def read(self, header: Header) -> Pickled:
-        """Return a copy of what the place holds by ``header``. Raises OSError where it is not all there."""
+        """Return a copy of the content that ``header`` describes. Raises OSError if it is incomplete."""
         at = self._begin + _SIGNED_BYTES
         sizes = struct.unpack(
             f"<{header.buffers}q", self._read_whole(_SIZE_BYTES * header.buffers, at)
@@ -146,12 +146,12 @@ class Place:
         while view.nbytes:
             count = os.preadv(self._descriptor, [view], at)
             if count == 0:
-                raise OSError(errno.ENODATA, "what a rank has kept of its own is cut short")
+                raise OSError(errno.ENODATA, "per-rank state in memory is cut short")
             view, at = view[count:], at + count
         return found
 
     def holds(self, header: Header, pickled: Pickled) -> bool:
-        """Return True if these very bytes are there."""
+        """Return True if the place holds exactly these bytes."""
         if len(pickled.text) != header.text_bytes or len(pickled.buffers) != header.buffers:
             return False
         sizes = struct.pack(f"<{len(pickled.buffers)}q", *[one.nbytes for one in pickled.buffers])
@@ -181,10 +181,10 @@ def _are_same(memory: mmap.mmap, part: memoryview, *, at: int) -> bool:
 
 
 class RankMemory:
-    """The places of all ranks of a machine, as one of them has them."""
+    """Gives one rank access to the places of all ranks of its machine."""
 
     def __init__(self, paths: Sequence[str], *, local_rank: int, local_world_size: int) -> None:
-        """``paths``: of the file that the ranks share; empty: this process keeps its own, and sees no other's."""
+        """``paths``: the file that the ranks share; empty: this process keeps its own, and sees no other rank's."""
         self.is_shared = bool(paths)
         self._descriptor = (
             os.open(paths[0], os.O_RDWR | os.O_CLOEXEC) if paths else os.memfd_create("local_state")
@@ -195,7 +195,7 @@ class RankMemory:
         self.own = self._places_of(local_rank, is_own=True)
 
     def places_of(self, local_rank: int) -> list[Place]:
-        """Return the places of a rank of this machine; none where they cannot be reached from here."""
+        """Return the places of a rank of this machine; an empty list if they are not accessible."""
         if local_rank == self._local_rank:
             return self.own
         return self._places_of(local_rank, is_own=False) if self.is_shared else []
@@ -205,11 +205,11 @@ class RankMemory:
         return [Place(self._descriptor, begin, is_own=is_own) for begin in begins]
 
     def announce(self, value: int) -> None:
-        """Show the other ranks of this machine that this one has got as far as ``value``, which only grows."""
+        """Show the other ranks of this machine that this one has reached ``value``, which only grows."""
         struct.pack_into("<q", self._mapped(), self._local_rank * CELL_BYTES, value)
 
     def have_announced(self, local_ranks: Iterable[int], value: int) -> bool:
-        """Return True once all of these have got as far."""
+        """Return True once all of these ranks have reached ``value``."""
         board = self._mapped()
         return all(
             struct.unpack_from("<q", board, one * CELL_BYTES)[0] >= value for one in local_ranks
@@ -217,13 +217,13 @@ class RankMemory:
 
     def _mapped(self) -> mmap.mmap:
         if self._board is None:
-            # It makes the file larger where it must, and never smaller.
+            # This may enlarge the file, and never shrinks it.
             os.posix_fallocate(self._descriptor, 0, self._board_bytes)
             self._board = mmap.mmap(self._descriptor, self._board_bytes)
         return self._board
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the board and the file."""
         board, self._board = self._board, None
         if board is not None:
             board.close()
@@ -231,7 +231,7 @@ class RankMemory:
 
 
 def newest_of(places: Sequence[Place], step: int) -> tuple[Place, Header] | None:
-    """Return the newest place of ``step`` among a rank's; None where there is none."""
+    """Return the newest of a rank's places that hold ``step``; None if there is none."""
     found = [(place, header) for place in places if (header := place.header()) is not None]
     of_step = [one for one in found if one[1].step == step]
     return max(of_step, key=lambda one: one[1].count) if of_step else None

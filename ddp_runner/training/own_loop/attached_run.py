@@ -156,12 +156,12 @@ class AttachedRun:
             self._loop.kept.add(name, module)
 
     def keep_local(self, **objects: Any) -> None:
-        """Have what this rank has of its own kept at each step, by name: an environment, a replay buffer, a generator.
+        """Keep objects of this rank alone at each step, by name: an environment, a replay buffer, a generator.
 
-        It is given back to a replacement of just this rank, put back where a step is done again, and saved by rank.
-        Objects with ``state_dict()`` and ``load_state_dict()``, dicts, lists, deques, arrays, tensors, generators,
-        and any object that pickle copies. Change it before ``optimizer.step()``. Raises BadInputError for others,
-        and after the first step.
+        A replacement of this rank receives them, a repeated step puts them back, and checkpoints hold them by rank.
+        An object has ``state_dict()`` and ``load_state_dict()``, or is a dict, list, deque, set, array, tensor,
+        generator or any object that pickle can copy. Change the objects before ``optimizer.step()``. Raises
+        BadInputError for other objects, and after the first step.
         """
         self._refuse_late("keep_local()")
         for name, value in objects.items():
@@ -169,7 +169,7 @@ class AttachedRun:
                 raise misuse(f"keep_local({name}=...) is kept already")
             if name in self._loop.kept or any(value is one for one in self._loop.kept.values()):
                 raise misuse(
-                    f"keep_local({name}=...): run.keep() has it, as that which all ranks have alike"
+                    f"keep_local({name}=...): run.keep() has this object already, as equal on all ranks"
                 )
             KeptLocally({name: value}, option=KEEP_LOCAL)
             self._loop.local[name] = value
@@ -258,7 +258,7 @@ class AttachedRun:
     def _prepared(
         self, batches: Iterable[Any], *, max_steps: int, epochs: int, accumulate: int
     ) -> tuple[LoopParts, str, int]:
-        """What this rank trains with, the run that it resumes, and how many batches a step has. Raises as :meth:`steps`."""
+        """Return the rank's parts, the id of the run that it resumes, and the batches per step. Raises as :meth:`steps`."""
         self._check_kept()
         if isinstance(batches, KeptLoader):
             accumulate = batches.accumulate

@@ -17,7 +17,7 @@ from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.net import AttachedModule
 
 LOSS = "loss"
-KEEP_LOCAL = "keep_local"  # what errors call it
+KEEP_LOCAL = "keep_local"  # its name in error lines
 
 
 class RepeatStep(BaseException):
@@ -48,7 +48,7 @@ class OwnLoop:
     ddp: DdpSettings
     program: dict[str, str]
     kept: KeptObjects = field(default_factory=KeptObjects)
-    local: dict[str, Any] = field(default_factory=dict)  # what each rank has of its own
+    local: dict[str, Any] = field(default_factory=dict)  # per-rank state
     net: AttachedModule | None = None
     norms: SyncedNorms | None = None  # of the net, where torch has none for the device
     recurring: list[Recurring] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""An attached run in the process of a drill: one rank's share of one step, as a replacement of that rank computes it.
+"""Computes, in a drill's process, one rank's share of one step of a loop, as a replacement of that rank does.
 
-The program runs from its top. Its loop is given the batch of the step, and nothing comes after its first backward:
-no update, no save, no other rank.
+The program runs from its top. Its loop receives the batch of the step, and the process ends with the first backward:
+there is no update, no save and no other rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ddp_runner.training.starting.resume import load_start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareWanted:
-    """The share that is wanted, by the rank's number in its group.
+    """Describes the requested share by the rank's number in its group.
 
-    ``begins`` is called once the state is in what the program keeps; it may raise. ``ends``, which is called with the
-    share, and ``fails``, which is called where there is none, end the process.
+    ``begins`` is called once the kept objects have the state; it may raise. ``ends`` is called with the share, and
+    ``fails`` if there is none; both end the process.
     """
 
     rank: int
@@ -45,12 +45,12 @@ class ShareWanted:
 
 
 class DrilledRun(AttachedRun):
-    """What :func:`ddp_runner.attach` gives to a program in the process of a drill."""
+    """Represents the run to a program in a drill's process, which gets it from :func:`ddp_runner.attach`."""
 
     def __init__(
         self, settings: Settings, runtime: Runtime, *, arguments: str, wanted: ShareWanted
     ) -> None:
-        """``settings`` have the state where a run has its checkpoints."""
+        """``settings``: its checkpoint folder holds the state of the drill."""
         super().__init__(settings, runtime, arguments=arguments, on_end=lambda _: None)
         self._wanted = wanted
         self._lone: LoneBody | None = None  # once the batch is given
@@ -64,7 +64,7 @@ class DrilledRun(AttachedRun):
         epochs: int = 0,
         accumulate: int = 1,
     ) -> Iterator[Any]:
-        """Give this rank's batch of the one step."""
+        """Yield this rank's batch of the one step."""
         parts, _, accumulate = self._prepared(
             batches, max_steps=max_steps, epochs=epochs, accumulate=accumulate
         )
@@ -72,7 +72,7 @@ class DrilledRun(AttachedRun):
         return self._one_step(parts, accumulate=accumulate)
 
     def _one_step(self, parts: LoopParts, *, accumulate: int) -> Iterator[Any]:
-        # As a replaced rank, which receives the state with its first batch, and what it has of its own with it.
+        # Like a replaced rank, which receives the state, including its per-rank state, with its first batch.
         if load_start(parts.settings, parts.workload, parts.state, parts.store) is None:
             raise FileNotFoundError(f"there is no state in {parts.store.directory}")
         wanted, step = self._wanted, parts.state.committed_step
@@ -88,7 +88,7 @@ class DrilledRun(AttachedRun):
             self._lone.notes.batch(batch)
         seed_step(seed=self._settings.run.seed, step=step, rank=wanted.rank, micro_step=0)
         yield batches if accumulate > 1 else batches[0]
-        raise misuse("the loop asks for another batch, and has made no step of the one that it had")
+        raise misuse("the loop asks for another batch before it has made a step of the first one")
 
     def begin_step(self) -> None:
         """Begin the body of the step."""
@@ -98,18 +98,18 @@ class DrilledRun(AttachedRun):
         self._lone.begin()
 
     def end_step(self) -> None:
-        """End the body: one without an update. Does not return."""
+        """End a body without an update. Does not return."""
         self._end_share()
 
     def fail_step(self, error: BaseException) -> bool:
-        """Have the error end the program."""
+        """Let the error end the program."""
         del error
         return False
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
-        """A hook of torch's: the share is complete."""
+        """End the share: torch calls this hook before an optimizer's step."""
         del args, named
         if self._lone is None:
             return  # before the loop
@@ -125,10 +125,10 @@ class DrilledRun(AttachedRun):
 
 
 class LoneBody:
-    """Implements :class:`~ddp_runner.training.own_loop.net.Wrapping` without any other rank, and ends with the share.
+    """Implements :class:`~ddp_runner.training.own_loop.net.Wrapping` without other ranks, and ends with the share.
 
-    It notes a gradient where DDP would take it for its first sum: when it is accumulated, after a call of the net
-    outside of ``no_sync()``.
+    It notes a gradient at the point where DDP would take it for its first sum: when it is accumulated, after a call of
+    the net outside of ``no_sync()``.
     """
 
     def __init__(
@@ -145,18 +145,18 @@ class LoneBody:
         self._hooked: dict[int, Tensor] = {}  # once such a call has come
 
     def begin(self) -> None:
-        """The body begins: from here on the net is called as that of a rank is."""
+        """Begin the body: from here on this object handles calls of the net."""
         self._net.use(self)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Return the outputs of the net."""
+        """Return the net's outputs."""
         if self._is_summed:
             self._hook()
         return self._net.module(*args, **named)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Calls of the net within do not begin a sum over ranks."""
+        """Have calls of the net inside the block begin no sum over ranks."""
         before, self._is_summed = self._is_summed, False
         try:
             yield
@@ -164,16 +164,16 @@ class LoneBody:
             self._is_summed = before
 
     def end(self) -> NoReturn:
-        """End with what there is: parameters that the backward did not use have what was accumulated before."""
+        """End with the gradients so far: those of parameters that the backward did not use were accumulated before."""
         for parameter in self._hooked.values():
             if parameter.grad is not None and not self.notes.has(parameter):
                 self.notes.gradient(parameter, parameter.grad)
         self._wanted.ends(self._parts, self.notes.share())
 
     def asked(self, what: str) -> NoReturn:
-        """End where the body wants something of the other ranks: what it does then is not what a rank would do.
+        """End when the body communicates with other ranks: its later results would differ from a rank's.
 
-        After the first backward it comes too late to matter.
+        After the first backward the share is complete, and counts.
         """
         if any(map(self.notes.has, self._hooked.values())):
             self.end()
@@ -189,4 +189,4 @@ class LoneBody:
         if parameter.grad is not None and not self.notes.has(parameter):
             self.notes.gradient(parameter, parameter.grad)
         if all(map(self.notes.has, self._hooked.values())):
-            self.end()  # what follows is what the ranks' sum is for
+            self.end()  # what follows would need the sum over ranks

@@ -59,7 +59,7 @@ class KeptObjects:
         return [*self.modules, *self.optimizers, *self.others]
 
     def values(self) -> list[Any]:
-        """Return everything that is kept."""
+        """Return all kept objects."""
         return [*self.modules.values(), *self.optimizers.values(), *self.others.values()]
 
     def check(self) -> None:

@@ -1,6 +1,7 @@
-"""Compares the first body of a launch, which is for nothing, with the one that makes the step of the same batch.
+"""Compares the warm-up run of a launch's first body with the run that makes the step of the same batch.
 
-What differs can be repeated by no process. Where a variable of the loop explains it, that is named elsewhere.
+If they differ, no process can repeat the step. If a variable of the loop explains the difference, another check names
+it.
 """
 
 from __future__ import annotations
@@ -23,25 +24,27 @@ from ddp_runner.training.exactness.own_share import first_difference
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.watched_step import WatchedStep
 
-WAITS_STEPS = 3  # in which the variables of the loop are looked at
+WAITS_STEPS = 3  # in which the variables of the loop are checked
 
 
 class RepeatCheck(BesideSteps):
-    """The check on one rank. Every rank calls its methods at the same places."""
+    """Performs the check on one rank. Every rank calls its methods at the same points."""
 
     def __init__(self, parts: LoopParts) -> None:
         self._parts = parts
         self._state = parts.state
-        self._where: str | None = None  # where the two bodies part, in this process's first step
+        self._where: str | None = (
+            None  # the first difference of the two runs, in this process's first step
+        )
         self._is_over = False
-        self._finding = ""  # of all ranks; until it is reported
+        self._finding = ""  # of all ranks, until it is reported
         self._found_at = 0
 
     @contextlib.contextmanager
     def beside(
         self, stepper: Noting, group: Group, micro_batches: Sequence[MicroBatch]
     ) -> Iterator[None]:
-        """Note the first step of a launch, each time it is made."""
+        """Note the first step of a launch, at each attempt."""
         del micro_batches
         is_first = is_first_generation(group.membership.generation, self._parts.settings.stage)
         if self._is_over or not is_first or not isinstance(stepper, WatchedStep):
@@ -59,7 +62,7 @@ class RepeatCheck(BesideSteps):
                 )
 
     def after(self, step: int, group: Group, *, at_end: bool) -> None:
-        """Compare after the first step what the ranks have found, and report it."""
+        """Compare the ranks' findings after the first step, and report the result."""
         if not self._is_over and self._where is not None:
             self._is_over = True
             with waiting_for_peers(self._parts.runtime.slot):
@@ -67,8 +70,8 @@ class RepeatCheck(BesideSteps):
             self._finding, self._found_at = not_repeated(answers), step
             if group.rank == 0 and not any(answers):
                 report_repeated(self._parts, step - 1)
-        # INVARIANT explained-once: a loop whose variables are not kept is not exact once it is repaired, and is before.
-        # Broken if: its first body is repeated, and what that changes is taken for a step that nobody can repeat.
+        # INVARIANT explained-once: a loop with variables that are not kept stays exact until it is repaired.
+        # Broken if: the repeat of its first body changes such a variable, and this counts as a step that cannot repeat.
         # Guarded by: test_a_variable_that_is_named_explains_a_first_step_that_differs.
         if self._finding and (at_end or step >= self._found_at + WAITS_STEPS):
             if group.rank == 0 and not self._state.carried:

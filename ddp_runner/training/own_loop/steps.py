@@ -303,7 +303,7 @@ class LoopSteps:
         return Outcome.ALL_DONE if self._is_to_stop else Outcome.GOES_ON
 
     def gather(self) -> None:
-        """Collect what ranks of other machines have of their own; else what a loop reads is the same on all ranks."""
+        """Collect the per-rank state of other machines; all other state of a loop is equal on all ranks."""
         gather_local(self._state.local, self._group, step=self._state.committed_step)
 
     def evaluate(self) -> StopReason | None:

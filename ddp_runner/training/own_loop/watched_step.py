@@ -1,6 +1,6 @@
-"""Surrounds the step in hand of a user's own loop with what works beside it, and notes this rank's own share of it.
+"""Surrounds the current step of a user's own loop with background work, and notes this rank's share of it.
 
-A loop's step is no call of ours: it begins where its batch is taken, and ends with its commit.
+We do not call a loop's step: it begins when the loop takes its batch, and ends with its commit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ddp_runner.training.own_loop.kept import KeptState
 
 @dataclass(slots=True)
 class LoopNotes(ShareNotes):
-    """The notes of a share up to its first sum over ranks: what a body computes from that, other ranks have a part in."""
+    """Notes a share up to its first sum over ranks: later results also depend on the other ranks."""
 
     _seen: set[int] = field(default_factory=set)
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """The rank's own gradient of the backward whose sum comes first; a later one of the step does not count."""
+        """Note the rank's own gradient of the backward that is summed first; ignore later ones of the step."""
         if id(parameter) in self._seen:
             return
         self._seen.add(id(parameter))
@@ -37,26 +37,26 @@ class LoopNotes(ShareNotes):
         return id(parameter) in self._seen
 
     def begin_again(self) -> None:
-        """Forget everything: the step is made again, of the same batch."""
+        """Forget all notes: the step begins again, with the same batch."""
         self.samples.clear()
         self.gradients.clear()
         self._seen.clear()
 
 
 class WatchedStep:
-    """The step in hand of one generation. Every call comes from the training thread."""
+    """Watches the current step of one generation. Every call comes from the training thread."""
 
     def __init__(self, state: KeptState, group: Group, *, beside: Sequence[BesideSteps]) -> None:
         self._state = state
         self._group = group
         self._beside = tuple(beside)
         self._around = contextlib.ExitStack()
-        self._step = EMPTY_STEP  # which is surrounded
-        self._notes: LoopNotes | None = None  # of that, where somebody wants them
-        self.rehearsed: OwnShare | None = None  # of a body of that step that was for nothing
+        self._step = EMPTY_STEP  # the step that is surrounded
+        self._notes: LoopNotes | None = None  # of that step, if they are requested
+        self.rehearsed: OwnShare | None = None  # of a warm-up run of that step's body
 
     def begin(self, batches: Sequence[Any]) -> None:
-        """The step of the state begins, or begins again, with these batches."""
+        """Begin the next step, or begin it again, with these batches."""
         step = self._state.committed_step
         if step != self._step:
             self.end()
@@ -69,14 +69,14 @@ class WatchedStep:
                 self._notes.batch(batch)
 
     def end(self) -> None:
-        """The step is committed, or nobody makes it in this generation any more."""
+        """End the step: it is committed, or this generation gives it up."""
         self._step = EMPTY_STEP
         self._around.close()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[LoopNotes]:
-        """Note this rank's own share of the step that begins, as it is made last."""
-        if self._notes is not None:  # somebody else wants them too
+        """Note this rank's own share of the step that begins; if it is repeated, of the last attempt."""
+        if self._notes is not None:  # another caller notes them already
             yield self._notes
             return
         self._notes = notes = LoopNotes.of(self._state)
@@ -87,10 +87,10 @@ class WatchedStep:
 
     @property
     def gradient(self) -> Any:
-        """What a replica gives each of this rank's own gradients to; None where nobody wants them."""
+        """The function that takes each of this rank's own gradients; None if no notes are requested."""
         return None if self._notes is None else self._notes.gradient
 
     def has_rehearsed(self) -> None:
-        """The body that has just ended was for nothing; what it has changed is put back."""
+        """Take in that the body that has just ended was a warm-up run, whose changes are put back."""
         if self._notes is not None:
             self.rehearsed = self._notes.share()

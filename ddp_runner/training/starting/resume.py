@@ -202,7 +202,7 @@ def take_up(
 
 
 def _leave_doubtful(store: CheckpointStore, runtime: Runtime) -> None:
-    """Set aside what all ranks have gone back from, on disk and in the memory of this machine."""
+    """Set aside the later states after a roll-back, on disk and in the memory of this machine."""
     info = runtime.rank_info
     if info.not_after < 0:
         return
@@ -214,7 +214,7 @@ def _leave_doubtful(store: CheckpointStore, runtime: Runtime) -> None:
         aside = store.catalog.set_later_aside(info.not_after, stamp)
         if aside is not None:
             runtime.logger.warning(
-                f"checkpoints after step {info.not_after:,}, which are in doubt, are now in {aside}"
+                f"checkpoints after step {info.not_after:,} are in doubt; moved them to {aside}"
             )
 
 

@@ -454,7 +454,7 @@ def test_an_earlier_proof_is_none_of_a_later_repair(simulate):
 
 @pytest.mark.parametrize("is_proved", [True, False])
 def test_a_run_that_was_taken_over_is_to_be_proved(simulate, is_proved):
-    """What the coordinator before has not proved is not known: the take-over is a repair, of the ranks without memory."""
+    """What the coordinator before has not proved is not known: the takeover is a repair, of the ranks without memory."""
     run = simulate(steps=100)
     run.supervisor.facts.took_over = True
     run.to_step(10)

@@ -191,9 +191,9 @@ def test_a_rank_that_was_replaced_meanwhile_is_not_diagnosed(simulate, monkeypat
 @pytest.mark.parametrize(
     ("changes", "saved", "says"),
     [
-        ({"on_wrong_gradient": "continue"}, (5,), "on_wrong_gradient=continue: the run goes on"),
-        ({"rollbacks_max": 0}, (5,), "rollbacks_max is used up: the run goes on"),
-        ({}, (900,), "no checkpoint from before that is left: the run goes on"),
+        ({"on_wrong_gradient": "continue"}, (5,), "on_wrong_gradient=continue: the run continues"),
+        ({"rollbacks_max": 0}, (5,), "rollbacks_max is used up: the run continues"),
+        ({}, (900,), "no earlier checkpoint is left: the run continues"),
     ],
 )
 def test_a_run_that_does_not_go_back_is_not_exact(simulate, monkeypatch, changes, saved, says):
