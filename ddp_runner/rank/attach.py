@@ -46,6 +46,11 @@ def be_supervised(settings: Settings, runtime: Runtime) -> None:
     _this.settings, _this.runtime = settings, runtime
 
 
+def is_supervised() -> bool:
+    """Return whether this process is a rank that ``ddp_runner run`` repairs in place, by :func:`attach`."""
+    return _this.runtime is not None
+
+
 def has_ended() -> bool:
     """Return whether the training of this process has ended properly."""
     return _this.run is not None and _this.run.has_ended

@@ -21,14 +21,20 @@ if TYPE_CHECKING:
     from ddp_runner.features.script.rules import ScriptPlan
 
 
+_ATTACHING = "ddp_runner.integrations."
+
+
 def attaches(script: ScriptPlan) -> bool:
-    """Return whether the program's own file calls ``ddp_runner.attach()``, as far as its text says."""
+    """Return whether the program's own file calls ``ddp_runner.attach()``, or imports what does, as far as its text says."""
     return not script.is_program and calls_attach(source_of(script))
 
 
 def calls_attach(source: bytes) -> bool:
-    """Return whether a Python file calls ``attach`` of this package, by the names that it imports."""
-    if b"attach" not in source:
+    """Return whether a Python file calls ``attach`` of this package, by the names that it imports.
+
+    A module of ``ddp_runner.integrations`` calls it where it is imported.
+    """
+    if b"attach" not in source and b"integrations" not in source:
         return False
     packages, functions, called = set(), set(), []
     try:
@@ -37,6 +43,10 @@ def calls_attach(source: bytes) -> bool:
         return False
     for node in ast.walk(tree):
         match node:
+            case ast.Import(names=names) if any(one.name.startswith(_ATTACHING) for one in names):
+                return True
+            case ast.ImportFrom(module=str(module)) if f"{module}.".startswith(_ATTACHING):
+                return True
             case ast.Import(names=names):
                 packages |= {one.asname or "ddp_runner" for one in names if _is_of_package(one)}
             case ast.ImportFrom(module="ddp_runner", names=names):
