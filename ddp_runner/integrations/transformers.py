@@ -8,11 +8,14 @@ Trainer sees one process: each rank's share of the data, sums over ranks and who
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import copy
 import inspect
 import json
 import os
 import random
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -23,10 +26,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers.trainer_callback import ExportableState
-from accelerate.data_loader import SeedableRandomSampler
 
 import ddp_runner
 from ddp_runner.integrations.transformers_limits import why_not, why_not_loader, why_not_version
@@ -55,6 +58,7 @@ _ENTERED_BY = (
 )
 _OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
 _STATE_FILE = "trainer_state.json"  # the last one that Trainer writes into a checkpoint
+_PLAIN = (type(None), bool, int, float, str, Tensor)
 _DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank has measured its own
 _SAVED_WAIT_S = 120.0
 _LOSS, _FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
@@ -129,6 +133,11 @@ class _Progress:
         self.counted = torch.zeros(world_size, 4, dtype=torch.float64, device=device)
         self._between = "{}"
         self._history: list[str] = []  # each entry as text: an entry is written once
+        self._not_own = _attributes_set_by(transformers.Trainer) | _attributes_set_by(_InPlace)
+        # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
+        self._at_first = copy.deepcopy(self._own())
+        self._changed: set[str] = set()
+        self.is_new = True  # this process has no state yet
         self.saved: list[int] = []  # the steps of which Trainer has saved a checkpoint
         self._began_s = (
             time.monotonic()
@@ -142,6 +151,7 @@ class _Progress:
             "epoch": float(state.epoch or 0.0),
             "counted": self.counted,
             "between": self._between,
+            "own": self._own(),
         }
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
@@ -152,7 +162,21 @@ class _Progress:
         if given["counted"] is not self.counted:
             self.counted.copy_(given["counted"])
         self._between = given["between"]
+        own = given["own"]
+        if self.is_new and (found := json.loads(self._between)):
+            own = {name: own[name] for name in found["changed"]}
+        vars(trainer).update(own)
         self.put_counted()
+
+    def _own(self) -> dict[str, Any]:
+        """The attributes that a subclass of Trainer has added, where they are plain: its ``compute_loss`` may count."""
+        found = vars(self._trainer).items()
+        return {k: v for k, v in found if k not in self._not_own and _is_plain(v)}
+
+    def _changed_names(self) -> list[str]:
+        own, first = self._own(), self._at_first
+        self._changed |= {k for k, v in own.items() if k not in first or not _is_same(v, first[k])}
+        return sorted(self._changed & own.keys())
 
     def put_counted(self) -> None:
         """Have this rank's own counts be those that are known of it."""
@@ -205,6 +229,7 @@ class _Progress:
             "stops": trainer.control.should_training_stop,
             "callbacks": [one.state() for one in self._callbacks()],
             "saved": self.saved,
+            "changed": self._changed_names(),
         }
         self._between = f'{_as_json(found)[:-1]}, "history": [{", ".join(self._history)}]}}'
 
@@ -219,7 +244,7 @@ class _Progress:
         callbacks = trainer.callback_handler.callbacks
         for callback, state in zip(self._callbacks(), found["callbacks"], strict=False):
             callbacks[callbacks.index(callback)] = type(callback).from_state(state)
-        self.saved = found["saved"]
+        self.saved, self._changed = found["saved"], set(found["changed"])
         trainer._total_loss_scalar = found["total"]  # noqa: SLF001 - as above
         trainer._globalstep_last_logged = found["logged"]  # noqa: SLF001 - as above
         trainer._initial_global_step = found["initial"]  # noqa: SLF001 - as above
@@ -227,6 +252,36 @@ class _Progress:
     def _callbacks(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks
         return [one for one in callbacks if isinstance(one, ExportableState)]
+
+
+def _attributes_set_by(kind: type[Any]) -> set[str]:
+    """The names of attributes that the methods of a class write; in the class itself, without those above."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(_is_plain(one) for one in value)
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(one) for key, one in value.items())
+    return type(value) in _PLAIN
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    return bool(one == other)
 
 
 def _without_durations(entry: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +321,7 @@ def _nothing() -> Any:
     return DataLoader([0], generator=torch.Generator())  # type: ignore[arg-type]
 
 
-class _InPlace(_Base):
+class _InPlace(_Base):  # type: ignore[misc]
     """The methods at the bounds of Trainer's steps. Nothing of its loop is written again."""
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -280,7 +335,7 @@ class _InPlace(_Base):
         self._called = self._told = 0  # callbacks, in this body of the step and in all of them
         self._share = 1  # ranks among which the batches of a loader are shared out
         if args.device != run.device:  # the first GPU, for all ranks
-            vars(args)["_setup_devices"] = args.distributed_state.device = run.device
+            args.__dict__["_setup_devices"] = args.distributed_state.device = run.device
         args._n_gpu = min(1, args.n_gpu)  # noqa: SLF001 - it would wrap the model for all GPUs
         state = args.distributed_state
         state.process_index = state.local_process_index = run.rank
@@ -372,6 +427,7 @@ class _InPlace(_Base):
                 self._progress.take_between()
             self._batches = next(self._given, None)
             self._draws = _Draws(run.device) if self._batches is not None else None
+            self._progress.is_new = False
             if self.state.global_step != run.step_number:  # of an older state, on all ranks
                 self._progress.put_between()
         return self._batches
@@ -408,7 +464,7 @@ class _InPlace(_Base):
                     num_update_steps_per_epoch=num_update_steps_per_epoch,
                     **{**named, **where},
                 )
-            except BaseException as error:  # noqa: BLE001 - what does not come from a step is raised again
+            except BaseException as error:  # what does not come from a step is raised again
                 self._is_in_step = False
                 if not run.fail_step(error):
                     raise
@@ -437,15 +493,16 @@ class _InPlace(_Base):
         self._is_in_step, self._called = True, 0
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Count over all ranks, where Trainer does."""
+        """Count over all ranks, where Trainer does; each evaluates by itself."""
         found = super()._get_num_items_in_batch(batch_samples, device)
-        if isinstance(found, Tensor) and self.args.average_tokens_across_devices:
+        is_shared = self._is_in_step and self.args.average_tokens_across_devices
+        if isinstance(found, Tensor) and is_shared:
             counted = found.double()
             _sum_over_ranks(counted)
             found = counted.to(found.dtype)
         return found
 
-    def training_step(self, *args: Any, **named: Any) -> Tensor:
+    def training_step(self, *args: Any, **named: Any) -> Any:
         """Compute as one of the ranks."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         with self._shared_out(ranks):
@@ -560,7 +617,7 @@ class _InPlace(_Base):
                 self._begin()
                 self._is_in_step = False  # a step without an update: it tells the others
                 run.end_step()
-            except BaseException as error:  # noqa: BLE001 - as in _run_epoch
+            except BaseException as error:
                 if not run.fail_step(error):
                     raise
 

@@ -26,7 +26,7 @@ def why_not(trainer: Any, *, resumes: bool = False, searches: bool = False) -> R
 
     ``resumes``: a run that begins is given one of Trainer's checkpoints. ``searches``: a trial of a search.
     """
-    for name, value, is_refused, expected in _rules(trainer):
+    for name, value, is_refused, expected in (*_of_training(trainer), *_of_data(trainer)):
         if is_refused:
             return name, value, f"{expected}; in place it is not supported"
     if resumes:
@@ -40,11 +40,9 @@ def why_not(trainer: Any, *, resumes: bool = False, searches: bool = False) -> R
     return None
 
 
-def _rules(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
+def _of_training(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
     """Yield (argument, value, whether it is refused, why)."""
-    args, data = trainer.args, trainer.train_dataset
-    config = args.accelerator_config
-    plugin = config.gradient_accumulation_kwargs or {}
+    args = trainer.args
     yield "deepspeed", args.deepspeed, trainer.is_deepspeed_enabled, "shards the model's state"
     yield "fsdp", args.fsdp, args.fsdp or trainer.is_fsdp_enabled, "shards the model"
     is_parallel = trainer.is_model_parallel or trainer.is_distributed_loading_by_transformers
@@ -70,6 +68,13 @@ def _rules(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
     )
     optim = str(getattr(args.optim, "value", args.optim))
     yield "optim", optim, "lomo" in optim or "layerwise" in optim, "updates within backward"
+
+
+def _of_data(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
+    """The same, of the batches and how their gradients are summed."""
+    args, data = trainer.args, trainer.train_dataset
+    config = args.accelerator_config
+    plugin = config.gradient_accumulation_kwargs or {}
     sampling = args.train_sampling_strategy
     yield (
         "train_sampling_strategy",

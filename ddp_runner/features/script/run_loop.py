@@ -36,29 +36,42 @@ def calls_attach(source: bytes) -> bool:
     """
     if b"attach" not in source and b"integrations" not in source:
         return False
-    packages, functions, called = set(), set(), []
+    packages: set[str] = set()
+    functions: set[str] = set()
+    called: list[ast.expr] = []
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # a module after -m; its ranks say so
         return False
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    if any(_is_of_integrations(node) for node in nodes):
+        return True
+    for node in nodes:
         match node:
-            case ast.Import(names=names) if any(one.name.startswith(_ATTACHING) for one in names):
-                return True
-            case ast.ImportFrom(module=str(module)) if f"{module}.".startswith(_ATTACHING):
-                return True
             case ast.Import(names=names):
                 packages |= {one.asname or "ddp_runner" for one in names if _is_of_package(one)}
             case ast.ImportFrom(module="ddp_runner", names=names):
                 functions |= {one.asname or one.name for one in names if one.name == "attach"}
             case ast.Call(func=called_one):
                 called.append(called_one)
-    for one in called:
-        match one:
-            case ast.Name(id=name) if name in functions:
-                return True
-            case ast.Attribute(value=ast.Name(id=name), attr="attach") if name in packages:
-                return True
+    return any(_is_call_of(one, functions=functions, packages=packages) for one in called)
+
+
+def _is_call_of(called: ast.expr, *, functions: set[str], packages: set[str]) -> bool:
+    match called:
+        case ast.Name(id=name):
+            return name in functions
+        case ast.Attribute(value=ast.Name(id=name), attr="attach"):
+            return name in packages
+    return False
+
+
+def _is_of_integrations(node: ast.AST) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(one.name.startswith(_ATTACHING) for one in names)
+        case ast.ImportFrom(module=str(module)):
+            return f"{module}.".startswith(_ATTACHING)
     return False
 
 
