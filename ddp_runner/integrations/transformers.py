@@ -32,7 +32,12 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers.trainer_callback import ExportableState
 
 import ddp_runner
-from ddp_runner.integrations.transformers_limits import why_not, why_not_loader, why_not_version
+from ddp_runner.integrations.transformers_limits import (
+    why_not,
+    why_not_loader,
+    why_not_made,
+    why_not_version,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -165,6 +170,9 @@ class _Progress:
         own = given["own"]
         if self.is_new and (found := json.loads(self._between)):
             own = {name: own[name] for name in found["changed"]}
+        elif not self.is_new:
+            for name in self._own().keys() - own.keys():  # of a step that is made again
+                delattr(trainer, name)
         vars(trainer).update(own)
         self.put_counted()
 
@@ -327,6 +335,7 @@ class _InPlace(_Base):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Have Trainer see one process on this rank's device, of which rank 0 alone writes."""
         run, args = _run(), self.args
+        _refuse(why_not_made(args))
         self._batches: list[Any] | None = None  # of the step in hand, which has not begun
         self._draws: _Draws | None = None  # as that batch has left them
         self._given: Iterator[list[Any]] | None = None

@@ -40,6 +40,15 @@ def why_not(trainer: Any, *, resumes: bool = False, searches: bool = False) -> R
     return None
 
 
+def why_not_made(args: Any) -> Refused | None:
+    """The same of arguments with which Trainer's constructor would already raise, as it sees one process."""
+    for name in ("deepspeed", "fsdp"):
+        value = getattr(args, name)
+        if value:
+            return name, value, "shards the model or its state; in place it is not supported"
+    return None
+
+
 def _of_training(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
     """Yield (argument, value, whether it is refused, why)."""
     args = trainer.args

@@ -6,7 +6,12 @@ from types import SimpleNamespace as Namespace
 
 import pytest
 
-from ddp_runner.integrations.transformers_limits import why_not, why_not_loader, why_not_version
+from ddp_runner.integrations.transformers_limits import (
+    why_not,
+    why_not_loader,
+    why_not_made,
+    why_not_version,
+)
 
 
 def trainer(config=None, of_trainer=None, **of_args):
@@ -78,6 +83,15 @@ def test_each_of_these_is_refused_by_its_name(name, how):
     found, _, expected = why_not(trainer(**how))
     assert found == name
     assert "not supported" in expected
+
+
+def test_what_the_constructor_would_refuse_in_other_words_is_refused_first():
+    assert why_not_made(Namespace(deepspeed=None, fsdp=[])) is None
+    assert why_not_made(Namespace(deepspeed="zero.json", fsdp=None))[:2] == (
+        "deepspeed",
+        "zero.json",
+    )
+    assert why_not_made(Namespace(deepspeed=None, fsdp="full_shard"))[0] == "fsdp"
 
 
 def test_a_run_that_begins_takes_no_checkpoint_of_trainer_s():

@@ -44,7 +44,6 @@ CHOSEN = {
         "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
         "metric_for_best_model": "eval_loss",
     },
-    "deepspeed": {"fsdp": "full_shard"},
 }
 
 
