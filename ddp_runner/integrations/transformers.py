@@ -300,6 +300,13 @@ def _as_json(value: Any) -> str:
     return json.dumps(value, default=float)
 
 
+def _write_as_a_save_does(model: Any) -> None:
+    """Change a model's configuration on all ranks as ``save_pretrained()`` would later do, on rank 0 alone."""
+    if isinstance(model, transformers.PreTrainedModel):
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+
+
 def _sum_over_ranks(tensor: Tensor) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor)
@@ -402,6 +409,8 @@ class _InPlace(_Base):  # type: ignore[misc]
         if self.args.ddp_bucket_cap_mb is not None:
             options["bucket_cap_mb"] = self.args.ddp_bucket_cap_mb
         self._net = self.model_wrapped = run.ddp(model, **options)
+        if self.args.save_strategy != "no":
+            _write_as_a_save_does(self.model)
         self._progress = _Progress(self, run.world_size, run.rank, run.device)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         run.keep(

@@ -32,7 +32,7 @@ KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 RAISE = "raise RuntimeError('a cosmic ray')"
 WAIT = "import time; open('it_waits', 'w').close(); time.sleep(3)"
 NEEDS = "accumulate cosine best predict"
-FINE_TUNING = "early best lora bf16 checkpointing workers predict"
+FINE_TUNING = "early best lora bf16 checkpointing predict"
 
 # --- whole runs ---
 
@@ -61,6 +61,7 @@ def of_torchrun(tmp_path_factory, worker_id):
 
     def of(words):
         def make(folder):
+            folder.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             subprocess.run(
                 [*command, "--nproc-per-node", "2", SCRIPT, *words.split()],
@@ -103,7 +104,7 @@ def test_ranks_are_lost_and_the_weights_are_those_of_torchrun(tmp_path, of_torch
     plant(
         tmp_path,
         r0_s1_forward=KILL,
-        r1_s3_update=RAISE,
+        r1_s2_update=RAISE,
         r0_s4_save=KILL,
         r1_s5_forward=RAISE,
         r0_s6_evaluate=KILL,
@@ -113,16 +114,17 @@ def test_ranks_are_lost_and_the_weights_are_those_of_torchrun(tmp_path, of_torch
     assert not [*tmp_path.glob("harm_*")]
     assert_as_torchrun(tmp_path, plain := of_torchrun(NEEDS))
     summary = run.summary()
-    assert (summary["exact"], len(summary["faults"])) == (True, 5), summary
+    assert summary["exact"], summary["inexact_reasons"]
+    assert len(summary["faults"]) == 5, summary["faults"]
     assert sum(one["steps_lost"] for one in summary["faults"]) == 0
     folders = [sorted(one.name for one in (at / "out").iterdir()) for at in (tmp_path, plain)]
-    assert folders[0] == folders[1] == ["checkpoint-4", "checkpoint-6"]
+    assert folders[0] == folders[1] == ["checkpoint-2", "checkpoint-6"]
 
 
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)
 def test_fine_tuning_is_stopped_resumed_and_ends_early(tmp_path, of_torchrun):
-    """Adapters, bf16, recomputed activations, workers; Ctrl-C, then rank 0 lost in the save before the end."""
+    """Adapters, bf16, recomputed activations; Ctrl-C, then rank 0 lost in the save before the end."""
     pytest.importorskip("peft")
     plant(tmp_path, r0_s1_forward=WAIT, r1_s3_forward=KILL, r0_s4_save=KILL)
     with run_script(tmp_path, FINE_TUNING) as run:
@@ -133,7 +135,7 @@ def test_fine_tuning_is_stopped_resumed_and_ends_early(tmp_path, of_torchrun):
         assert run.wait() == 0, run.console
     assert not [*tmp_path.glob("harm_*")]
     assert_as_torchrun(tmp_path, of_torchrun(FINE_TUNING))
-    assert run.summary()["exact"]
+    assert run.summary()["exact"], run.summary()["inexact_reasons"]
 
 
 # --- in one process ---
@@ -230,12 +232,13 @@ class _Counting(transformers.Trainer):
         return super().compute_loss(*args, **named)
 
 
-def test_the_repeated_first_body_is_told_and_counted_once(alone):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_repeated_first_body_is_told_and_counted_once(alone, workers):
     """The weights, the log and the callbacks are those of Trainer itself."""
     told, told_plain = _Told(), _Told()
-    plain = made(_Counting, told_plain)
+    plain = made(_Counting, told_plain, dataloader_num_workers=workers)
     plain.train()
-    trainer = made(ours.in_place(_Counting), told)
+    trainer = made(ours.in_place(_Counting), told, dataloader_num_workers=workers)
     trainer.train()
     assert told.events == told_plain.events
     assert trainer.seen == plain.seen == [*range(6)]
