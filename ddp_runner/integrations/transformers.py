@@ -59,6 +59,7 @@ _ENTERED_BY = (
     "_run_epoch",
     "_save_checkpoint",
     "get_batch_samples",
+    "set_initial_training_values",
     "store_flos",
 )
 _OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
@@ -349,7 +350,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         self._is_in_step = False
         self._is_first_entry = True
         self._called = self._told = 0  # callbacks, in this body of the step and in all of them
-        self._share = 1  # ranks among which the batches of a loader are shared out
+        self._sharing = contextlib.ExitStack()  # while the loader is made
         if args.device != run.device:  # the first GPU, for all ranks
             args.__dict__["_setup_devices"] = args.distributed_state.device = run.device
         args._n_gpu = min(1, args.n_gpu)  # noqa: SLF001 - it would wrap the model for all GPUs
@@ -376,6 +377,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         self._resumes = bool(resume_from_checkpoint)
         handler = self.callback_handler
         handler.call_event = self._told_once(handler.call_event)
+        self._sharing.enter_context(self._shared_out(_run().world_size))
         return super().train(None, trial, ignore_keys_for_eval)
 
     def hyperparameter_search(self, *args: Any, **named: Any) -> Any:  # noqa: ARG002 - as Trainer's
@@ -384,14 +386,13 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     # The beginning.
 
-    def get_train_dataloader(self) -> Any:
-        """Return Trainer's loader of this rank's share."""
-        with self._shared_out(_run().world_size):
-            loader = super().get_train_dataloader()
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Take in the loader of this rank's share, which a subclass may have made in its own way."""
+        self._sharing.close()
         kinds = (SeedableRandomSampler, SequentialSampler)
-        _refuse(why_not_loader(loader, kinds, world_size=_run().world_size))
-        self._loader = loader
-        return loader
+        _refuse(why_not_loader(dataloader, kinds, world_size=_run().world_size))
+        self._loader = dataloader
+        return super().set_initial_training_values(args, dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Count all ranks."""

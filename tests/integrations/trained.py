@@ -8,7 +8,7 @@ import os
 import sys
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -110,6 +110,14 @@ class Told(TrainerCallback):
 
 
 class Own(Trainer):
+    def get_train_dataloader(self):
+        if "own_loader" not in WORDS:
+            return super().get_train_dataloader()
+        batches = DataLoader(
+            self.train_dataset, batch_size=2, shuffle=True, collate_fn=self.data_collator
+        )
+        return self.accelerator.prepare(batches)
+
     def compute_loss(self, model, inputs, *args, **named):
         if model.training:
             harm("forward")
