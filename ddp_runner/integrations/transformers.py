@@ -8,14 +8,14 @@ Trainer sees one process: each rank's share of the data, sums over ranks and who
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
+import functools
 import inspect
 import json
 import os
 import random
-import textwrap
+import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -139,7 +139,7 @@ class _Progress:
         self.counted = torch.zeros(world_size, 4, dtype=torch.float64, device=device)
         self._between = "{}"
         self._history: list[str] = []  # each entry as text: an entry is written once
-        self._not_own = _attributes_set_by(transformers.Trainer) | _attributes_set_by(_InPlace)
+        self._not_own = _names_of(transformers.Trainer) | _names_of(_InPlace)
         # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
         self._at_first = copy.deepcopy(self._own())
         self._changed: set[str] = set()
@@ -263,14 +263,10 @@ class _Progress:
         return [one for one in callbacks if isinstance(one, ExportableState)]
 
 
-def _attributes_set_by(kind: type[Any]) -> set[str]:
-    """The names of attributes that the methods of a class write; in the class itself, without those above."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    }
+@functools.cache
+def _names_of(kind: type[Any]) -> frozenset[str]:
+    """The names that the methods of a class use of ``self``; in the class itself, without those above."""
+    return frozenset(re.findall(r"\bself\.(\w+)", inspect.getsource(kind)))
 
 
 def _is_plain(value: Any) -> bool:
@@ -349,7 +345,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         self._given: Iterator[list[Any]] | None = None
         self._is_in_step = False
         self._is_first_entry = True
-        self._called = self._told = 0  # callbacks, in this body of the step and in all of them
+        self._called = self._notified = 0  # callbacks, in this body of the step and in all of them
         self._sharing = contextlib.ExitStack()  # while the loader is made
         if args.device != run.device:  # the first GPU, for all ranks
             args.__dict__["_setup_devices"] = args.distributed_state.device = run.device
@@ -376,7 +372,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         _refuse(why_not(self, searches=trial is not None))
         self._resumes = bool(resume_from_checkpoint)
         handler = self.callback_handler
-        handler.call_event = self._told_once(handler.call_event)
+        handler.call_event = self._notified_once(handler.call_event)
         self._sharing.enter_context(self._shared_out(_run().world_size))
         return super().train(None, trial, ignore_keys_for_eval)
 
@@ -546,24 +542,24 @@ class _InPlace(_Base):  # type: ignore[misc]
         if self._is_in_step:
             self._is_in_step = False
             _run().end_step()
-            self._told = 0
+            self._notified = 0
         logged = self._globalstep_last_logged
         super()._maybe_log_save_evaluate(self._progress.losses(), *args, **named)
         if self._globalstep_last_logged != logged:
             tr_loss.zero_()
             self._progress.forget(_LOSS)
 
-    def _told_once(self, call_event: Callable[..., Any]) -> Callable[..., Any]:
-        """``call_event`` of the callbacks, which leaves out what they were told of a step that is made again."""
+    def _notified_once(self, call_event: Callable[..., Any]) -> Callable[..., Any]:
+        """``call_event`` of the callbacks, which leaves out what they were notified of a step that is made again."""
 
         def call(event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
             if not self._is_in_step or event not in _BEFORE_UPDATE:
                 return call_event(event, args, state, control, **named)
             self._called += 1
-            if self._called <= self._told:
+            if self._called <= self._notified:
                 return control
             found = call_event(event, args, state, control, **named)
-            self._told = self._called
+            self._notified = self._called
             return found
 
         return call
@@ -634,7 +630,7 @@ class _InPlace(_Base):  # type: ignore[misc]
             run.stop()
             try:
                 self._begin()
-                self._is_in_step = False  # a step without an update: it tells the others
+                self._is_in_step = False  # a step without an update: it informs the others
                 run.end_step()
             except BaseException as error:
                 if not run.fail_step(error):

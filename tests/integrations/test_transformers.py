@@ -38,7 +38,7 @@ FINE_TUNING = "early best lora bf16 checkpointing own_loader predict"
 
 
 def saved_by(folder):
-    """What each rank has at its end: tensors, and the facts that Trainer tells."""
+    """What each rank has at its end: tensors, and the facts that Trainer gives."""
     found = []
     for rank in (0, 1):
         state = torch.load(folder / f"final_{rank}.pt", weights_only=False)
@@ -174,7 +174,7 @@ def _collated(rows):
     return transformers.BatchEncoding({key: torch.stack([r[key] for r in rows]) for key in rows[0]})
 
 
-class _Told(transformers.TrainerCallback):
+class _Events(transformers.TrainerCallback):
     def __init__(self):
         self.events = []
 
@@ -188,7 +188,7 @@ class _Told(transformers.TrainerCallback):
         self.events.append(("end", state.global_step))
 
 
-def made(kind, told=None, **arguments):
+def made(kind, events=None, **arguments):
     transformers.set_seed(3)
     config = transformers.GPT2Config(
         vocab_size=20,
@@ -217,7 +217,7 @@ def made(kind, told=None, **arguments):
         train_dataset=_Rows(),
         eval_dataset=_Rows(),
         data_collator=_collated,
-        callbacks=[told] if told else None,
+        callbacks=[events] if events else None,
     )
 
 
@@ -255,14 +255,14 @@ class _Counting(transformers.Trainer):
     ],
     ids=["accumulated", "workers", "plateau"],
 )
-def test_the_repeated_first_body_is_told_and_counted_once(alone, options):
+def test_the_repeated_first_body_is_reported_and_counted_once(alone, options):
     """The weights, the log and the callbacks are those of Trainer itself."""
-    told, told_plain = _Told(), _Told()
-    plain = made(_Counting, told_plain, **options)
+    events, plain_events = _Events(), _Events()
+    plain = made(_Counting, plain_events, **options)
     plain.train()
-    trainer = made(ours.in_place(_Counting), told, **options)
+    trainer = made(ours.in_place(_Counting), events, **options)
     trainer.train()
-    assert told.events == told_plain.events
+    assert events.events == plain_events.events
     assert trainer.seen == plain.seen
     history = [
         [ours._without_durations(one) for one in each.state.log_history]

@@ -80,32 +80,32 @@ def harm(where):
         exec(text)
 
 
-class Told(TrainerCallback):
-    """Writes down what it is told, a line an event."""
+class Events(TrainerCallback):
+    """Writes down what it hears, a line an event."""
 
-    def _tell(self, event, state):
+    def _write(self, event, state):
         if rank() == 0:
-            with open("told.txt", "a") as file:
+            with open("events.txt", "a") as file:
                 file.write(f"{state.global_step} {event}\n")
 
     def on_step_begin(self, args, state, control, **named):
-        self._tell("begin", state)
+        self._write("begin", state)
 
     def on_pre_optimizer_step(self, args, state, control, **named):
-        self._tell("update", state)
+        self._write("update", state)
 
     def on_optimizer_step(self, args, state, control, **named):
         harm("update")
 
     def on_step_end(self, args, state, control, **named):
-        self._tell("end", state)
+        self._write("end", state)
 
     def on_log(self, args, state, control, logs, **named):
         if "loss" in logs:
             harm("log")
 
     def on_evaluate(self, args, state, control, **named):
-        self._tell("evaluate", state)
+        self._write("evaluate", state)
         harm("evaluate")
 
 
@@ -162,7 +162,7 @@ def main():
         "disable_tqdm": True,
         **chosen,
     }
-    callbacks = [Told()]
+    callbacks = [Events()]
     if "early" in WORDS:
         callbacks.append(
             EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)
