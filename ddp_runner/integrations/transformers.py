@@ -349,6 +349,8 @@ class _InPlace(_Base):  # type: ignore[misc]
         self._sharing = contextlib.ExitStack()  # while the loader is made
         if args.device != run.device:  # the first GPU, for all ranks
             args.__dict__["_setup_devices"] = args.distributed_state.device = run.device
+            if run.device.type == "cuda":
+                torch.cuda.set_device(run.device)
         args._n_gpu = min(1, args.n_gpu)  # noqa: SLF001 - it would wrap the model for all GPUs
         state = args.distributed_state
         state.process_index = state.local_process_index = run.rank
