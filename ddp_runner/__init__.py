@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ddp_runner.memory.manager import MemoryManager
     from ddp_runner.observe.gpu_watch import GpuWatch
     from ddp_runner.observe.logger import DDPLogger
-    from ddp_runner.rank.attach import attach
+    from ddp_runner.rank.attach import attach, is_supervised
     from ddp_runner.system.heartbeat import heartbeat
     from ddp_runner.training.own_loop.attached_run import AttachedRun
     from ddp_runner.training.own_loop.declared import RepeatStep
@@ -61,6 +61,7 @@ __all__ = [
     "bench",
     "find_batch_size",
     "heartbeat",
+    "is_supervised",
     "launch",
     "launch_async",
     "run",
@@ -86,6 +87,7 @@ _HOME_OF_NAME = {
     "bench": "ddp_runner.cli.from_code.from_python",
     "find_batch_size": "ddp_runner.cli.from_code.from_python",
     "heartbeat": "ddp_runner.system.heartbeat",
+    "is_supervised": "ddp_runner.rank.attach",
     "launch": "ddp_runner.cli.from_code.launch",
     "launch_async": "ddp_runner.cli.from_code.launch_async",
     "run": "ddp_runner.cli.from_code.from_python",

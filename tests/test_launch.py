@@ -637,6 +637,7 @@ EXTRAS = (
     "test",
     "docs",
     "frameworks",
+    "transformers",
     "report",
     "page",
     "ray",

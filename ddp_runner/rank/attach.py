@@ -54,6 +54,11 @@ def be_drilled(settings: Settings, runtime: Runtime, wanted: ShareWanted) -> Non
     _this.wanted = wanted
 
 
+def is_supervised() -> bool:
+    """Return whether this process is a rank that ``ddp_runner run`` repairs in place, by :func:`attach`."""
+    return _this.runtime is not None
+
+
 def has_ended() -> bool:
     """Return whether the training of this process has ended properly."""
     return _this.run is not None and _this.run.has_ended

@@ -347,6 +347,26 @@ def test_a_stop_ends_the_loop_and_functions_are_called_in_between(run):
     assert called == [2, 4, 6]
 
 
+def test_a_step_without_an_update_carries_a_stop_and_changes_no_weight(run):
+    """As a framework's loop ends that decides between two steps, where no sum over ranks is due."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    weights, seen = [], 0
+    for x, y in run.steps(DATA, max_steps=9):
+        with run.step():
+            if run.step_number == 3:
+                weights.append(copy.deepcopy(model.state_dict()))
+                run.stop()
+            else:
+                (net(x) - y).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        seen = run.step_number
+    assert (seen, run.has_ended) == (4, True)
+    assert all(torch.equal(one, weights[0][name]) for name, one in model.state_dict().items())
+
+
 def _train_by_hooks(run, net, optimizer, body=lambda: None):
     """As a framework's loop does, which is entered again after an error; how often its body has begun and ended."""
     batches, begun, ended = run.steps(DATA, max_steps=3), 0, 0

@@ -21,21 +21,32 @@ if TYPE_CHECKING:
     from ddp_runner.features.script.rules import ScriptPlan
 
 
+_ATTACHING = "ddp_runner.integrations."
+
+
 def attaches(script: ScriptPlan) -> bool:
-    """Return whether the program's own file calls ``ddp_runner.attach()``, as far as its text says."""
+    """Return whether the program's own file calls ``ddp_runner.attach()``, or imports what does, as far as its text says."""
     return not script.is_program and calls_attach(source_of(script))
 
 
 def calls_attach(source: bytes) -> bool:
-    """Return whether a Python file calls ``attach`` of this package, by the names that it imports."""
-    if b"attach" not in source:
+    """Return whether a Python file calls ``attach`` of this package, by the names that it imports.
+
+    A module of ``ddp_runner.integrations`` calls it where it is imported.
+    """
+    if b"attach" not in source and b"integrations" not in source:
         return False
-    packages, functions, called = set(), set(), []
+    packages: set[str] = set()
+    functions: set[str] = set()
+    called: list[ast.expr] = []
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # a module after -m; its ranks say so
         return False
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    if any(_is_of_integrations(node) for node in nodes):
+        return True
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 packages |= {one.asname or "ddp_runner" for one in names if _is_of_package(one)}
@@ -43,12 +54,24 @@ def calls_attach(source: bytes) -> bool:
                 functions |= {one.asname or one.name for one in names if one.name == "attach"}
             case ast.Call(func=called_one):
                 called.append(called_one)
-    for one in called:
-        match one:
-            case ast.Name(id=name) if name in functions:
-                return True
-            case ast.Attribute(value=ast.Name(id=name), attr="attach") if name in packages:
-                return True
+    return any(_is_call_of(one, functions=functions, packages=packages) for one in called)
+
+
+def _is_call_of(called: ast.expr, *, functions: set[str], packages: set[str]) -> bool:
+    match called:
+        case ast.Name(id=name):
+            return name in functions
+        case ast.Attribute(value=ast.Name(id=name), attr="attach"):
+            return name in packages
+    return False
+
+
+def _is_of_integrations(node: ast.AST) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(one.name.startswith(_ATTACHING) for one in names)
+        case ast.ImportFrom(module=str(module)):
+            return f"{module}.".startswith(_ATTACHING)
     return False
 
 

@@ -460,11 +460,14 @@ class LoopSteps:
             )
         state.local.seal(step + 1)
         with waiting_for_peers(self._slot):
-            self._group.exchange(f"without update/{step}", "")
+            asked = self._group.exchange(
+                f"without update/{step}", "stop" if self._loop.wants_stop else ""
+            )
         self._replica.share_buffers(state.buffers.live())
         state.before_change()
         self._group.confirm()
         agreed = Agreed(signals=[0.0] * _CELLS, measured=None, all_used=False)
+        agreed.signals[_Own.STOP] = float("stop" in asked)
         self._commit.begin_change()
         return self._commit_step(agreed, has_updated=False)
 

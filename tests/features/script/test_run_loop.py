@@ -15,6 +15,9 @@ from ddp_runner.features.script.run_loop import calls_attach, may_be_run
         "import ddp_runner.version\nddp_runner.attach()",
         "from ddp_runner import (\n    Task,\n    attach,\n)\nattach()",
         "def main():\n    from ddp_runner import attach as begin\n    return begin()",
+        "from ddp_runner.integrations.transformers import Trainer",
+        "from ddp_runner.integrations import transformers as in_place",
+        "import ddp_runner.integrations.transformers as ours",
     ],
 )
 def test_a_call_is_found_whatever_the_names(text):
@@ -30,6 +33,8 @@ def test_a_call_is_found_whatever_the_names(text):
         "import ddp_runner\nimport debugger\ndebugger.attach()",
         "import ddp_runner.version as ddp_runner_version\nimport other as ddp\nddp.attach()",
         "from ddp_runner import attach",
+        "# from ddp_runner.integrations.transformers import Trainer",
+        "from mine.ddp_runner.integrations import attach",
         "this is no Python: ddp_runner.attach()",
         "",
     ],

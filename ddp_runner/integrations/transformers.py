@@ -1,0 +1,666 @@
+"""``transformers.Trainer``, repaired in place: its own loop calls the run's steps from methods that it has anyway.
+
+    from ddp_runner.integrations.transformers import Trainer  # instead of: from transformers import Trainer
+
+Import it before TrainingArguments are made. Without a supervisor (plain ``python``, torchrun) it is Trainer itself.
+Trainer sees one process: each rank's share of the data, sums over ranks and who writes are given to it here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.data_loader import SeedableRandomSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers.trainer_callback import ExportableState
+
+import ddp_runner
+from ddp_runner.integrations.transformers_limits import (
+    why_not,
+    why_not_loader,
+    why_not_made,
+    why_not_version,
+)
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+_OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+# Called before the update, so perhaps several times for one step.
+_BEFORE_UPDATE = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step")
+# What the loop of Trainer is entered by. They are Trainer's own, and may be others in its next version.
+_ENTERED_BY = (
+    "_get_grad_norm",
+    "_get_num_items_in_batch",
+    "_finalize_training",
+    "_init_training_state",
+    "_load_best_model",
+    "_maybe_log_save_evaluate",
+    "_prepare_for_training",
+    "_run_epoch",
+    "_save_checkpoint",
+    "get_batch_samples",
+    "set_initial_training_values",
+    "store_flos",
+)
+_OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+_STATE_FILE = "trainer_state.json"  # the last one that Trainer writes into a checkpoint
+_PLAIN = (type(None), bool, int, float, str, Tensor)
+_DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank has measured its own
+_SAVED_WAIT_S = 120.0
+_LOSS, _FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
+
+# The run that this process is a rank of, if a supervisor has started it. Trainer is to see one process, whose
+# TrainingArguments would otherwise form a process group by these variables.
+RUN = ddp_runner.attach() if ddp_runner.is_supervised() else None
+if RUN is not None:
+    for _name in _OF_RANK:
+        os.environ.pop(_name, None)
+
+
+def in_place(trainer: type[Any]) -> type[Any]:
+    """Return a subclass of ``trainer``, a Trainer or a subclass of it, whose steps are repaired in place.
+
+    Without a supervisor it is ``trainer`` itself. Raises BadInputError for a version of transformers that is
+    not supported.
+    """
+    if RUN is None:
+        return trainer
+    _refuse(why_not_version(transformers.__version__, _lacking(trainer)))
+    # A subclass behind it stands behind super(): what the user overrides is called as ever.
+    return type(trainer.__name__, (_InPlace, trainer), {"__module__": trainer.__module__})
+
+
+def _lacking(trainer: type[Any]) -> list[str]:
+    return [name for name in _ENTERED_BY if not callable(getattr(trainer, name, None))]
+
+
+def _refuse(refused: tuple[str, object, str] | None) -> None:
+    if refused is not None:
+        raise ddp_runner.BadInputError(*refused)
+
+
+class _StepBatches:
+    """The batches of each step as accelerate shares them out: a list of as many as are accumulated."""
+
+    def __init__(self, loader: Any, accumulate: int) -> None:
+        self.dataset = loader.dataset
+        self._loader = loader
+        self._accumulate = accumulate
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return max(1, -(-len(self._loader) // self._accumulate))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each pass."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        loader = self._loader
+        base = getattr(loader, "base_dataloader", loader)
+        if base.persistent_workers:
+            base._iterator = None  # noqa: SLF001 - they would go on with their own random numbers
+        loader.set_epoch(self._epoch)
+        drawn = iter(loader)
+        while found := list(islice(drawn, self._accumulate)):
+            yield found
+
+
+class _Progress:
+    """What Trainer counts beside model, optimizer and scheduler, as ``run.keep()`` wants it.
+
+    What changes between steps only is held as of the last boundary, so that a step which is made again does not
+    change it. ``counted``: of each rank by its number, as all ranks know it since the last sum.
+    """
+
+    def __init__(self, trainer: Any, world_size: int, rank: int, device: torch.device) -> None:
+        self._trainer = trainer
+        self._rank = rank
+        self.counted = torch.zeros(world_size, 4, dtype=torch.float64, device=device)
+        self._between = "{}"
+        self._history: list[str] = []  # each entry as text: an entry is written once
+        self._not_own = _names_of(transformers.Trainer) | _names_of(_InPlace)
+        # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
+        self._at_first = copy.deepcopy(self._own())
+        self._changed: set[str] = set()
+        self.is_new = True  # this process has no state yet
+        self.saved: list[int] = []  # the steps of which Trainer has saved a checkpoint
+        self._began_s = (
+            time.monotonic()
+        )  # less what the processes of this rank before this one have taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values."""
+        state = self._trainer.state
+        return {
+            "step": state.global_step,
+            "epoch": float(state.epoch or 0.0),
+            "counted": self.counted,
+            "between": self._between,
+            "own": self._own(),
+        }
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        """Take a state back: of this process where a step is made again, or of another rank."""
+        trainer = self._trainer
+        trainer.state.global_step = int(given["step"])
+        trainer.state.epoch = float(given["epoch"])
+        if given["counted"] is not self.counted:
+            self.counted.copy_(given["counted"])
+        self._between = given["between"]
+        own = given["own"]
+        if self.is_new and (found := json.loads(self._between)):
+            own = {name: own[name] for name in found["changed"]}
+        elif not self.is_new:
+            for name in self._own().keys() - own.keys():  # of a step that is made again
+                delattr(trainer, name)
+        vars(trainer).update(own)
+        self.put_counted()
+
+    def _own(self) -> dict[str, Any]:
+        """The attributes that a subclass of Trainer has added, where they are plain: its ``compute_loss`` may count."""
+        found = vars(self._trainer).items()
+        return {k: v for k, v in found if k not in self._not_own and _is_plain(v)}
+
+    def _changed_names(self) -> list[str]:
+        own, first = self._own(), self._at_first
+        self._changed |= {k for k, v in own.items() if k not in first or not _is_same(v, first[k])}
+        return sorted(self._changed & own.keys())
+
+    def put_counted(self) -> None:
+        """Have this rank's own counts be those that are known of it."""
+        trainer, own = self._trainer, self.counted[self._rank]
+        if hasattr(trainer, "_tr_loss"):
+            trainer._tr_loss.fill_(own[_LOSS])  # noqa: SLF001 - in all of this file: Trainer's loop is its own
+        trainer.current_flos = float(own[_FLOS])
+        self._began_s = time.monotonic() - float(own[_SECONDS])
+
+    @property
+    def seconds(self) -> float:
+        """How long this rank has trained, in all of its processes."""
+        return time.monotonic() - self._began_s
+
+    def sum_up(self) -> None:
+        """Learn, within a step, what each rank has counted."""
+        trainer = self._trainer
+        mine = torch.zeros_like(self.counted)
+        mine[self._rank, _LOSS] = trainer._tr_loss  # noqa: SLF001 - as above
+        mine[self._rank, _FLOS] = trainer.current_flos
+        mine[self._rank, _SECONDS] = self.seconds
+        mine[self._rank, _PRESENT] = 1.0
+        _sum_over_ranks(mine)
+        self.counted.copy_(mine)
+
+    def losses(self) -> Tensor:
+        """Return the sum of losses of each rank that is there, as gathering them would."""
+        present = self.counted[:, _PRESENT] > 0
+        return self.counted[present, _LOSS].float()
+
+    def forget(self, what: int) -> None:
+        """Begin to count again."""
+        self.counted[:, what] = 0.0
+
+    def take_between(self) -> None:
+        """Hold what Trainer has changed up to this boundary, alike on all ranks."""
+        trainer = self._trainer
+        state = {k: v for k, v in vars(trainer.state).items() if k not in _OF_PROCESS}
+        entries = state.pop("log_history")
+        if len(entries) < len(self._history):
+            self._history.clear()
+        self._history += [
+            _as_json(_without_durations(one)) for one in entries[len(self._history) :]
+        ]
+        found = {
+            "state": state,
+            "total": trainer._total_loss_scalar,  # noqa: SLF001 - as above
+            "logged": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
+            "initial": trainer._initial_global_step,  # noqa: SLF001 - as above
+            "stops": trainer.control.should_training_stop,
+            "callbacks": [one.state() for one in self._callbacks()],
+            "saved": self.saved,
+            "changed": self._changed_names(),
+        }
+        self._between = f'{_as_json(found)[:-1]}, "history": [{", ".join(self._history)}]}}'
+
+    def put_between(self) -> None:
+        """Have Trainer stand where the held boundary stands; its callbacks as its own resume has them."""
+        trainer, found = self._trainer, json.loads(self._between)
+        if not found:
+            return
+        self._history = [_as_json(one) for one in found["history"]]
+        vars(trainer.state).update(found["state"], log_history=found["history"])
+        trainer.control.should_training_stop = found["stops"]
+        callbacks = trainer.callback_handler.callbacks
+        for callback, state in zip(self._callbacks(), found["callbacks"], strict=False):
+            callbacks[callbacks.index(callback)] = type(callback).from_state(state)
+        self.saved, self._changed = found["saved"], set(found["changed"])
+        trainer._total_loss_scalar = found["total"]  # noqa: SLF001 - as above
+        trainer._globalstep_last_logged = found["logged"]  # noqa: SLF001 - as above
+        trainer._initial_global_step = found["initial"]  # noqa: SLF001 - as above
+
+    def _callbacks(self) -> list[Any]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [one for one in callbacks if isinstance(one, ExportableState)]
+
+
+@functools.cache
+def _names_of(kind: type[Any]) -> frozenset[str]:
+    """The names that the methods of a class use of ``self``; in the class itself, without those above."""
+    return frozenset(re.findall(r"\bself\.(\w+)", inspect.getsource(kind)))
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(_is_plain(one) for one in value)
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(one) for key, one in value.items())
+    return type(value) in _PLAIN
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+def _without_durations(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(_DURATIONS)}
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, default=float)
+
+
+def _write_as_a_save_does(model: Any) -> None:
+    """Change a model's configuration on all ranks as ``save_pretrained()`` would later do, on rank 0 alone."""
+    if isinstance(model, transformers.PreTrainedModel):
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+
+
+def _sum_over_ranks(tensor: Tensor) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+
+
+class _Draws:
+    """The random generators as a batch has left them: what Trainer draws before the step begins is drawn aside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()  # noqa: NPY002 - the generator that libraries draw from
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back(self) -> None:
+        """Draw from here on as if nothing had been drawn."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002 - as above
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+def _nothing() -> Any:
+    """A loader to be skipped and begun by Trainer, in place of one whose batches the run draws."""
+    return DataLoader([0], generator=torch.Generator())  # type: ignore[arg-type]
+
+
+class _InPlace(_Base):  # type: ignore[misc]
+    """The methods at the bounds of Trainer's steps. Nothing of its loop is written again."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Have Trainer see one process on this rank's device, of which rank 0 alone writes."""
+        run, args = _run(), self.args
+        _refuse(why_not_made(args))
+        self._batches: list[Any] | None = None  # of the step in hand, which has not begun
+        self._draws: _Draws | None = None  # as that batch has left them
+        self._given: Iterator[list[Any]] | None = None
+        self._is_in_step = False
+        self._is_first_entry = True
+        self._called = self._notified = 0  # callbacks, in this body of the step and in all of them
+        self._sharing = contextlib.ExitStack()  # while the loader is made
+        if args.device != run.device:  # the first GPU, for all ranks
+            args.__dict__["_setup_devices"] = args.distributed_state.device = run.device
+            if run.device.type == "cuda":
+                torch.cuda.set_device(run.device)
+        args._n_gpu = min(1, args.n_gpu)  # noqa: SLF001 - it would wrap the model for all GPUs
+        state = args.distributed_state
+        state.process_index = state.local_process_index = run.rank
+        super().create_accelerator_and_postprocess()
+        accelerator = self.accelerator
+        unwrapped = accelerator.unwrap_model
+        accelerator.no_sync = lambda model: model.no_sync()
+        accelerator.unwrap_model = lambda model, *args, **named: unwrapped(
+            self.model if model is self._net else model, *args, **named
+        )
+
+    _net: Any = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train as Trainer does; a run that goes on ignores Trainer's checkpoints, as its own are newer."""
+        _refuse(why_not(self, searches=trial is not None))
+        self._resumes = bool(resume_from_checkpoint)
+        handler = self.callback_handler
+        handler.call_event = self._notified_once(handler.call_event)
+        self._sharing.enter_context(self._shared_out(_run().world_size))
+        return super().train(None, trial, ignore_keys_for_eval)
+
+    def hyperparameter_search(self, *args: Any, **named: Any) -> Any:  # noqa: ARG002 - as Trainer's
+        """Refuse it."""
+        _refuse(why_not(self, searches=True))
+
+    # The beginning.
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Take in the loader of this rank's share, which a subclass may have made in its own way."""
+        self._sharing.close()
+        kinds = (SeedableRandomSampler, SequentialSampler)
+        _refuse(why_not_loader(dataloader, kinds, world_size=_run().world_size))
+        self._loader = dataloader
+        return super().set_initial_training_values(args, dataloader)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Count all ranks."""
+        return int(super().get_total_train_batch_size(args)) * _run().world_size
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, *more: Any
+    ) -> tuple[int, int]:
+        """Draw the first batch: a replaced rank learns from it where the others stand."""
+        run = _run()
+        super()._init_training_state(max_steps, num_update_steps_per_epoch, *more)
+        self._prepared = super()._prepare_for_training(max_steps, self._loader, None)
+        model, loader = self._prepared
+        options = {"find_unused_parameters": bool(self.args.ddp_find_unused_parameters)}
+        if self.args.ddp_bucket_cap_mb is not None:
+            options["bucket_cap_mb"] = self.args.ddp_bucket_cap_mb
+        self._net = self.model_wrapped = run.ddp(model, **options)
+        if self.args.save_strategy != "no":
+            _write_as_a_save_does(self.model)
+        self._progress = _Progress(self, run.world_size, run.rank, run.device)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        run.keep(
+            model=self.model,
+            optimizer=optimizer,
+            scheduler=self.lr_scheduler,
+            trainer=self._progress,
+        )
+        batches = _StepBatches(loader, self.args.gradient_accumulation_steps)
+        self._given = run.steps(batches, max_steps=max_steps)
+        self._is_at_end = self._draw() is None
+        if run.step_number == 0:
+            _refuse(why_not(self, resumes=self._resumes))
+        self._progress.put_between()
+        return run.step_number // num_update_steps_per_epoch, 0
+
+    def _prepare_for_training(self, *args: Any, **named: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        """Give what is prepared already."""
+        return self._net, self._prepared[1]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Do nothing: the run seeds each step."""
+
+    # The bounds of a step.
+
+    def _draw(self) -> list[Any] | None:
+        """Give the batches of the step in hand; None once training has ended."""
+        run = _run()
+        if self._batches is None:
+            assert self._given is not None, "the run has begun"
+            if hasattr(self, "_tr_loss"):
+                self._progress.take_between()
+            self._batches = next(self._given, None)
+            self._draws = _Draws(run.device) if self._batches is not None else None
+            self._progress.is_new = False
+            if self.state.global_step != run.step_number:  # of an older state, on all ranks
+                self._progress.put_between()
+        return self._batches
+
+    def _enter(self) -> None:
+        """Trainer's loop begins: it has set its counts to zero, and this rank may be a replaced one."""
+        self._is_first_entry = False
+        self._progress.put_between()
+        self._progress.put_counted()
+        step = self.state.global_step
+        if self.args.should_save and step in self._progress.saved[-1:] and not self._is_saved(step):
+            self._save_checkpoint(self.model, None)  # in which the process before has ended
+
+    def _run_epoch(self, *, epoch: int, num_update_steps_per_epoch: int, **named: Any) -> None:
+        run, accumulated = _run(), self.args.gradient_accumulation_steps
+        if self._is_first_entry:
+            self._enter()
+        while True:
+            if self._draw() is None or self.control.should_training_stop:
+                self.control.should_training_stop = True
+                return
+            made = run.step_number - epoch * num_update_steps_per_epoch
+            if not 0 <= made < num_update_steps_per_epoch:
+                raise RuntimeError(f"the run is at step {run.step_number}, out of epoch {epoch}")
+            where = {
+                "train_dataloader": _nothing(),
+                "resume_from_checkpoint": "the run" if made else None,
+                "epochs_trained": epoch,
+                "steps_trained_in_current_epoch": made * accumulated,
+            }
+            try:
+                super()._run_epoch(
+                    epoch=epoch,
+                    num_update_steps_per_epoch=num_update_steps_per_epoch,
+                    **{**named, **where},
+                )
+            except BaseException as error:  # what does not come from a step is raised again
+                self._is_in_step = False
+                if not run.fail_step(error):
+                    raise
+            else:
+                return
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: Any
+    ) -> tuple[list[Any], Any]:
+        """Begin a step with the batches that the run gives, instead of those of Trainer's iterator."""
+        del epoch_iterator, num_batches
+        batches = self._draw()
+        if batches is None:
+            self.control.should_training_stop = True
+            return [], None
+        self._begin()
+        self._noted = 0.0
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _begin(self) -> None:
+        """The step of the batch that was drawn begins."""
+        assert self._draws is not None, "of the batch"
+        self._draws.put_back()
+        self._batches = self._draws = None
+        _run().begin_step()
+        self._is_in_step, self._called = True, 0
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Count over all ranks, where Trainer does; each evaluates by itself."""
+        found = super()._get_num_items_in_batch(batch_samples, device)
+        is_shared = self._is_in_step and self.args.average_tokens_across_devices
+        if isinstance(found, Tensor) and is_shared:
+            counted = found.double()
+            _sum_over_ranks(counted)
+            found = counted.to(found.dtype)
+        return found
+
+    def training_step(self, *args: Any, **named: Any) -> Any:
+        """Compute as one of the ranks."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        with self._shared_out(ranks):
+            return super().training_step(*args, **named)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        """Note the loss, for the run's own log."""
+        found = super().compute_loss(model, inputs, *args, **named)
+        if self._is_in_step:
+            loss = found[0] if isinstance(found, tuple) else found
+            self._noted = self._noted + loss.detach()
+            _run().note(loss=self._noted)
+        return found
+
+    def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
+        found = super()._get_grad_norm(*args, **named)
+        self._progress.sum_up()  # before the update: after it no rank waits for another
+        return found
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **named: Any) -> None:
+        """End the step; then Trainer logs, evaluates and saves between two steps, as it does."""
+        if self._is_in_step:
+            self._is_in_step = False
+            _run().end_step()
+            self._notified = 0
+        logged = self._globalstep_last_logged
+        super()._maybe_log_save_evaluate(self._progress.losses(), *args, **named)
+        if self._globalstep_last_logged != logged:
+            tr_loss.zero_()
+            self._progress.forget(_LOSS)
+
+    def _notified_once(self, call_event: Callable[..., Any]) -> Callable[..., Any]:
+        """``call_event`` of the callbacks, which leaves out what they were notified of a step that is made again."""
+
+        def call(event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
+            if not self._is_in_step or event not in _BEFORE_UPDATE:
+                return call_event(event, args, state, control, **named)
+            self._called += 1
+            if self._called <= self._notified:
+                return control
+            found = call_event(event, args, state, control, **named)
+            self._notified = self._called
+            return found
+
+        return call
+
+    # Between steps.
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, **named: Any) -> dict[str, float]:
+        """At the start of training only a run that begins evaluates."""
+        if self._is_first_entry and _run().step_number > 0:
+            return {}
+        return dict(super()._evaluate(trial, ignore_keys_for_eval, **named))
+
+    def store_flos(self) -> None:
+        """Add what all ranks have computed."""
+        if self._given is None:
+            super().store_flos()
+            return
+        self.state.total_flos += float(self._progress.counted[:, _FLOS].sum())
+        self.current_flos = 0
+        self._progress.forget(_FLOS)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save as Trainer does, on rank 0; its last file says that the others are whole."""
+        step, args = self.state.global_step, self.args
+        if args.should_save:
+            (self._folder_of(step) / _STATE_FILE).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+        if step not in self._progress.saved:
+            self._progress.saved.append(step)
+        best = self.state.best_global_step
+        if not args.should_save and best in self._progress.saved:
+            # Trainer looks whether the folder is there, which rank 0 may not have made yet.
+            self.state.best_model_checkpoint = os.path.join(args.output_dir, f"checkpoint-{best}")  # noqa: PTH118 - as Trainer has it
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Rank 0 alone, as the run seeds each step by itself."""
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+
+    def _folder_of(self, step: int) -> Path:
+        return Path(self.args.output_dir) / f"checkpoint-{step}"
+
+    def _is_saved(self, step: int) -> bool:
+        try:
+            json.loads((self._folder_of(step) / _STATE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return True
+
+    # The end.
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        """End the run with all ranks, then do what Trainer does behind its loop."""
+        if self._is_first_entry:
+            self._enter()
+        self._end_run()
+        del start_time
+        return super()._finalize_training(
+            trial, num_train_samples, time.time() - self._progress.seconds
+        )
+
+    def _end_run(self) -> None:
+        """Have the run end where Trainer has ended, which may be before its last step."""
+        run = _run()
+        while not run.has_ended and self._draw() is not None:
+            if self.state.global_step >= self.state.max_steps:
+                raise RuntimeError("the last step was taken back")
+            run.stop()
+            try:
+                self._begin()
+                self._is_in_step = False  # a step without an update: it informs the others
+                run.end_step()
+            except BaseException as error:
+                if not run.fail_step(error):
+                    raise
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_global_step
+        until_s = time.monotonic() + _SAVED_WAIT_S
+        while best in self._progress.saved and not self._is_saved(best):
+            if time.monotonic() > until_s:  # on the disk of another machine
+                break
+            time.sleep(0.05)  # a replaced rank 0 saves it once more
+        super()._load_best_model()
+
+    @contextlib.contextmanager
+    def _shared_out(self, ranks: int) -> Iterator[None]:
+        """Have accelerate see so many processes."""
+        state = self.accelerator.state
+        was, state.num_processes = state.num_processes, ranks
+        try:
+            yield
+        finally:
+            state.num_processes = was
+
+
+def _run() -> ddp_runner.AttachedRun:
+    assert RUN is not None, "in_place() has returned the class itself"
+    return RUN
+
+
+Trainer = in_place(transformers.Trainer)

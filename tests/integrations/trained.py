@@ -1,0 +1,212 @@
+"""A script as people write it, with one line of ours; words say which of Trainer's options it takes. Harm is at hand.
+
+Under torchrun, and by plain python, the same file is transformers' own Trainer.
+"""
+
+import json
+import os
+import sys
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from ddp_runner.integrations.transformers import Trainer
+
+WORDS = sys.argv[1:]
+CHOSEN = {
+    "accumulate": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
+    "cosine": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
+    "evaluate": {"eval_strategy": "steps", "eval_steps": 2},
+    "best": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+    },
+    "epochs": {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"},
+    "bf16": {"bf16": True},
+    "checkpointing": {"activation_checkpointing": True},
+    "workers": {"dataloader_num_workers": 1},
+    "plateau": {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
+        "metric_for_best_model": "eval_loss",
+    },
+}
+
+
+class Tokens(Dataset):
+    """``is_even``: each sample has as many tokens, so that it does not matter which are evaluated together."""
+
+    def __init__(self, count, seed, *, is_even=False):
+        self.is_even = is_even
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = torch.randint(0, 50, (count, 9), generator=generator)
+        self.lengths = torch.randint(3, 9, (count,), generator=generator)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row, labels = self.rows[index], self.rows[index].clone()
+        if not self.is_even:
+            labels[self.lengths[index] :] = -100  # so that ranks have different numbers of tokens
+        return {"input_ids": row, "labels": labels}
+
+
+def rank():
+    return trainer.args.process_index
+
+
+def harm(where):
+    """Do once what a file ``harm_RANK_STEP_WHERE`` says, if there is one."""
+    path = f"harm_{rank()}_{trainer.state.global_step}_{where}"
+    if os.path.exists(path):
+        with open(path) as file:
+            text = file.read()
+        os.rename(path, f"done_{path}")
+        exec(text)
+
+
+class Events(TrainerCallback):
+    """Writes down what it hears, a line an event."""
+
+    def _write(self, event, state):
+        if rank() == 0:
+            with open("events.txt", "a") as file:
+                file.write(f"{state.global_step} {event}\n")
+
+    def on_step_begin(self, args, state, control, **named):
+        self._write("begin", state)
+
+    def on_pre_optimizer_step(self, args, state, control, **named):
+        self._write("update", state)
+
+    def on_optimizer_step(self, args, state, control, **named):
+        harm("update")
+
+    def on_step_end(self, args, state, control, **named):
+        self._write("end", state)
+
+    def on_log(self, args, state, control, logs, **named):
+        if "loss" in logs:
+            harm("log")
+
+    def on_evaluate(self, args, state, control, **named):
+        self._write("evaluate", state)
+        harm("evaluate")
+
+
+class Own(Trainer):
+    def get_train_dataloader(self):
+        if "own_loader" not in WORDS:
+            return super().get_train_dataloader()
+        batches = DataLoader(
+            self.train_dataset, batch_size=2, shuffle=True, collate_fn=self.data_collator
+        )
+        return self.accelerator.prepare(batches)
+
+    def compute_loss(self, model, inputs, *args, **named):
+        if model.training:
+            harm("forward")
+        return super().compute_loss(model, inputs, *args, **named)
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        harm("save")
+
+
+def main():
+    global trainer
+    set_seed(7)
+    config = GPT2Config(
+        vocab_size=50,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+    )
+    model = GPT2LMHeadModel(config)
+    if "lora" in WORDS:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        )
+    chosen = {key: value for word in WORDS for key, value in CHOSEN.get(word, {}).items()}
+    arguments = {
+        "output_dir": "out",
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        **chosen,
+    }
+    callbacks = [Events()]
+    if "early" in WORDS:
+        callbacks.append(
+            EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)
+        )
+    trainer = Own(
+        model=model,
+        args=TrainingArguments(**arguments),
+        train_dataset=Tokens(30, seed=1),
+        eval_dataset=Tokens(8, seed=2, is_even=True),
+        callbacks=callbacks,
+    )
+    last = "out/checkpoint-2" if "resume" in WORDS else None
+    trained = trainer.train(resume_from_checkpoint=last)
+    seen = trainer.predict(Tokens(8, seed=3)) if "predict" in WORDS else None
+    if "save" in WORDS:
+        trainer.save_model("final")
+    history = [
+        {k: v for k, v in one.items() if not k.endswith(("_runtime", "_per_second", "_time"))}
+        for one in trainer.state.log_history
+    ]
+    torch.save(
+        {
+            "model": trainer.model.state_dict(),
+            "optimizer": trainer.optimizer.state_dict()["state"],
+            "scheduler": trainer.lr_scheduler.state_dict().get("last_epoch"),
+            "rate": trainer.optimizer.param_groups[0]["lr"],
+            "predictions": None if seen is None else torch.tensor(seen.predictions),
+        },
+        f"final_{rank()}.pt",
+    )
+    facts = {
+        "history": history,
+        "step": trained.global_step,
+        "loss": trained.training_loss,
+        "flos": trainer.state.total_flos,
+        "best": [
+            trainer.state.best_metric,
+            trainer.state.best_global_step,
+            trainer.state.best_model_checkpoint,
+        ],
+    }
+    with open(f"facts_{rank()}.json", "w") as file:
+        json.dump(facts, file)
+
+
+if __name__ == "__main__":
+    main()
