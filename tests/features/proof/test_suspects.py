@@ -32,7 +32,7 @@ UNSTEADY = {**LASTING, "itself": WEIGHT}
 
 def case(**changes):
     known = {"rank": 1, "step": 40, "differs": WEIGHT, "trusted": 21, "is_proved": True}
-    return Case(**{**known, "repeats": True, "process": 1, "reason": "", **changes})
+    return Case(**{**known, "since": "", "repeats": True, "process": 1, **changes})
 
 
 @pytest.mark.parametrize(
