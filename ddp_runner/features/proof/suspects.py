@@ -391,8 +391,8 @@ class Suspects:
         if first is None:
             return ""
         sound = max((step for step in self._saved() if step < first), default=None)
-        which = "no checkpoint" if sound is None else f"step {sound:,} the newest checkpoint"
-        return f"the steps from {first:,} on are in doubt, and {which} is from before them"
+        which = "there is no" if sound is None else f"step {sound:,} is the newest"
+        return f"the steps from {first:,} on are in doubt: {which} checkpoint from before them"
 
     @staticmethod
     def _fault(case: Case, cause: str, now_s: float, *, is_lost: bool = False) -> Fault:
