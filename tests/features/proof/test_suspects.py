@@ -197,7 +197,7 @@ def test_a_drill_from_before_going_back_shows_nothing_behind_it(simulate, monkey
 
 
 @pytest.mark.parametrize("is_gpu", [False, True])
-def test_a_second_time_is_a_device_only_where_it_is_the_ranks_own(simulate, monkeypatch, is_gpu):
+def test_a_second_time_is_a_device_only_on_its_own_gpu(simulate, monkeypatch, is_gpu):
     """All ranks share the processor: what acts now and then in one of them is not that."""
     gpus = {"devices": (0, 1, 2), "run_options": {"deterministic": True}} if is_gpu else {}
     run = diagnosing(simulate, monkeypatch, **gpus)
