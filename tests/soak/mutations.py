@@ -483,5 +483,20 @@ MUTATIONS = (
     # drills
     _break("witnessed-repairs", "rank not in (self._witnesses(number) or self.ranks)", "False"),
     _break("never-as-rank-0", "1 + drilled_rank(number, ranks - 1)", "drilled_rank(number, ranks)"),
+    # what follows a drill that failed
+    _break("seen-right", "step >= left.case.step", "True"),
+    _break(
+        "seen-right",
+        "left.is_back = True",
+        "left.is_back = True\n            self.passed(rank, step=left.case.step)",
+        after="if not left.is_back and held > left.back_at:",
+    ),
+    _break("trusted-is-held", "{rank: min(one, step) for", "{rank: one for"),
+    _break("three-tries", "self._tries += 1", "pass", after="def asked(self, wish"),
+    _break("a-reason-each", "differs_words(rank) in each", "differs_words() in each"),
+    _break("no-device-for-samples", "and not of_samples", ""),
+    _break("no-device-for-samples", "or of_samples", ""),
+    _break("last-holder-stays", "if not goes_back and", "if False and"),
+    _break("undone-first", "one not in may_be_withdrawn for", "True for"),
     _break("explained-once", "and not self._state.carried", ""),
 )

@@ -23,6 +23,7 @@ from ddp_runner.features.proof.rules import (
     Cause,
     DrillFacts,
     RepairLedger,
+    differs_words,
     failed_reason,
     folder_name,
     may_begin,
@@ -79,7 +80,7 @@ class DrillKeeper(Observer):
         self._cost_s = COST_GUESS_S
         self._due_s: float | None = None
         self._asked: DrillAt | None = None
-        self._asked_at_s = 0.0
+        self._heard_by_s = 0.0
         self._parts_since_s: float | None = None  # as far as that delays such a drill
         self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
         self._waiting: tuple[int, int] | None = (
@@ -94,9 +95,8 @@ class DrillKeeper(Observer):
         )
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._said_short = False
-        self._is_off_said = False  # that nothing is proved because drills are off
-        self._said: set[str] = set()  # the reasons why drills were skipped
-        self._has_differed = False
+        self._is_off_said = False  # that nothing is proved, as nothing was to be
+        self._said: set[str] = set()  # why drills could not be done
         self._has_taken_over = False  # a run whose coordinator was lost, once it has formed
         self._is_possible = False  # ranks have written the parts of a drill, or have tried to
         self._waits_since_s: float | None = None  # once all ranks have finished
@@ -127,7 +127,7 @@ class DrillKeeper(Observer):
     def forms(self, first: RankHandle) -> None:
         """Note which ranks were replaced since the generation before."""
         processes = [handle.processes for handle in self._world.ranks]
-        self._suspects.forms(processes)
+        self._suspects.forms(processes, self._pending_steps())
         held = [one.ready.committed_step for one in self._world.present if one.ready is not None]
         self._formed_step = step = max(held, default=0)
         before, self._processes = self._processes, processes
@@ -163,14 +163,39 @@ class DrillKeeper(Observer):
         here = self._drillable()
         if not here or not (self.is_owed or self.lacks_proof):
             return None
-        return self._world.ranks[self._repairs.witness(here)]
+        return self._world.ranks[self._next_to_prove(here)]
+
+    def _next_to_prove(self, here: list[int]) -> int:
+        """Return the rank that all have gone back for, else the one that has lived through most of the repairs."""
+        suspect = self._suspects.to_clear(here)
+        return self._repairs.witness(here) if suspect is None else suspect
+
+    def open_reasons(self) -> set[str]:
+        """Return reasons that are withdrawn where all ranks go back, and the one that was wrong is seen right."""
+        return self._suspects.open_reasons
+
+    def went_back(self, step: int) -> None:
+        """Take note that all ranks have gone back to an older state in their processes."""
+        self._suspects.went_back(step, self._pending_steps())
+
+    def _pending_steps(self) -> set[int]:
+        drills = (self._running, self._waiting, self._kept)
+        return {drill[0] for drill in drills if drill is not None} | set(self._parts)
+
+    def last_words(self) -> str:
+        """Return which steps are in doubt, and what is saved from before them."""
+        return self._suspects.last_words()
 
     def zygote_ended(self, now_s: float) -> None:
         """Do nothing: the next look finds a drill that was never forked."""
 
     @property
     def lacks_proof(self) -> bool:
-        """Return True if a rank was replaced and no drill has proved that repair yet."""
+        """Return True if a rank was replaced, or all have gone back, and no drill has proved that repair yet."""
+        return self._has_open_repair or self._suspects.clears
+
+    @property
+    def _has_open_repair(self) -> bool:
         return self._repairs.proved < self._repairs.count
 
     def part(self, message: DrillPart, handle: RankHandle | None = None) -> None:
@@ -182,6 +207,8 @@ class DrillKeeper(Observer):
         self._is_possible = True
         if self._kept is not None and self._kept[0] == message.step:
             self._kept = None  # the same step again, after all have gone back: its files are others
+        if message.step not in self._parts:
+            self._suspects.begins(message.step)
         parts = self._parts.setdefault(message.step, {})
         if self._asked is not None and message.step >= self._asked.step:
             self._asked = self._due_s = None
@@ -264,12 +291,15 @@ class DrillKeeper(Observer):
         finding, is_first = "", False
         if message.differs:
             finding = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
+            # INVARIANT a-reason-each: each rank that differs is a reason of its own, which only what is known of it withdraws.
+            # Broken if: it has none beside that of another rank, and the run is exact once that one is withdrawn.
+            # Guarded by: test_each_rank_that_differs_is_a_reason.
             known = self._recorder.facts.inexact_reasons
-            is_first = not any("would not compute the same" in each for each in known)
+            is_first = not any(differs_words(rank) in each for each in known)
         reason = finding if is_first else ""
         drill = replace(message, seconds=round(seconds, 3), finding=finding, inexact_reason=reason)
         self._recorder.record(drill)
-        self._has_differed |= bool(message.differs)
+        self._suspects.drilled(drill)
         if not message.differs:
             self._has_passed(rank, step)
         elif self._plan.loop is None:  # a loop's rank cannot recompute its share
@@ -281,7 +311,7 @@ class DrillKeeper(Observer):
             return
         self._has_come_to_its_end(message.step)
         cause = self._suspects.diagnosed(message, now_s)
-        if cause in (Cause.ONCE, Cause.PROCESS):  # a replacement got the same bits
+        if cause in (Cause.ONCE, Cause.PROCESS, Cause.RECURS):  # a replacement has come to the same
             self._has_passed(message.rank, message.step)
 
     def _has_come_to_its_end(self, step: int) -> None:
@@ -327,8 +357,9 @@ class DrillKeeper(Observer):
             self._came_to_nothing(rank, step, "something is being repaired, or the run ends")
 
     def restarts(self) -> None:
-        """Give up the drills of this stage: their process would build the task of the next stage."""
-        self._processes = None  # replacing all processes is no repair here
+        """Give up drills of this stage: a process would build the task of the next one for them."""
+        self._processes = None  # that all are replaced is no repair
+        self._suspects.restarts()
         if self._running is not None and self._keeper.process is not None:
             self._keeper.kill()
             self._is_given_up = True
@@ -344,7 +375,7 @@ class DrillKeeper(Observer):
         if not self.lacks_proof:
             return False
         if not self._plan.settings.recovery.drill_at:
-            if not self._is_off_said:
+            if self._has_open_repair and not self._is_off_said:
                 self._is_off_said = True
                 self._recorder.say(off_line(self._repairs.count))
             return False
@@ -366,8 +397,12 @@ class DrillKeeper(Observer):
         """Report that a complete run lacks a passed drill. ``why``: the reason to wait no longer for one."""
         if why and self.pending is not None:
             self._problem = self.pending, why
-        if self._problem is None and self._is_possible and not self._has_differed:
-            self._problem = self._recorder.facts.committed_step, "no drill has completed since"
+        if not self._has_open_repair:
+            return  # all have gone back for what was found: that reason stays
+        known = self._recorder.facts.inexact_reasons
+        has_differed = any(differs_words() in each for each in known)
+        if self._problem is None and self._is_possible and not has_differed:
+            self._problem = self._recorder.facts.committed_step, "none has come to its end since"
         if self._problem is not None:
             step, text = self._problem
             reason = unproved_reason(step=step, why=text)
@@ -381,38 +416,42 @@ class DrillKeeper(Observer):
         shutil.rmtree(path, ignore_errors=True)
 
     def _ask(self, now_s: float) -> None:
-        """Ask the ranks for a random drill or a diagnosis that is due, unless one is on its way."""
+        """Have the ranks drill a step at random, or one that is wanted, if one is due: not while one is on its way."""
         if self._asked is not None:
-            if now_s > self._asked_at_s + UNHEARD_S:
+            if now_s > self._heard_by_s:
                 self._asked = self._due_s = None
             return
-        if not self._is_due(now_s) or self._waiting is not None or self._are_parts_awaited(now_s):
+        if self._waiting is not None or self._are_parts_awaited(now_s):
             return
-        committed = self._recorder.facts.committed_step
+        committed, here = self._recorder.facts.committed_step, self._drillable()
+        wish = self._suspects.wish(now_s, here)
         if committed <= self._formed_step:
             return  # a rank that begins its first step forgets what it was asked before
-        first = self._world.present[0]
-        step = step_to_drill(
-            committed,
-            step_s=first.slot.get(Cell.STEP_NS) / 1e9,
-            total_steps=first.slot.get(Cell.TOTAL_STEPS),
-        )
-        here = self._drillable()
-        if step is None or not here:
+        step = self._step_to_drill(committed, redone=0 if wish is None else wish.redone)
+        if wish is not None and step is None:  # not yet, or never
+            wish, step = None, self._step_to_drill(committed)
+        if step is None or not here or (wish is None and not self._is_due(now_s)):
             return
-        drawn = here[int(self._draw() * len(here))]
-        rank = self._repairs.witness(here) if self.lacks_proof else drawn
-        suspect = self._suspects.to_diagnose
-        if suspect is not None:
-            rank = suspect
-        self._asked = DrillAt(rank=rank, step=step, diagnoses=suspect is not None)
-        self._asked_at_s = now_s
-        for handle in self._world.present:  # so that no rank takes it for a step of drill_at
+        if wish is not None:
+            rank = wish.rank
+            self._suspects.asked(wish, step, now_s)
+        else:
+            drawn = here[int(self._draw() * len(here))]
+            rank = self._next_to_prove(here) if self.lacks_proof else drawn
+        self._asked = DrillAt(rank=rank, step=step, diagnoses=wish is not None and wish.diagnoses)
+        self._heard_by_s = now_s + UNHEARD_S + 2 * (step - committed) * self._step_s
+        for handle in self._world.present:  # so that nobody takes it for a step of drill_at
             self._world.send(handle, self._asked)
 
+    @property
+    def _step_s(self) -> float:
+        return self._world.present[0].slot.get(Cell.STEP_NS) / 1e9
+
+    def _step_to_drill(self, committed: int, *, redone: int = 0) -> int | None:
+        total = self._world.present[0].slot.get(Cell.TOTAL_STEPS)
+        return step_to_drill(committed, step_s=self._step_s, total_steps=total, redone=redone)
+
     def _is_due(self, now_s: float) -> bool:
-        if self._suspects.to_diagnose is not None:
-            return True
         if not self._share:
             return False
         if self._due_s is None:

@@ -24,6 +24,7 @@ DRILL = Role(
 FOLDER = ".drill"  # in the run's folder of checkpoints
 # The parts of a drill: a file, and a folder of checkpoints. They are separate, as a save removes files that look left over.
 SHARE_FILE, STATE_FOLDER = "share.json", "state"
+SAMPLES = "the samples"  # what is compared first
 SIDE_FILE, BATCH_FILE = "side.pt", "batch.pt"  # of a rank whose drill has failed
 STATE, SHARE = "state", "share"  # in messages
 REPEATED, DRILLED = "repeated", "drilled"  # the kinds of proof
@@ -67,10 +68,19 @@ def pause_s(cost_s: float, *, share: float, drawn: float) -> float:
     return cost_s / share * (0.5 + drawn)
 
 
-def step_to_drill(committed_step: int, *, step_s: float, total_steps: int) -> int | None:
-    """Return the step to drill, far enough ahead that all ranks hear of it; None if the run ends before."""
+def step_to_drill(
+    committed_step: int, *, step_s: float, total_steps: int, redone: int = 0
+) -> int | None:
+    """Return the step that ranks are asked to drill, so far ahead that all hear of it; None if the run ends before.
+
+    ``redone``: not an earlier one than that; None while it is too far ahead. At the run's end it may be the last one.
+    """
     ahead = LEAD_STEPS + (math.ceil(LEAD_S / step_s) if step_s > 0 else 0)
-    step = committed_step + ahead
+    step = max(committed_step + ahead, redone)
+    if redone and committed_step + LEAD_STEPS < total_steps:
+        step = min(step, total_steps - 1)
+    if redone > committed_step + 2 * ahead:
+        return None
     return step if step < total_steps else None
 
 
@@ -179,14 +189,19 @@ def may_begin(facts: DrillFacts) -> bool:
 def failed_reason(*, rank: int, step: int, differs: str, on_cpu: bool) -> str:
     """Return why the run is no longer exact. ``differs``: the first difference of the two computations."""
     suspects = "state in a global, a closure, a file or C++?"
-    if differs == "the samples":
+    if differs == SAMPLES:
         suspects = "data that does not depend on the index alone?"
     elif not on_cpu:
         suspects = f"kernels that do not repeat, or {suspects}"
     return (
-        f"a replacement of rank {rank} would not compute the same at step {step:,}: first in"
-        f" {differs} ({suspects})"
+        f"a replacement of{differs_words(rank)} at step {step:,}: first in {differs} ({suspects})"
     )
+
+
+def differs_words(rank: int | None = None) -> str:
+    """Return what each such reason says, of this rank or of any."""
+    whose = "" if rank is None else f" rank {rank}"
+    return f"{whose} would not compute the same"
 
 
 def wait_line(step: int) -> str:
@@ -219,18 +234,19 @@ class Cause(Enum):
     UNSTEADY = "unsteady"  # the rank itself computes other bits the second time
     ONCE = "once"  # the difference has gone: the rank's first result was wrong
     LASTING = "lasting"  # neither state nor data, and the rank repeats its bits
-    DEVICE = "device"  # the difference remains in another process of that rank
-    PROCESS = "process"  # the difference has gone with the process
+    DEVICE = "device"  # the same, in another process of that rank
+    PROCESS = "process"  # it is gone with the process
+    RECURS = "recurs"  # it was gone, and has come again, on a processor that all ranks share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Describes a failed drill of ``rank`` at ``step``, with the first difference in ``differs``.
 
-    ``trusted``: the newest step whose state is free of wrong steps of this rank, as far as its drills show.
-    ``is_proved``: one of these drills has passed. ``repeats``: the drill got the same bits twice. ``process``: the
-    number of the rank's process to diagnose. ``is_another``: that is not the drilled process. ``reason``: why the run
-    is not exact.
+    ``trusted``: the newest step whose state no wrong step of this rank has gone into, as far as its drills show.
+    ``is_proved``: one of them has passed; ``since``: what there was then, in words. ``repeats``: the drill has come to its
+    bits twice. ``process``: the how many-th of the rank is to be diagnosed; ``is_another``: it is another one than that
+    of the drill, below 0 before that is there.
     """
 
     rank: int
@@ -238,23 +254,27 @@ class Case:
     differs: str
     trusted: int
     is_proved: bool
+    since: str
     repeats: bool
     process: int
-    reason: str
     is_another: bool = False
 
 
 def cause_of(case: Case, found: Diagnosed) -> Cause:
-    """Return the cause of the difference."""
+    """Return what the difference comes from."""
+    # INVARIANT no-device-for-samples: samples are compared before anything is computed from them: no device is to blame.
+    # Broken if: a dataset that draws other samples now and then has a rank rolled back or replaced.
+    # Guarded by: test_other_samples_are_never_a_wrong_gradient.
+    of_samples = SAMPLES in (case.differs, found.plain)
     if found.itself:
         return Cause.UNSTEADY
     if not found.plain:
         if case.is_another:
             return Cause.PROCESS
-        return Cause.ONCE if case.repeats else Cause.UNSTEADY
+        return Cause.ONCE if case.repeats and not of_samples else Cause.UNSTEADY
     if not found.with_state:
         return Cause.STATE
-    if not found.with_data:
+    if not found.with_data or of_samples:
         return Cause.DATA
     return Cause.DEVICE if case.is_another else Cause.LASTING
 
@@ -262,21 +282,29 @@ def cause_of(case: Case, found: Diagnosed) -> Cause:
 def diagnosis_line(case: Case, found: Diagnosed, cause: Cause) -> str:
     """Return the log line about a diagnosis."""
     at = f"step {found.step:,}"
+    unsteady = (
+        f"at {at} the same rank computes other bits twice: the device, or a kernel that is not"
+        " deterministic, or state that cannot be looked into and that each step changes"
+    )
+    if case.differs == SAMPLES and not found.itself:
+        unsteady = (
+            f"at {at} they are the same: data that now and then does not depend on the index alone"
+        )
     places = ", ".join(found.places[:PLACES_SHOWN])
     what = {
-        Cause.STATE: f"caused by state outside the model: {places}. With the rank's state, a replacement computes the"
-        f" same bits at {at}",
-        Cause.DATA: f"caused by the data: with the rank's own batch, a replacement computes the same bits at {at}; with"
-        " reloaded samples it does not",
-        Cause.UNSTEADY: f"the rank computes other bits each time at {at}. Possible causes: the device, a nondeterministic"
-        " kernel, or uninspectable state that each step changes",
-        Cause.ONCE: f"caused by the device: at {at} the rank computes the same bits as a replacement, so that one result"
-        " was wrong",
-        Cause.LASTING: f"at {at} the rank repeats its bits, but no other process with its state and data computes them."
-        " Possible causes: the device, or uninspectable state (C++, a file)",
-        Cause.DEVICE: f"caused by the device: at {at} a new process of the rank computes wrong bits too",
-        Cause.PROCESS: f"caused by uninspectable state (C++, a file) of the former process: at {at} a new process of the"
-        " rank computes the same bits as a replacement",
+        Cause.STATE: f"state outside the model: {places}. With the rank's, a replacement computes the same bits at {at}",
+        Cause.DATA: f"the data: with the rank's own batch a replacement computes the same bits at {at}, and with samples"
+        " that are loaded again it does not",
+        Cause.UNSTEADY: unsteady,
+        Cause.ONCE: f"at {at} the same rank computes the same bits as a replacement, twice: that once its result was"
+        " wrong: the device, or state that acts only now and then",
+        Cause.RECURS: f"at {at} the same rank computes the same bits as a replacement, as after the difference before that:"
+        " state that acts now and then and that cannot be looked into, or the machine. The run goes on, not exact",
+        Cause.LASTING: f"at {at} the rank repeats its bits, and another process with its state and its data does not come"
+        " to them: the device, or state that cannot be looked into (C++, a file)",
+        Cause.DEVICE: f"at {at} another process of the rank computes wrong bits, too: the device",
+        Cause.PROCESS: f"at {at} another process of the rank computes the same bits as a replacement: it was state of the"
+        " former process that cannot be looked into (C++, a file)",
     }[cause]
     return (
         f"the difference of rank {case.rank} at step {case.step:,}, first in {case.differs}: {what}"
@@ -296,7 +324,7 @@ def where_to_go_back(
 ) -> GoBack | None:
     """Return the newest of the ``saved`` steps up to ``trusted``, else up to the wrong step, ``failed``; None if there is none.
 
-    A run that began at step 0 can restart there if it has saved nothing, or if no drill of the rank has passed.
+    A run that has begun at step 0 (``begun``) can begin there again where it has saved nothing, or trusts nothing else.
     """
     sound = [step for step in saved if step <= trusted]
     if sound:
@@ -310,10 +338,7 @@ def where_to_go_back(
 def doubt_line(case: Case, *, last: int, then: str) -> str:
     """Return the log line that names the steps in doubt. ``last``: the newest committed one; ``then``: what follows."""
     first, count = case.trusted + 1, last - case.trusted
-    since = "this launch began"
-    if case.is_proved:
-        since = f"its drill at step {case.trusted - 1:,}, which passed"
     return (
-        f"rank {case.rank} has computed a wrong gradient: the {count:,} steps since {since}"
+        f"rank {case.rank} has computed a wrong gradient: the {count:,} steps since {case.since}"
         f" ({first:,} to {last:,}) are in doubt; {then}"
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_runner.checkpoint.catalog import Catalog
@@ -20,86 +20,259 @@ from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.wire import events
 from ddp_runner.supervisor.around import OfRun
 
+TRIES_MAX = 3  # of one drill that is wanted, before it is given up
+TRY_AGAIN_S = 10.0  # from the first of them to the second; twice as long to the third
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A drill that is wanted of ``rank``. ``diagnoses``: it is to say more; ``redone``: of that step, or a later one."""
+
+    rank: int
+    diagnoses: bool = False
+    redone: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Left:
+    """A case that all ranks go back for, to ``back_at``. ``is_back``: they have begun again there."""
+
+    case: Case
+    back_at: int
+    is_back: bool = False
+
 
 class Suspects:
     """Tracks the ranks whose drills have failed: has each diagnosed once, and decides what follows if one is wrong."""
 
     def __init__(self, around: OfRun) -> None:
         self._plan = around.plan
+        self._node = around.node
         self._recorder = around.recorder
         self._world = around.world
         self._folder = Path(around.plan.settings.run.checkpoint_dir)
         self._wanted = around.plan.settings.recovery.on_wrong_gradient
         self._rollbacks_left = around.plan.settings.recovery.rollbacks_max
-        self._case: Case | None = None  # the case that is being diagnosed
-        self._settled: set[int] = set()  # ranks whose cause is known, and is no wrong gradient
+        self._case: Case | None = None  # that is being diagnosed
+        self._queue: list[Case] = []  # that are diagnosed after it
+        self._former = 0  # the process of its rank, where another one is to be diagnosed
+        # Ranks of which the cause is known, and is no wrong gradient, or cannot be known.
+        self._settled: set[int] = set()
+        self._seen_in_another: set[int] = set()  # whose process was replaced for a diagnosis
         self._times: dict[int, int] = {}  # rank -> how often it was proved wrong
-        self._trusted: dict[int, int] = {}  # rank -> the step after its newest passed drill
+        self._passed_at: dict[int, int] = {}  # rank -> the step of its newest drill that has passed
+        # Rank -> the step that follows that one, or to which all ranks have gone back since.
+        self._trusted: dict[int, int] = {}
         self._begun: int | None = None
+        self._floor = 0  # what is trusted of a rank without such a drill
+        self._stale: set[int] = set()  # of drills of steps that all ranks have gone back from
         self._found: Found | None = None
-        self._left: Case | None = None  # the case for which all ranks roll back
-        self._back_at = 0
+        self._left: dict[int, _Left] = {}
+        self._reasons: dict[int, str] = {}  # rank -> why the run is not exact, found in this launch
+        self._for_good: set[int] = (
+            set()
+        )  # ranks whose reason stays: what they did is in the weights
+        self._doubtful_from: int | None = None  # the first step in doubt that is in the weights
+        self._tries = 0
+        self._not_before_s = 0.0
+        self._asked_step: int | None = None  # that is to say more
 
     @property
-    def to_diagnose(self) -> int | None:
-        """The rank to diagnose next; None if there is none, or if its new process is not known yet."""
-        case = self._case
-        is_there = case is not None and self._world.ranks[case.rank].processes == case.process
-        return case.rank if case is not None and is_there else None
+    def open_reasons(self) -> set[str]:
+        """Reasons for which the run is not exact, and may be again."""
+        open_ranks = set(self._left)
+        if self._wanted == "rollback" and self._rollbacks_left:
+            cases = [*self._queue] if self._case is None else [self._case, *self._queue]
+            open_ranks |= {
+                one.rank for one in cases if one.is_proved and self._is_certain(one.rank)
+            }
+        return {self._reasons.get(rank, "") for rank in open_ranks - self._for_good}
+
+    def to_clear(self, here: Collection[int]) -> int | None:
+        """Return the rank that is to be seen right, as all have gone back because it was wrong; None: nobody."""
+        return next(
+            (rank for rank, one in self._left.items() if one.is_back and rank in here), None
+        )
+
+    @property
+    def clears(self) -> bool:
+        """Return True if all have gone back, and the rank that was wrong has not been seen right yet."""
+        return any(one.is_back for one in self._left.values())
+
+    def wish(self, now_s: float, here: Collection[int]) -> Wish | None:
+        """Return the drill that is wanted next, ``here`` being those that may be drilled; None: none, or not now.
+
+        What was asked for too often, or cannot be asked for any more, is given up.
+        """
+        # INVARIANT three-tries: nothing is asked for without an end. Broken if: a diagnosis that never comes to a verdict is
+        # asked for again and again. Guarded by: test_a_diagnosis_without_a_verdict_is_given_up.
+        while (case := self._case) is not None and case.process >= 0:
+            if not self._is_hopeless(case.rank, now_s, here):
+                return Wish(rank=case.rank, diagnoses=True) if now_s >= self._not_before_s else None
+            self._give_up(case)
+        for wrong, left in list(self._left.items()):
+            if left.is_back and self._is_hopeless(wrong, now_s, here):
+                self._leave_for_good(wrong)
+                self._begin_tries()
+                self._recorder.say(
+                    f"no drill of rank {wrong} has passed since all ranks went back to step {left.back_at:,}:"
+                    " the run stays not exact",
+                    level="WARNING",
+                )
+        rank = self.to_clear(here)
+        if rank is None or now_s < self._not_before_s:
+            return None
+        return Wish(rank=rank, redone=self._left[rank].case.step)
+
+    def asked(self, wish: Wish, step: int, now_s: float) -> None:
+        """Take note that the ranks are asked for it, at this step."""
+        self._tries += 1
+        self._not_before_s = now_s + TRY_AGAIN_S * self._tries
+        self._asked_step = step if wish.diagnoses else None
+
+    def _is_hopeless(self, rank: int, now_s: float, here: Collection[int]) -> bool:
+        return rank not in here or (self._tries >= TRIES_MAX and now_s >= self._not_before_s)
+
+    def _begin_tries(self) -> None:
+        self._tries, self._not_before_s, self._asked_step = 0, 0.0, None
 
     def take_found(self) -> Found | None:
         """Return the fault that the supervisor must repair, once."""
         found, self._found = self._found, None
         return found
 
-    def forms(self, processes: Sequence[int]) -> None:
-        """Take note of the processes of a generation: a new process lacks the state of its predecessor."""
-        held = [one.ready.committed_step for one in self._world.present if one.ready is not None]
+    def forms(self, processes: Sequence[int], pending: Collection[int]) -> None:
+        """Take note of the processes of a generation: what a process had, another one has no more.
+
+        ``pending``: the steps of drills that have not come to their end.
+        """
+        held = max(
+            (one.ready.committed_step for one in self._world.present if one.ready is not None),
+            default=0,
+        )
         if self._begun is None:
-            self._begun = max(held, default=0)
+            self._begun = self._floor = held
+        self.went_back(held, pending)
+        for rank, left in list(self._left.items()):
+            if not left.is_back and held > left.back_at:  # they have never gone back
+                self._leave_for_good(rank)
+            left.is_back = True
         case = self._case
-        if case is not None and processes[case.rank] != case.process:
-            is_asked = case.is_another and case.process < 0
-            self._case = replace(case, process=processes[case.rank]) if is_asked else None
-        left, self._left = self._left, None
-        if left is not None:
-            self._trusted = {r: min(step, self._back_at) for r, step in self._trusted.items()}
+        if case is not None and case.process < 0 and processes[case.rank] != self._former:
+            self._case = replace(case, process=processes[case.rank])
+        elif case is not None and processes[case.rank] != case.process:
+            self._leave_for_good(case.rank)
+            self._case = None
+        for one in [one for one in self._queue if processes[one.rank] != one.process]:
+            self._leave_for_good(one.rank)
+            self._queue.remove(one)
+        self._begin_tries()
+        self._begin_next()
+
+    def went_back(self, step: int, pending: Collection[int]) -> None:
+        """Take note that all ranks go on from this step: of what they have left, nothing is trusted."""
+        # INVARIANT trusted-is-held: what a drill has shown of steps that all ranks have gone back from says nothing of the
+        # steps that follow. Broken if: they go back to a checkpoint with a wrong step in it, as to a sound one.
+        # Guarded by: test_what_was_gone_back_from_is_not_trusted.
+        self._stale |= {one for one in pending if one >= step}
+        self._trusted = {rank: min(one, step) for rank, one in self._trusted.items()}
+        self._floor = min(self._floor, step)
+        if self._case is not None:
+            self._case = replace(self._case, trusted=min(self._case.trusted, step))
+        self._queue = [replace(one, trusted=min(one.trusted, step)) for one in self._queue]
+
+    def restarts(self) -> None:
+        """All ranks are replaced by some that train another stage: nobody has gone back for what was found."""
+        for rank in list(self._left):
+            self._leave_for_good(rank)
+
+    def begins(self, step: int) -> None:
+        """Take note that what a drill of this step needs is being written."""
+        self._stale.discard(step)
+
+    def passed(self, rank: int, *, step: int) -> None:
+        """A drill of this rank has passed: it has computed that step right."""
+        if step in self._stale:
+            return
+        if step + 1 >= self._trusted.get(rank, 0):
+            self._trusted[rank], self._passed_at[rank] = step + 1, step
+        left = self._left.get(rank)
+        # INVARIANT seen-right: a run is exact again only once the rank that was wrong has been seen right behind the step
+        # that it did wrong. Broken if: the reason is withdrawn as soon as all ranks have gone back.
+        # Guarded by: test_a_reason_stays_until_the_suspect_was_seen_right.
+        if left is not None and left.is_back and step >= left.case.step:
+            del self._left[rank]
+            self._begin_tries()
+            withdrawn = "" if rank in self._for_good else self._reasons.pop(rank, "")
             self._recorder.record(
                 events.Undone(
-                    rank=left.rank, of_step=left.step, step=self._back_at, withdrawn=left.reason
+                    rank=rank, of_step=left.case.step, step=left.back_at, withdrawn=withdrawn
                 )
             )
 
-    def passed(self, rank: int, *, step: int) -> None:
-        """Take in that a drill of this rank has passed: the rank computed that step correctly."""
-        self._trusted[rank] = max(step + 1, self._trusted.get(rank, 0))
+    def drilled(self, drill: events.Drill) -> None:
+        """Take in a drill; where it was to say more, and could not, the case is closed."""
+        case = self._case
+        if case is not None and (drill.rank, drill.step) == (case.rank, self._asked_step):
+            self._give_up(case)
+        if drill.inexact_reason:
+            self._reasons[drill.rank] = drill.inexact_reason
 
     def failed(self, drill: events.Drill) -> None:
-        """Take in a failed drill. It is ignored while a failed drill is being diagnosed."""
-        rank = drill.rank
-        if self._case is not None or rank in self._settled:
+        """Take in a drill that has found a difference; those of several ranks are diagnosed one after the other."""
+        rank, left = drill.rank, self._left.get(drill.rank)
+        if drill.step in self._stale or (left is not None and not left.is_back):
+            if left is None or drill.step < left.back_at:
+                self._for_good.add(
+                    rank
+                )  # whether it was undone with what all have left is not known
             return
-        self._case = Case(
+        if left is not None:
+            del self._left[rank]  # it is wrong again
+        if rank in self._settled:
+            self._for_good.add(rank)
+            return
+        trusted = min(self._trusted.get(rank, self._floor), drill.step)
+        case = Case(
             rank=rank,
             step=drill.step,
             differs=drill.differs,
-            trusted=self._trusted.get(rank, self._begun or 0),
-            is_proved=rank in self._trusted,
+            trusted=trusted,
+            is_proved=trusted > self._floor,
+            since=self._since(rank, trusted),
             repeats=drill.repeats,
             process=self._world.ranks[rank].processes,
-            reason=drill.inexact_reason,
         )
+        if self._case is not None and self._case.rank == rank:
+            self._case = replace(self._case, trusted=min(self._case.trusted, trusted))
+        elif all(one.rank != rank for one in self._queue):
+            self._queue.append(case)
+        self._begin_next()
+
+    def _since(self, rank: int, trusted: int) -> str:
+        passed_at = self._passed_at.get(rank, -1)
+        if passed_at + 1 == trusted and rank in self._trusted:
+            return f"its drill at step {passed_at:,}, which passed"
+        return "this launch began" if trusted == self._begun else f"step {trusted:,}"
+
+    def _begin_next(self) -> None:
+        if self._case is None and self._queue:
+            self._case = self._queue.pop(0)
+            self._begin_tries()
 
     def diagnosed(self, message: events.Diagnosed, now_s: float) -> Cause | None:
         """Report the cause of a difference and decide what follows; return the cause."""
         case = self._case
-        if case is None or case.rank != message.rank:
+        if case is None or case.rank != message.rank or case.process < 0:
             return None
-        self._case = None
+        self._case, rank = None, case.rank
+        self._begin_tries()
         cause = cause_of(case, message)
-        # On a GPU, a nondeterministic kernel may look like a faulty device.
-        run, on_cpu = self._plan.settings.run, self._plan.devices[case.rank].device == "cpu"
-        is_certain = on_cpu or run.deterministic
+        if cause is Cause.ONCE and self._is_on_cpu(rank) and self._times.get(rank):
+            # All ranks share the processor: it is not this one's alone that would be wrong twice.
+            cause = Cause.RECURS
+        # A kernel may do what looks like a wrong device.
+        is_certain = self._is_certain(rank)
         is_wrong = is_certain and cause in (Cause.ONCE, Cause.DEVICE)
         self._recorder.record(
             replace(
@@ -108,55 +281,118 @@ class Suspects:
                 first_in=case.differs,
                 source=cause.value,
                 line=diagnosis_line(case, message, cause),
-                is_warning=is_wrong,
+                is_warning=is_wrong or cause is Cause.RECURS,
             )
         )
         if is_wrong:
-            self._times[case.rank] = (
-                2 if cause is Cause.DEVICE else 1 + self._times.get(case.rank, 0)
-            )
+            self._times[rank] = 2 if cause is Cause.DEVICE else 1 + self._times.get(rank, 0)
             self._decide(case, now_s)
-        elif is_certain and cause is Cause.LASTING and self._wanted != "continue":
-            # Only a new process of the same rank shows whether the cause is the device or hidden state of this process.
-            self._case = replace(case, is_another=True, process=-1)
-            words = "bits that no process with its state repeats; its process is replaced to test its device"
+        elif is_certain and cause is Cause.LASTING and self._may_see_another(rank):
+            # Only another process of the same rank shows whether it is the device or what this one has hidden.
+            self._seen_in_another.add(rank)
+            self._former, self._case = case.process, replace(case, is_another=True, process=-1)
+            words = "other bits than any process with its state: replaced, to see if its device is wrong"
             self._found = Found(fault=self._fault(case, words, now_s))
         else:
-            self._settled.add(case.rank)
+            self._settle(rank)
+        self._begin_next()
         return cause
+
+    def _is_on_cpu(self, rank: int) -> bool:
+        return self._plan.devices[rank].device == "cpu"
+
+    def _is_certain(self, rank: int) -> bool:
+        return self._is_on_cpu(rank) or self._plan.settings.run.deterministic
+
+    def _may_see_another(self, rank: int) -> bool:
+        """Return whether the process of a rank may be replaced, once, to find out: the others have its state."""
+        is_first = rank not in self._seen_in_another
+        return is_first and self._wanted != "continue" and len(self._world.present) > 1
+
+    def _settle(self, rank: int) -> None:
+        self._settled.add(rank)
+        self._leave_for_good(rank)
+
+    def _leave_for_good(self, rank: int) -> None:
+        """What this rank did wrong is in the weights, as far as is known: its reason stays."""
+        self._left.pop(rank, None)
+        self._for_good.add(rank)
+
+    def _give_up(self, case: Case) -> None:
+        """No verdict has come, and none will."""
+        self._case = None
+        self._settle(case.rank)
+        self._note_doubt(case)
+        self._begin_tries()
+        self._recorder.say(
+            f"the difference of rank {case.rank} at step {case.step:,} could not be diagnosed: where it comes from is"
+            " not known, and the run stays not exact",
+            level="WARNING",
+        )
+        self._begin_next()
 
     def _decide(self, case: Case, now_s: float) -> None:
         last = max(self._recorder.facts.committed_step, case.step + 1)
         is_lost = self._times[case.rank] > 1
         cause = f"a wrong gradient, first in {case.differs}"
         fault = self._fault(case, cause, now_s, is_lost=is_lost)
-        back = None
-        then = "recovery.on_wrong_gradient=continue: the run continues"
+        is_sound = False
+        then = "recovery.on_wrong_gradient=continue: the run goes on"
         if self._wanted == "stop":
             then = "recovery.on_wrong_gradient=stop"
             self._found = Found(fault=replace(fault, may_retry=False))
         elif self._wanted == "rollback":
-            saved = [entry.step for entry in Catalog(self._folder).entries()]
+            first = self._first_step()
             back = where_to_go_back(
-                saved, trusted=case.trusted, failed=case.step, begun=self._begun or 0
+                [step for step in self._saved() if step >= first],
+                trusted=case.trusted,
+                failed=case.step,
+                begun=max(self._begun or 0, first),
             )
             if not self._rollbacks_left:
-                back, then = None, "recovery.rollbacks_max is used up: the run continues"
+                then = "recovery.rollbacks_max is used up: the run goes on"
+            elif not case.is_proved:
+                then = "no drill of it has passed before, so no step is known to be right: the run goes on, not exact"
             elif back is None:
                 then = "no earlier checkpoint is left: the run continues"
             else:
                 self._rollbacks_left -= 1
-                rest = "" if back.is_sound else ", the newest left from before the wrong step"
-                then = f"all ranks roll back to step {back.step:,}{rest}"
+                is_sound = back.is_sound
+                rest = "" if is_sound else ", the newest left from before the wrong step"
+                then = f"all ranks go back to step {back.step:,}{rest}"
                 self._found = Found(fault=fault, not_after=back.step)
-                self._back_at = back.step
-                self._left = case if back.is_sound else None
+                if is_sound:
+                    self._left[case.rank] = _Left(case=case, back_at=back.step)
+        if not is_sound:
+            self._leave_for_good(case.rank)
+            self._note_doubt(case)
         if self._found is None and is_lost:
             self._found = Found(fault=fault)
         line = doubt_line(case, last=last, then=then)
         self._recorder.record(
             events.InDoubt(rank=case.rank, first=case.trusted + 1, last=last, line=line)
         )
+
+    def _saved(self) -> list[int]:
+        return [entry.step for entry in Catalog(self._folder).entries()]
+
+    def _first_step(self) -> int:
+        """Return the first step of the stage that is trained; 0 without stages."""
+        stage = self._node.settings_record.get("stage")
+        return int(stage["first_step"]) if isinstance(stage, Mapping) else 0
+
+    def _note_doubt(self, case: Case) -> None:
+        first = case.trusted + 1
+        self._doubtful_from = min(first, self._doubtful_from or first)
+
+    def last_words(self) -> str:
+        """Return what there is to say of the checkpoints of a run that ends early; empty where they are sound."""
+        first = self._doubtful_from
+        if first is None:
+            return ""
+        sound = max((step for step in self._saved() if step < first), default=None)
+        which = "there is no" if sound is None else f"step {sound:,} is the newest"
+        return f"the steps from {first:,} on are in doubt: {which} checkpoint from before them"
 
     @staticmethod
     def _fault(case: Case, cause: str, now_s: float, *, is_lost: bool = False) -> Fault:

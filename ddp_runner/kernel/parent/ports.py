@@ -5,7 +5,7 @@ Each is implemented outside of the kernel, or by a part of it that a test replac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -226,6 +226,17 @@ class Observer:
 
     def restarts(self) -> None:
         """Take note that all ranks are replaced by some that train something else."""
+
+    def went_back(self, step: int) -> None:
+        """Take note that all ranks go on from this step, which was committed before, in the processes that they have."""
+
+    def open_reasons(self) -> Collection[str]:
+        """Return reasons for which the run is not exact, and may be again."""
+        return ()
+
+    def last_words(self) -> str:
+        """Return what is to be known of the checkpoints of a run that has ended early; empty where that is nothing."""
+        return ""
 
     def owes(self) -> RankHandle | None:
         """Return whose share the generation that forms is to have drilled soon; None: nobody's."""

@@ -71,9 +71,15 @@ class RunEnd:
         """True if the way in which the run ends is known, at once or after a save."""
         return self.ending is not None or self._after_save is not None
 
-    def refuse_inexact(self) -> None:
-        """End a run that is to be exact and is not any more, or was not when it was resumed."""
-        if self._is_refused and not self.is_known:
+    def refuse_inexact(self, may_be_withdrawn: Collection[str] = ()) -> None:
+        """End a run that is to be exact and is not any more, or was not when it was resumed.
+
+        A reason that ``may_be_withdrawn`` is waited for; once the run is complete it counts like any other.
+        """
+        # INVARIANT undone-first: a run that is to be exact does not end for what may be undone.
+        # Broken if: it is refused as soon as a drill has failed. Guarded by: test_a_run_that_must_be_exact_goes_back_first.
+        stays = any(one not in may_be_withdrawn for one in self._facts.inexact_reasons)
+        if self._is_refused and stays and not self.is_known:
             self.begin(Ending.of(RunStatus.FAILED, self._refusal()))
 
     @property

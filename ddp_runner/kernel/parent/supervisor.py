@@ -228,7 +228,10 @@ class Supervisor:
             self.world.was_killed_for_memory(handle, self._clock.monotonic())
         self.recorder.reported(message)
         if message.steps_lost:
-            self._save_request.accept_from(message.fault.step - message.steps_lost)
+            back_at = message.fault.step - message.steps_lost
+            self._save_request.accept_from(back_at)
+            for observer in self._observers:
+                observer.went_back(back_at)
 
     @staticmethod
     def _loader_workers(message: LoaderWorkers, handle: RankHandle) -> None:
@@ -369,7 +372,8 @@ class Supervisor:
         self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
         self._cutting.look(now_s)
         if self._finished_at_s is None:  # else the end says so
-            self.run_end.refuse_inexact()
+            open_reasons = {reason for one in self._observers for reason in one.open_reasons()}
+            self.run_end.refuse_inexact(open_reasons)
         turn = self._turn(now_s)
         for observer in self._observers:
             observer.look(turn)
@@ -505,7 +509,8 @@ class Supervisor:
 
     def closing_words(self) -> str:
         """Return what there is to say after how the run has ended; empty where that is all."""
-        return self.run_end.closing_words()
+        words = [self.run_end.closing_words(), *(one.last_words() for one in self._observers)]
+        return "; ".join(filter(None, words))
 
     def fail(self, detail: str) -> None:
         """End the run because this supervisor is at fault itself; one that has ended stays so."""

@@ -403,6 +403,10 @@ class Repair:
         if not distrusted:
             return world
         left = [h for h in self._world.present if h.rank not in {*world.lost, *distrusted}]
+        # INVARIANT last-holder-stays: no process is replaced to see whether its device is wrong that alone has the state.
+        # Broken if: committed steps are lost with a process that answers. Guarded by: test_the_last_holder_is_not_replaced_to_see.
+        if not goes_back and not any(handle.is_filled for handle in left):
+            return world
         return replace(
             world,
             lost=tuple(sorted({*world.lost, *distrusted})),

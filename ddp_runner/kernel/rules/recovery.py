@@ -268,7 +268,9 @@ def _is_bounded_by_itself(incident: Incident) -> bool:
     """
     fault = incident.culprit
     is_set_once = fault.kind in (FaultKind.REDUCTION_UNFINISHED, FaultKind.COMPILATION_FAILED)
-    is_bounded = is_short_for_steps(fault) or is_set_once
+    # Its process is replaced once to see, and all go back ``rollbacks_max`` times.
+    is_looked_into = fault.kind is FaultKind.WRONG_GRADIENT
+    is_bounded = is_short_for_steps(fault) or is_set_once or is_looked_into
     return is_bounded and not incident.plain_retry
 
 
@@ -300,7 +302,13 @@ def ranks_to_drop(
         return ()
     window_start_s = incident.at_s - settings.restart_window_s
     recent = [incident, *(earlier for earlier in history if earlier.at_s >= window_start_s)]
-    causes = [fault for one in recent for fault in one.attribution.causes]
+    causes = [
+        fault
+        for one in recent
+        for fault in one.attribution.causes
+        if fault.kind
+        is not FaultKind.WRONG_GRADIENT  # it becomes a device that is lost, or nothing
+    ]
     hopeless = tuple(
         rank
         for rank in world.lost

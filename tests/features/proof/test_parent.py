@@ -103,17 +103,19 @@ def test_that_memory_is_short_is_said_once(simulate):
     assert sum("memory is short" in line for _, line in run.outputs.said) == 1
 
 
-def test_a_difference_makes_the_run_inexact_once(simulate):
-    """A second drill that finds one says nothing new."""
+def test_each_rank_that_differs_is_a_reason(simulate):
+    """Once: a second drill of the same rank that finds one says nothing new."""
     run = drilling(simulate)
     answer(run, differs="layer.weight")
-    run.run_until(lambda: run.helper(DRILL_ROLE) is None)
-    give(run, 50, rank=2)
-    run.run_until(lambda: run.rank(DRILL))
-    answer(run, 50, 2, differs="layer.weight")
+    for step, rank in ((50, 2), (70, 1)):
+        run.run_until(lambda: run.helper(DRILL_ROLE) is None)
+        give(run, step, rank=rank)
+        run.run_until(lambda: run.rank(DRILL))
+        answer(run, step, rank, differs="layer.weight")
     assert_done(run)
-    [reason] = reasons(run)
-    assert "rank 1 would not compute the same at step 10: first in layer.weight" in reason
+    first, second = reasons(run)
+    assert "rank 1 would not compute the same at step 10: first in layer.weight" in first
+    assert "rank 2 would not compute the same at step 50" in second
     assert proof(run) == set()
 
 
