@@ -25,6 +25,11 @@ FOLDER = ".drill"  # in the run's folder of checkpoints
 # What a drill needs: a file, and a folder of checkpoints. They are apart: who saves removes what looks left over.
 SHARE_FILE, STATE_FOLDER = "share.json", "state"
 SIDE_FILE, BATCH_FILE = "side.pt", "batch.pt"  # of a rank whose drill has failed
+LOCAL_FILE = (
+    "local.pt"  # what the drilled rank has of its own, where rank 0 may not have the newest of it
+)
+# In the record of its share: the files that belong to it, and the names of what such a file lacks.
+HANDED, MISSING = "handed", "missing"
 STATE, SHARE = "state", "share"  # in messages
 REPEATED, DRILLED = "repeated", "drilled"  # what is proved
 # For a drill, once training is complete, where a rank was replaced and none has passed.
@@ -222,6 +227,7 @@ class Cause(Enum):
     LASTING = "lasting"  # neither state nor data, and the rank repeats its bits
     DEVICE = "device"  # the same, in another process of that rank
     PROCESS = "process"  # it is gone with the process
+    UNKNOWN = "unknown"  # not all of it could be tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +237,7 @@ class Case:
     ``trusted``: the newest step whose state no wrong step of this rank has gone into, as far as its drills show.
     ``is_proved``: one of them has passed. ``repeats``: the drill has come to its bits twice. ``process``: the how many-th of the rank is to be diagnosed;
     ``is_another``: it is another one than that of the drill. ``reason``: why the run is not exact for it.
+    ``are_alike``: a drill has passed in this launch, of whichever rank: its processes do compute alike.
     """
 
     rank: int
@@ -242,6 +249,7 @@ class Case:
     process: int
     reason: str
     is_another: bool = False
+    are_alike: bool = True
 
 
 def cause_of(case: Case, found: Diagnosed) -> Cause:
@@ -256,6 +264,16 @@ def cause_of(case: Case, found: Diagnosed) -> Cause:
         return Cause.STATE
     if not found.with_data:
         return Cause.DATA
+    return _by_elimination(case, found)
+
+
+def _by_elimination(case: Case, found: Diagnosed) -> Cause:
+    """Return what is left where neither state nor data makes a difference."""
+    # INVARIANT no-blame-without-evidence: no process is ended, and no device given up, for what could not be tried.
+    # Broken if: a batch that is not handed over, or processes that never compute alike, leave the device as the rest.
+    # Guarded by: test_what_could_not_be_tried_blames_nobody.
+    if not (found.had_state and found.had_data and found.agrees and case.are_alike):
+        return Cause.UNKNOWN
     return Cause.DEVICE if case.is_another else Cause.LASTING
 
 
@@ -276,10 +294,21 @@ def diagnosis_line(case: Case, found: Diagnosed, cause: Cause) -> str:
         Cause.DEVICE: f"at {at} another process of the rank computes wrong bits, too: the device",
         Cause.PROCESS: f"at {at} another process of the rank computes the same bits as a replacement: it was state of the"
         " former process that cannot be looked into (C++, a file)",
+        Cause.UNKNOWN: f"at {at} it could not be looked into: {_not_tried(found)}; no rank is repaired for it",
     }[cause]
     return (
         f"the difference of rank {case.rank} at step {case.step:,}, first in {case.differs}: {what}"
     )
+
+
+def _not_tried(found: Diagnosed) -> str:
+    if not found.had_state:
+        return "the rank's state outside the model could not be handed over to another process as a whole"
+    if not found.had_data:
+        return "the rank's batch could not be handed over to another process"
+    if not found.agrees:
+        return "the other process does not repeat its own bits"
+    return "no drill of this launch has passed, so that each process may compute something else"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,7 @@ class Suspects:
             repeats=drill.repeats,
             process=self._world.ranks[rank].processes,
             reason=drill.inexact_reason,
+            are_alike=bool(self._trusted),
         )
 
     def diagnosed(self, message: events.Diagnosed, now_s: float) -> Cause | None:

@@ -476,7 +476,9 @@ class Diagnosed(Report):
 
     Each text says in what the first difference to the rank's own share is; empty if there is none: ``plain`` as a
     replacement computes it, ``with_state`` with the rank's state outside the model too, ``with_data`` also with its
-    batch, ``itself`` in the rank once more. ``places``: names of that state that a replacement has otherwise.
+    batch, ``itself`` in the rank once more. ``had_state``, ``had_data``: it had all of that; else that attempt shows
+    nothing. ``agrees``: the process that had both came to its bits twice. ``places``: names of that state that a
+    replacement has otherwise.
     The supervisor adds the rest: ``of_step`` and ``first_in`` of the drill that failed, ``source``: where the
     difference comes from, by name, and ``line`` for people.
     """
@@ -487,6 +489,9 @@ class Diagnosed(Report):
     with_state: str = ""
     with_data: str = ""
     itself: str = ""
+    had_state: bool = False
+    had_data: bool = False
+    agrees: bool = False
     places: tuple[str, ...] = ()
     of_step: int = -1
     first_in: str = ""

@@ -27,6 +27,7 @@ ONCE = {}
 STATE = {"plain": WEIGHT, "places": ("task.queue",)}
 DATA = {"plain": "the samples", "with_state": "the samples"}
 LASTING = {"plain": WEIGHT, "with_state": WEIGHT, "with_data": WEIGHT}
+LASTING |= {"had_state": True, "had_data": True, "agrees": True}
 UNSTEADY = {**LASTING, "itself": WEIGHT}
 
 
@@ -224,3 +225,33 @@ def test_a_gpu_whose_kernels_may_vary_is_not_blamed(simulate, monkeypatch):
         diagnose(run, **ONCE)
         run.pass_time(1.0)
         assert bool(run.events("in_doubt")) == is_deterministic
+
+
+@pytest.mark.parametrize(
+    ("lacks", "says"),
+    [
+        ({"had_state": False}, "state outside the model could not be handed over"),
+        ({"had_data": False}, "batch could not be handed over"),
+        ({"agrees": False}, "the other process does not repeat its own bits"),
+    ],
+)
+def test_what_could_not_be_tried_blames_nobody(simulate, monkeypatch, lacks, says):
+    """No process is replaced to see, and none of its successor: the run is not exact, and goes on."""
+    run = diagnosing(simulate, monkeypatch, min_ranks=1)
+    diagnose(run, **{**LASTING, **lacks})
+    assert_done(run)
+    assert [cause for cause, *_ in causes(run)] == ["unknown"]
+    assert plans(run) == run.events("in_doubt") == []
+    assert says in diagnosis_line(
+        case(), Diagnosed(rank=1, step=50, **{**LASTING, **lacks}), Cause.UNKNOWN
+    )
+    assert len(reasons(run)) == 1
+
+
+def test_processes_that_never_compute_alike_show_no_device():
+    """Where no drill has passed, each process may have something of its own; a second one tells no more."""
+    found = Diagnosed(rank=1, step=50, **LASTING)
+    for is_another in (False, True):
+        one = case(is_another=is_another, are_alike=False)
+        assert cause_of(one, found) is Cause.UNKNOWN
+        assert "no drill of this launch has passed" in diagnosis_line(one, found, Cause.UNKNOWN)
