@@ -190,7 +190,7 @@ class Sample:
     rest: dict
 
 
-def test_a_batch_of_a_tasks_own_types_is_handed_over_as_it_lies():
+def test_a_batch_of_own_types_is_handed_over_as_it_lies():
     """Tensors keep their strides and where they begin; what is there twice is one again."""
     base = torch.arange(4096.0).reshape(64, 64)
     rows = {

@@ -291,7 +291,7 @@ def test_a_broken_gradient_computed_again_names_its_rank_without_trace(finds_unu
     assert [answer[3] for answer in asked] == [answer[3] for answer in unasked]
 
 
-def test_a_skipped_step_that_has_changed_what_ranks_keep_is_not_computed_again():
+def test_a_skipped_step_is_not_recomputed_from_local_state():
     """It would begin with what that step has left: another gradient, and a healthy device suspected."""
     kept = SimpleNamespace(local=SimpleNamespace(names=("env",)), committed_step=1)
     share = SimpleNamespace(compute=lambda *_, **__: pytest.fail("it is computed"))
