@@ -26,7 +26,7 @@ def other(**changes):
 
 
 def found_by(process):
-    """What the supervisor is told."""
+    """What the supervisor receives."""
     found = _diagnosed(process, WEIGHT, folder=None, again="rank")
     facts = ("with_state", "with_data", "itself", "had_state", "had_data", "agrees", "places")
     return Diagnosed(

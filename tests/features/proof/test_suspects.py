@@ -249,7 +249,7 @@ def test_what_could_not_be_tried_blames_nobody(simulate, monkeypatch, lacks, say
 
 
 def test_processes_that_never_compute_alike_show_no_device():
-    """Where no drill has passed, each process may have something of its own; a second one tells no more."""
+    """Where no drill has passed, each process may have something of its own; a second one shows no more."""
     found = Diagnosed(rank=1, step=50, **LASTING)
     for is_another in (False, True):
         one = case(is_another=is_another, are_alike=False)
