@@ -195,11 +195,14 @@ class Stepper:
         counted = weight if weight is not None else (each or 0.0) * size
         state.tokens = before + (counted if applied else 0.0)
 
-    def own_gradient_norm(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def own_gradient_norm(self, micro_batches: Sequence[MicroBatch]) -> float | None:
         """Compute this rank's gradient of the step just skipped once more, without reducing it.
 
-        That step has changed nothing, so its gradient is the same one, unless the hardware erred.
+        That step has changed nothing, so its gradient is the same one, unless the hardware erred. None where ranks
+        keep something of their own: that step has changed it.
         """
+        if self._state.local.names:
+            return None
         step = self._state.committed_step - 1
         self._share.compute(micro_batches, step=step, reduces=False)
         norm = float(self._total_norm()) / self._state.precision.scale()
@@ -213,13 +216,16 @@ class Stepper:
         No step may be unfinished. Changes by forward are put back.
         """
         state, notes = self._state, ShareNotes.of(self._state)
-        state.side.look_again(whole=True)  # so that all of it can be put back
-        self._share.compute(micro_batches, step=state.committed_step, reduces=False, notes=notes)
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                notes.gradient(parameter, parameter.grad)
-        self._replica.zero_gradients()
-        state.drop_unfinished_step()
+        state.side.look_again(whole=True)  # so that all of it can be
+        step = state.committed_step
+        try:
+            self._share.compute(micro_batches, step=step, reduces=False, notes=notes)
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    notes.gradient(parameter, parameter.grad)
+        finally:
+            self._replica.zero_gradients()
+            state.drop_unfinished_step()
         return notes.share()
 
     def _measure(self, scale: float) -> Tensor | None:

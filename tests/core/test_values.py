@@ -89,7 +89,7 @@ SAMPLES = [
     messages.DrillPart(rank=0, step=2, part="state", problem="no"),
     events.Drill(rank=0, step=2, differs="layer.weight"),
     events.DrillSkipped(rank=0, step=2, text="no"),
-    events.Diagnosed(rank=0, step=2, plain="0.weight", places=("task.count",), source="state"),
+    events.Diagnosed(rank=0, step=2, plain="0.weight", places=("task.count",), source="state", had_state=True),
     *FORKS,
     messages.Forked(token=3, pid=77),
     events.ZygoteReady(torch="2", import_s=1.0, warning="2 threads run"),

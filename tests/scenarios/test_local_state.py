@@ -14,6 +14,11 @@ from tests.test_documented import blocks_of
 
 PLAYING = LOOPS / "playing.py"
 STOP = "import os, signal; os.kill(os.getppid(), signal.SIGTERM)"
+WAIT = """
+import pathlib, time
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+"""
 DOCUMENTS = "test_the_documents_loop_that_plays_is_exact"
 
 
@@ -68,6 +73,21 @@ def test_a_loop_that_plays_is_exact_over_a_stop_and_kills(tmp_path):
             assert run.wait() == code, run.console
         assert run.summary()["exact"], run.summary()["inexact_reasons"]
     assert finals(harmed) == finals(calm)
+
+
+def test_a_drill_begins_with_what_its_rank_changes_late(tmp_path):
+    """Rank 0 is at the drilled step already, and writes the state, while rank 1 is behind its update."""
+    pause = "import time; time.sleep(1)"
+    plant(
+        tmp_path, **{f"r1_s{number}_update": pause for number in range(1, 7)}, r0_s20_between=WAIT
+    )
+    options = ("drill_at=3,5", "recovery.proof_share=0")
+    with run_loop(tmp_path, "--plays-late", loop=PLAYING, options=options) as run:
+        run.wait_for_event("drill")
+        (tmp_path / "go").touch()
+        assert run.wait() == 0, run.console
+    assert {(one["rank"], one["differs"]) for one in run.events("drill")} == {(1, "")}
+    assert run.summary()["exact"], run.summary()["inexact_reasons"]
 
 
 def test_a_loop_that_forgets_what_it_plays_is_inexact_and_named(tmp_path):

@@ -19,7 +19,7 @@ from ddp_runner.core.machines.local_places import STEPS
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.local_state import by_value, gathering, rank_memory
 from ddp_runner.training.local_state.by_value import KeptLocally
-from ddp_runner.training.local_state.local_state import LOCAL, LocalState
+from ddp_runner.training.local_state.local_state import LOCAL, LocalState, packed, unpacked
 
 
 class Env:
@@ -141,6 +141,88 @@ def test_each_kind_of_object_is_put_back_in_place(kind, shared):
     change(fresh)
     if kind not in ("numpy", "python"):  # what looks at those changes them
         assert repr(look(fresh)) == repr(look(one))
+
+
+def test_a_late_change_on_the_drilled_rank_is_in_its_drill(shared):
+    """Rank 0 writes the state of the step while rank 1 is between its update and the next step."""
+    env, drilled = Env(1), Env(1)
+    saves, lags = local_of({"env": Env()}, shared), local_of({"env": env}, shared, rank=1)
+    for one in (saves, lags):
+        one.begin(0)
+        one.seal(1)
+        one.committed(1)
+    saves.settle()
+    written = saves.of_ranks(1)[LOCAL]
+    env.play()
+    lags.settle()
+    handed = lags.to_hand_over(1)
+    assert saves.to_hand_over(1) is None
+    replacement = local_of({"env": drilled}, None, rank=1)
+    replacement.begin_with(handed)
+    replacement.go_to(1, written, is_begin=False)
+    assert replacement.take_lost() == []
+    assert KINDS["object"][2](drilled) == KINDS["object"][2](env)
+    assert drilled.games == 1
+
+
+def test_what_functions_between_steps_change_is_handed_over_too(shared):
+    """Rank 0 may be past its own, and rank 1 inside one."""
+    env = Env()
+    local = local_of({"env": env}, shared, rank=1)
+    local.begin(0)
+    step(local, 1, env.play)
+    assert local.to_hand_over(1) is None
+    env.play()
+    local.changed_between()
+    other = Env()
+    taken = local_of({"env": other}, None, rank=1)
+    taken.begin_with(local.to_hand_over(1))
+    taken.go_to(1, None, is_begin=False)
+    assert other.games == 2
+
+
+@dataclasses.dataclass
+class Sample:
+    """A batch as tasks make them."""
+
+    inputs: torch.Tensor
+    labels: np.ndarray
+    rest: dict
+
+
+def test_a_batch_of_own_types_is_handed_over_as_it_lies():
+    """Tensors keep their strides and where they begin; what is there twice is one again."""
+    base = torch.arange(4096.0).reshape(64, 64)
+    rows = {
+        "slice": base[1:, 1:7],
+        "expanded": torch.ones(3, 1).expand(3, 5),
+        "channels": torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+        "none": torch.empty(0, 3),
+        "number": torch.tensor(2),
+    }
+    batch = [Sample(base, np.arange(40_000), {**rows, "again": base})]
+    found = by_value.taken_over(unpacked(packed(by_value.handed_over(batch))), like=[])
+    assert torch.equal(found[0].inputs, base)
+    assert found[0].rest["again"] is found[0].inputs
+    assert np.array_equal(found[0].labels, batch[0].labels)
+    for name, row in rows.items():
+        other = found[0].rest[name]
+        assert torch.equal(other, row), name
+        assert (other.dtype, other.stride()) == (row.dtype, row.stride()), name
+        assert (other.data_ptr() - row.data_ptr()) % 64 == 0 or not row.numel(), name
+
+
+def test_a_batch_has_nothing_built_but_known_types():
+    """Plain values, classes of the program, and what the process's own batch consists of."""
+    handed = by_value.handed_over([nn.Parameter(torch.ones(1))])
+    with pytest.raises(pickle.UnpicklingError, match="may not have"):
+        by_value.taken_over(handed, like=[torch.ones(1)])
+    [one] = by_value.taken_over(handed, like=[nn.Parameter(torch.zeros(1))])
+    assert one.item() == 1.0
+    with pytest.raises(pickle.UnpicklingError, match="system"):
+        by_value.taken_over(by_value.handed_over(os.system), like=[])
 
 
 def test_after_a_roll_back_the_older_step_is_what_is_put_back(shared):

@@ -211,6 +211,29 @@ def test_a_variable_that_is_named_explains_a_first_step_that_differs(monkeypatch
     assert steps.said == steps.reported == []
 
 
+@pytest.mark.parametrize(("reporter", "is_said"), [(1, True), (0, False)])
+def test_a_finding_is_reported_by_a_rank_that_knows_it(monkeypatch, reporter, is_said):
+    """Rank 0 is another process since, and says nothing; the lowest of the others does, once."""
+    steps = Steps(monkeypatch, "last.bias")
+    steps.group.rank = 1
+    steps.group.exchange = lambda _, value: ["last.bias", value]
+    steps.first(1.0, 1.0)
+    steps.group.membership = SimpleNamespace(generation=2)
+    steps.group.exchange = lambda _, value: ["" if reporter else value, value]
+    steps.more()
+    assert len(steps.said) == is_said
+
+
+def test_a_replacement_takes_part_in_what_the_others_know(monkeypatch):
+    """It has no finding of its own, and is asked as they are."""
+    steps, asked = Steps(monkeypatch), []
+    steps.group.membership = SimpleNamespace(generation=2)
+    steps.group.exchange = lambda name, value: asked.append(name) or [value, "why"]
+    steps.more()
+    assert len(asked) == 1
+    assert steps.said == []
+
+
 def test_what_a_step_is_surrounded_by_ends_with_its_generation(monkeypatch):
     """A body that was given up says nothing of the step that is made of the same batch."""
     seen = []

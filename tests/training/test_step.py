@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.loading.batch_copy import to_device
-from ddp_runner.training.step import StepRules, own_share
+from ddp_runner.training.step import Stepper, StepRules, own_share
 from tests.kernel.group.joining import join
 from tests.processes import hosted_store, run_ranks
 
@@ -288,6 +289,13 @@ def test_a_broken_gradient_computed_again_names_its_rank_without_trace(finds_unu
         (False, (), True), (False, (), False), (False, (), True)
     ]  # fmt: skip
     assert [answer[3] for answer in asked] == [answer[3] for answer in unasked]
+
+
+def test_a_skipped_step_is_not_recomputed_from_local_state():
+    """It would begin with what that step has left: another gradient, and a healthy device suspected."""
+    kept = SimpleNamespace(local=SimpleNamespace(names=("env",)), committed_step=1)
+    share = SimpleNamespace(compute=lambda *_, **__: pytest.fail("it is computed"))
+    assert Stepper.own_gradient_norm(SimpleNamespace(_state=kept, _share=share), []) is None
 
 
 def _abort_before_the_commit(me, port, ends_in_silence):

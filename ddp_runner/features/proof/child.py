@@ -119,6 +119,9 @@ def _message(
         with_state=found.with_state,
         with_data=found.with_data,
         itself=found.itself,
+        had_state=found.had_state,
+        had_data=found.had_data,
+        agrees=found.agrees,
         places=found.places[:PLACES_TOLD],
     )
 

@@ -14,11 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import Loader, MicroBatch
-from ddp_runner.features.proof.rules import BATCH_FILE, SHARE_FILE, SIDE_FILE, STATE_FOLDER
+from ddp_runner.features.proof.rules import (
+    BATCH_FILE,
+    HANDED,
+    LOCAL_FILE,
+    MISSING,
+    SHARE_FILE,
+    SIDE_FILE,
+    STATE_FOLDER,
+)
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.run_files import read_small
 from ddp_runner.observe.logger import DDPLogger
@@ -27,6 +36,8 @@ from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.loading.loaders import make_loader
 from ddp_runner.training.loading.preloaded_data import with_preloaded_data
 from ddp_runner.training.local_runtime import Aside
+from ddp_runner.training.local_state.by_value import taken_over
+from ddp_runner.training.local_state.local_state import unpacked
 from ddp_runner.training.starting.compiling import Compiler
 from ddp_runner.training.starting.fork_safety import make_forks_safe
 from ddp_runner.training.starting.resume import load_start
@@ -51,6 +62,9 @@ class Compared:
     with_state: str = ""
     with_data: str = ""
     itself: str = ""
+    had_state: bool = False
+    had_data: bool = False
+    agrees: bool = False
     places: tuple[str, ...] = ()
 
 
@@ -74,24 +88,34 @@ def compare(
         return _diagnosed(other, differs, folder=folder, again=OwnShare.from_record(noted["again"]))
 
 
+# INVARIANT tried-first: what a difference is not is said only of what was tried.
+# Broken if: state or data that could not be handed over counts as tried.
+# Guarded by: test_what_could_not_be_handed_over_shows_nothing.
 def _diagnosed(other: Replacement, differs: str, *, folder: Path, again: OwnShare) -> Compared:
     """Compute the share with the rank's own state outside the model, then with its batch as well."""
     with_state, with_data, places = differs, differs, list[str]()
-    side, batches = _handed(folder / SIDE_FILE), _handed(folder / BATCH_FILE)
-    if differs and isinstance(side, dict):
+    side = other.handed_side(folder)
+    batches = other.handed_batches(folder) if differs else None
+    agrees = False
+    if differs and side is not None:
         places = other.unlike_here(side)
         with_state = with_data = other.unlike_noted(other.share(side=side, names=places))
-        if not with_state:
-            places = _decisive(other, side, places) or places
-    if with_state and isinstance(batches, list):
-        known = side if isinstance(side, dict) else None
-        with_data = other.unlike_noted(other.share(side=known, names=places, batches=batches))
+    had_state = side is not None and not other.missing
+    if side is not None and not with_state:
+        places = _decisive(other, side, places) or places
+    if with_state and batches is not None:
+        last = other.share(side=side, names=places, batches=batches)
+        with_data = other.unlike_noted(last)
+        agrees = not with_data or last == other.share(side=side, names=places, batches=batches)
     return Compared(
         differs=differs,
         diagnoses=True,
         with_state=with_state,
         with_data=with_data,
         itself=other.unlike_noted(again),
+        had_state=had_state,
+        had_data=batches is not None,
+        agrees=agrees,
         places=tuple(places),
     )
 
@@ -110,8 +134,16 @@ def _decisive(other: Replacement, side: dict[str, Any], places: Sequence[str]) -
     )
 
 
+def handed_local(noted: dict[str, Any], folder: Path) -> Tensor | None:
+    """Return what the rank has handed over of its own; None where the state has it. Raises what reading it raises."""
+    if LOCAL_FILE not in noted.get(HANDED, ()):
+        return None
+    found: Tensor = torch.load(folder / LOCAL_FILE, weights_only=True)
+    return found
+
+
 def _handed(path: Path) -> Any:
-    """Return what the rank has written there; None if there is nothing, or if reading it needs the user's types."""
+    """What the rank has written there; None where it has not, or where it cannot be read."""
     with contextlib.suppress(Exception):
         return torch.load(path, weights_only=True)
     return None
@@ -134,6 +166,7 @@ class Replacement:
         ending: contextlib.ExitStack,
     ) -> None:
         self._noted = noted
+        self.missing = list(noted.get(MISSING, ()))  # of what steps change outside the model
         self._rank, self._world_size = int(noted["rank"]), int(noted["world_size"])
         make_forks_safe()
         # As a resume does, but for the loader, whose workers a drill can do without.
@@ -144,6 +177,8 @@ class Replacement:
             checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
         )
         self._workload, self._state = build_workload(settings, rank_info)
+        if (own := handed_local(noted, folder)) is not None:
+            self._state.local.begin_with(own)
         self._store = CheckpointStore(folder / STATE_FOLDER, keep_last=1)
         self._load()
         self._is_fresh = True
@@ -182,6 +217,22 @@ class Replacement:
         names = [name for name, _ in self._state.named_parameters()]
         return first_difference(OwnShare.from_record(self._noted["share"]), share, names=names)
 
+    def handed_side(self, folder: Path) -> dict[str, Any] | None:
+        """Return what the rank had outside the model; None where it has not handed that over."""
+        side = _handed(folder / SIDE_FILE) if SIDE_FILE in self._noted.get(HANDED, ()) else None
+        return side if isinstance(side, dict) else None
+
+    def handed_batches(self, folder: Path) -> list[Any] | None:
+        """Return the rank's own batches; None where it has not handed them over, or not so that they can be built."""
+        found = _handed(folder / BATCH_FILE) if BATCH_FILE in self._noted.get(HANDED, ()) else None
+        if not isinstance(found, Tensor):
+            return None
+        own = [one.batch for one in self._loader.take_copy(self._step)]
+        with contextlib.suppress(Exception):  # types of the user's raise what they like
+            batches = taken_over(unpacked(found), like=own)
+            return batches if isinstance(batches, list) and len(batches) == len(own) else None
+        return None
+
     def unlike_here(self, side: dict[str, Any]) -> list[str]:
         """Return the names of the state outside the model that differs between the rank and a replacement."""
         self._load_again()
@@ -201,7 +252,7 @@ class Replacement:
         """
         self._load_again()
         if side is not None:
-            self._state.side.take_over(side, names)
+            self.missing += self._state.side.take_over(side, names)
         self._is_fresh = False
         micro_batches = self._loader.take_copy(self._step)
         if batches is not None:

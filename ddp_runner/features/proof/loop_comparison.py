@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ddp_runner.core.settings import Settings
+from ddp_runner.features.proof.comparison import handed_local
 from ddp_runner.features.proof.loop_notes import BESIDE, CARRIED, PROGRAM, explanation
 from ddp_runner.features.proof.rules import SHARE_FILE, STATE_FOLDER
 from ddp_runner.kernel.step.runtime import RankInfo
@@ -78,6 +79,7 @@ def compare_loop(
     wanted = ShareWanted(
         rank=int(noted["rank"]),
         world_size=int(noted["world_size"]),
+        local=handed_local(noted, folder),
         begins=begins,
         ends=ends,
         fails=fails,

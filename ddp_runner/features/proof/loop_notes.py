@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ddp_runner.data.loader import MicroBatch
-from ddp_runner.features.proof.notes import Drills
+from ddp_runner.features.proof.notes import Drills, Looked
 from ddp_runner.features.proof.rules import drilled_rank_of_loop
 from ddp_runner.kernel.group.group import Group, Membership
 from ddp_runner.training.beside_steps import Noting
@@ -40,10 +40,10 @@ class LoopDrills(Drills):
     def _is_drilled_next(self) -> None:
         self._beside = self._state.side.digests()
 
-    def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
-        """Return nothing: a loop's rank cannot compute its share a second time."""
+    def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> Looked:
+        """Nothing: a loop's share cannot be computed a second time by its rank."""
         del stepper, micro_batches
-        return {}
+        return Looked()
 
     def _record(self, notes: ShareNotes, group: Group) -> dict[str, Any]:
         return {

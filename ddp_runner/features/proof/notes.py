@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,9 +22,12 @@ from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.injection import changes_loss
 from ddp_runner.data.loader import MicroBatch
-from ddp_runner.data.source import NotCopiedError, copied
+from ddp_runner.data.source import copied
 from ddp_runner.features.proof.rules import (
     BATCH_FILE,
+    HANDED,
+    LOCAL_FILE,
+    MISSING,
     OWED,
     SHARE,
     SHARE_FILE,
@@ -44,6 +48,8 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
 from ddp_runner.training.beside_steps import BesideSteps, Noting
 from ddp_runner.training.exactness.own_share import ShareNotes
+from ddp_runner.training.local_state.by_value import handed_over
+from ddp_runner.training.local_state.local_state import packed
 from ddp_runner.training.rank_context import RankParts
 
 if TYPE_CHECKING:
@@ -71,6 +77,14 @@ class _Unsynced:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._disk, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What a rank adds to a drill of its share: entries of its record, and files, by name."""
+
+    record: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Any] = field(default_factory=dict)
 
 
 class Drills(BesideSteps):
@@ -128,15 +142,20 @@ class Drills(BesideSteps):
             yield
             return
         self._is_drilled_next()
-        more = self._looked_into(stepper, micro_batches) if self._diagnoses else {}
+        more = self._looked_into(stepper, micro_batches) if self._diagnoses else Looked()
+        problem = self._hold_own(step, more)
         with stepper.noted() as notes:
             yield
-        if self._state.committed_step == step + 1:  # else the step was given up
-            record = self._record(notes, group)
-            record |= {key: more[key] for key in more.keys() & {"again"}}
-            for name in more.keys() & {SIDE_FILE, BATCH_FILE}:
-                self._write_beside(step, name, more[name])
-            self._report_part(step, SHARE, self._write_share(step, record))
+        if self._state.committed_step == step + 1:  # else its state was given up
+            record = self._record(notes, group) | more.record
+            with self._aside():
+                record[HANDED] = [
+                    name for name, content in more.files.items() if self._write(step, name, content)
+                ]
+                problem = problem or self._write_share(step, record)
+            if LOCAL_FILE in more.files.keys() - {*record[HANDED]}:
+                problem = problem or "what the rank has of its own could not be written"
+            self._report_part(step, SHARE, problem)
 
     def _is_drilled_next(self) -> None:
         """Take note that this rank's share of the step that begins now is drilled."""
@@ -183,26 +202,57 @@ class Drills(BesideSteps):
             return owed
         return self._drilled(number, membership)
 
-    def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
-        """Compute the share of the step that begins now once more, and return it with its input.
+    def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> Looked:
+        """Compute the share of the step that begins now once more, and hold what it is computed from.
 
         Input that cannot be copied, or for which memory is short, is left out.
         """
-        side, found = self._state.side, dict[str, Any]()
+        # INVARIANT looked-beside: what a diagnosis runs into in a rank ends the diagnosis, and not the rank.
+        # Broken if: an error of the look passes, or a hang watch counts its time as that of the step's phase.
+        # Guarded by: test_a_look_that_fails_is_no_fault_of_the_rank.
+        with self._aside():
+            try:
+                found = self._files_of_look(micro_batches)
+                others = copied([*micro_batches])
+                again = cast("Stepper", stepper).share_again(others)
+            except FaultError:
+                raise
+            except Exception:  # noqa: BLE001 - whatever it is: the step itself comes to it again, or it does not matter
+                self._state.drop_unfinished_step()  # as a whole: else it is the rank's fault
+                return Looked()
+            found.record["again"] = again.to_record()
+            return found
+
+    def _hold_own(self, step: int, more: Looked) -> str:
+        """Add to ``more`` what the rank has of its own, where it must; why it cannot, else an empty text."""
+        try:
+            with self._aside():
+                own = self._state.local.to_hand_over(step)
+        except (OSError, MemoryError) as error:
+            return (
+                f"what the rank has of its own could not be read ({type(error).__name__}: {error})"
+            )
+        if own is not None:
+            more.files[LOCAL_FILE] = own
+        return ""
+
+    def _files_of_look(self, micro_batches: Sequence[MicroBatch]) -> Looked:
+        side, found = self._state.side, Looked()
         if side.hold_bytes() <= self._memory.room_bytes() / STATES_NEEDED:
-            found[SIDE_FILE] = side.whole_record()
-        with contextlib.suppress(NotCopiedError):
-            found[BATCH_FILE] = [one.batch for one in copied([*micro_batches])]
-            again = cast("Stepper", stepper).share_again(copied([*micro_batches]))
-            found["again"] = again.to_record()
+            found.files[SIDE_FILE] = whole = side.whole_record()
+            found.record[MISSING] = side.missing_in(whole)
+        with contextlib.suppress(Exception):  # as a batch of the user's own types may raise
+            found.files[BATCH_FILE] = packed(handed_over([one.batch for one in micro_batches]))
         return found
 
-    def _write_beside(self, step: int, name: str, content: object) -> None:
-        """Write an optional file of a diagnosis; leave it out if it cannot be written."""
+    def _write(self, step: int, name: str, content: object) -> bool:
+        """Write what a diagnosis can do without; False where it cannot be written."""
         folder = self._folder / folder_name(step)
-        with contextlib.suppress(Exception):  # as a batch of the user's own types may raise
+        with contextlib.suppress(Exception):  # as a state of the user's own types may raise
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(content, folder / name)
+            return True
+        return False
 
     def _take_asked(self, message: DrillAt) -> None:
         """Called by the thread that listens to the supervisor."""
@@ -279,7 +329,18 @@ class Drills(BesideSteps):
         """Called before anything changes what a copy may still be reading."""
         if self._saver is None or not self._saver.reads_state:
             return
+        with self._aside():
+            self._saver.release_state()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Show and count the time that the training thread spends within as that of a save."""
         began_ns, slot = time.monotonic_ns(), self._runtime.slot
+        phase = slot.read().phase
         slot.stamp(Phase.CHECKPOINT, began_ns)
-        self._saver.release_state()
-        slot.add(Cell.CHECKPOINT_NS, time.monotonic_ns() - began_ns)
+        try:
+            yield
+        finally:
+            ended_ns = time.monotonic_ns()
+            slot.add(Cell.CHECKPOINT_NS, ended_ns - began_ns)
+            slot.stamp(phase, ended_ns)

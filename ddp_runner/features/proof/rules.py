@@ -26,6 +26,11 @@ FOLDER = ".drill"  # in the run's folder of checkpoints
 SHARE_FILE, STATE_FOLDER = "share.json", "state"
 SAMPLES = "the samples"  # what is compared first
 SIDE_FILE, BATCH_FILE = "side.pt", "batch.pt"  # of a rank whose drill has failed
+LOCAL_FILE = (
+    "local.pt"  # what the drilled rank has of its own, where rank 0 may not have the newest of it
+)
+# In the record of its share: the files that belong to it, and the names of what such a file lacks.
+HANDED, MISSING = "handed", "missing"
 STATE, SHARE = "state", "share"  # in messages
 REPEATED, DRILLED = "repeated", "drilled"  # the kinds of proof
 # How long a complete training waits for a drill, if a rank was replaced and no drill has passed since.
@@ -237,6 +242,7 @@ class Cause(Enum):
     DEVICE = "device"  # the same, in another process of that rank
     PROCESS = "process"  # it is gone with the process
     RECURS = "recurs"  # it was gone, and has come again, on a processor that all ranks share
+    UNKNOWN = "unknown"  # not all of it could be tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +252,7 @@ class Case:
     ``trusted``: the newest step whose state no wrong step of this rank has gone into, as far as its drills show.
     ``is_proved``: one of them has passed; ``since``: what there was then, in words. ``repeats``: the drill has come to its
     bits twice. ``process``: the how many-th of the rank is to be diagnosed; ``is_another``: it is another one than that
-    of the drill, below 0 before that is there.
+    of the drill, below 0 before that is there. ``are_alike``: a drill of some rank has passed in this launch.
     """
 
     rank: int
@@ -258,6 +264,7 @@ class Case:
     repeats: bool
     process: int
     is_another: bool = False
+    are_alike: bool = True
 
 
 def cause_of(case: Case, found: Diagnosed) -> Cause:
@@ -276,6 +283,16 @@ def cause_of(case: Case, found: Diagnosed) -> Cause:
         return Cause.STATE
     if not found.with_data or of_samples:
         return Cause.DATA
+    return _by_elimination(case, found)
+
+
+def _by_elimination(case: Case, found: Diagnosed) -> Cause:
+    """Return what is left where neither state nor data makes a difference."""
+    # INVARIANT no-blame-without-evidence: no process is ended, and no device given up, for what could not be tried.
+    # Broken if: a batch that is not handed over, or processes that never compute alike, leave the device as the rest.
+    # Guarded by: test_what_could_not_be_tried_blames_nobody.
+    if not (found.had_state and found.had_data and found.agrees and case.are_alike):
+        return Cause.UNKNOWN
     return Cause.DEVICE if case.is_another else Cause.LASTING
 
 
@@ -299,16 +316,27 @@ def diagnosis_line(case: Case, found: Diagnosed, cause: Cause) -> str:
         Cause.ONCE: f"at {at} the same rank computes the same bits as a replacement, twice: that once its result was"
         " wrong: the device, or state that acts only now and then",
         Cause.RECURS: f"at {at} the same rank computes the same bits as a replacement, as after the difference before that:"
-        " state that acts now and then and that cannot be looked into, or the machine. The run goes on, not exact",
+        " state that acts now and then and that cannot be looked into, or the machine. The run continues, not exact",
         Cause.LASTING: f"at {at} the rank repeats its bits, and another process with its state and its data does not come"
         " to them: the device, or state that cannot be looked into (C++, a file)",
         Cause.DEVICE: f"at {at} another process of the rank computes wrong bits, too: the device",
         Cause.PROCESS: f"at {at} another process of the rank computes the same bits as a replacement: it was state of the"
         " former process that cannot be looked into (C++, a file)",
+        Cause.UNKNOWN: f"at {at} it could not be looked into: {_not_tried(found)}; no rank is repaired for it",
     }[cause]
     return (
         f"the difference of rank {case.rank} at step {case.step:,}, first in {case.differs}: {what}"
     )
+
+
+def _not_tried(found: Diagnosed) -> str:
+    if not found.had_state:
+        return "the rank's state outside the model could not be handed over to another process as a whole"
+    if not found.had_data:
+        return "the rank's batch could not be handed over to another process"
+    if not found.agrees:
+        return "the other process does not repeat its own bits"
+    return "no drill of this launch has passed, so that each process may compute something else"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,6 +242,7 @@ class Suspects:
             since=self._since(rank, trusted),
             repeats=drill.repeats,
             process=self._world.ranks[rank].processes,
+            are_alike=bool(self._trusted),
         )
         if self._case is not None and self._case.rank == rank:
             self._case = replace(self._case, trusted=min(self._case.trusted, trusted))
@@ -268,7 +269,7 @@ class Suspects:
         self._case, rank = None, case.rank
         self._begin_tries()
         cause = cause_of(case, message)
-        if cause is Cause.ONCE and self._is_on_cpu(rank) and self._times.get(rank):
+        if cause is Cause.ONCE and self._is_on_cpu(rank) and self._has_differed_elsewhere(rank):
             # All ranks share the processor: it is not this one's alone that would be wrong twice.
             cause = Cause.RECURS
         # A kernel may do what looks like a wrong device.
@@ -297,6 +298,10 @@ class Suspects:
             self._settle(rank)
         self._begin_next()
         return cause
+
+    def _has_differed_elsewhere(self, rank: int) -> bool:
+        """Return whether another drill of this launch has failed, of this rank or of another one."""
+        return bool(self._times or self._settled) or any(one.rank != rank for one in self._queue)
 
     def _is_on_cpu(self, rank: int) -> bool:
         return self._plan.devices[rank].device == "cpu"
@@ -337,7 +342,7 @@ class Suspects:
         cause = f"a wrong gradient, first in {case.differs}"
         fault = self._fault(case, cause, now_s, is_lost=is_lost)
         is_sound = False
-        then = "recovery.on_wrong_gradient=continue: the run goes on"
+        then = "recovery.on_wrong_gradient=continue: the run continues"
         if self._wanted == "stop":
             then = "recovery.on_wrong_gradient=stop"
             self._found = Found(fault=replace(fault, may_retry=False))
@@ -350,9 +355,9 @@ class Suspects:
                 begun=max(self._begun or 0, first),
             )
             if not self._rollbacks_left:
-                then = "recovery.rollbacks_max is used up: the run goes on"
+                then = "recovery.rollbacks_max is used up: the run continues"
             elif not case.is_proved:
-                then = "no drill of it has passed before, so no step is known to be right: the run goes on, not exact"
+                then = "no drill of it has passed before, so no step is known to be right: the run continues, not exact"
             elif back is None:
                 then = "no earlier checkpoint is left: the run continues"
             else:

@@ -474,11 +474,13 @@ class Drill(Report):
 class Diagnosed(Report):
     """A share was computed several times, because an earlier drill of this rank had found a difference.
 
-    Each text names the first difference from the rank's own share, and is empty if there is none. ``plain``: computed
-    as a replacement does; ``with_state``: with the rank's state outside the model; ``with_data``: also with its batch;
-    ``itself``: by the rank once more. ``places``: names of that state whose content differs in a replacement.
-    The supervisor adds the rest: ``of_step`` and ``first_in`` of the failed drill, ``source``, the name of the cause,
-    and ``line``, the text for people.
+    Each text says in what the first difference to the rank's own share is; empty if there is none: ``plain`` as a
+    replacement computes it, ``with_state`` with the rank's state outside the model too, ``with_data`` also with its
+    batch, ``itself`` in the rank once more. ``had_state``, ``had_data``: it had all of that; else that attempt shows
+    nothing. ``agrees``: the process that had both came to its bits twice. ``places``: names of that state that a
+    replacement has otherwise.
+    The supervisor adds the rest: ``of_step`` and ``first_in`` of the drill that failed, ``source``: where the
+    difference comes from, by name, and ``line`` for people.
     """
 
     rank: int
@@ -487,6 +489,9 @@ class Diagnosed(Report):
     with_state: str = ""
     with_data: str = ""
     itself: str = ""
+    had_state: bool = False
+    had_data: bool = False
+    agrees: bool = False
     places: tuple[str, ...] = ()
     of_step: int = -1
     first_in: str = ""

@@ -189,12 +189,20 @@ class SideState:
             if name not in mine or mine[name][0] != digest
         ]
 
-    def take_over(self, record: Mapping[str, tuple[str, Any]], names: Iterable[str]) -> None:
-        """Write these entries of a :meth:`whole_record` into this process's state, as far as possible."""
+    def missing_in(self, record: Mapping[str, tuple[str, Any]]) -> list[str]:
+        """Return the names of what steps change and a :meth:`whole_record` of this process does not have."""
+        return [
+            *self.opaque,
+            *(n for n in self._followed if n not in record and self._now(n) is not _ABSENT),
+        ]
+
+    def take_over(self, record: Mapping[str, tuple[str, Any]], names: Iterable[str]) -> list[str]:
+        """Put these of a :meth:`whole_record` in the place of what is here; return those that cannot be."""
         self._owners = self._walk()
         giving = GivingBack()
-        for name in names:
-            self._give_back(name, from_wire(record[name][1]), giving)
+        return [
+            name for name in names if not self._give_back(name, from_wire(record[name][1]), giving)
+        ]
 
     def hold_bytes(self) -> int:
         """About what :meth:`hold` takes."""

@@ -27,6 +27,7 @@ _PROTOCOL = 5
 _DEPTH_MAX = 6  # of the attribute path that an error names
 _ENTRIES_MAX = 1_000  # of a list whose entries are written in place
 _INNER_MAX = 10_000
+_LINE = 64  # numbers after which memory is aligned alike, of whichever type
 _CONSTANT = (int, float, complex, str, bytes, tuple, frozenset, type(None))
 _PLAIN = (dict, list, deque, set, bytearray)
 _NEW = (copyreg.__newobj__, copyreg.__newobj_ex__, copyreg._reconstructor)  # type: ignore[attr-defined] # noqa: SLF001
@@ -141,18 +142,8 @@ class KeptLocally:
         return list(found.values())
 
     def _dumped(self, contents: Any, buffers: list[memoryview]) -> Pickled:
-        out = io.BytesIO()
-
-        def is_small(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes < APART_BYTES:
-                return True
-            buffers.append(raw)
-            return False
-
         kind = _SharedPickler if self._is_shared else _Pickler
-        kind(out, self._name_of, is_small, self._table).dump(contents)
-        return Pickled(out.getvalue(), buffers)
+        return _dumped_by(kind, contents, self._name_of, self._table, buffers)
 
     def _loaded(self, pickled: Pickled, *, is_foreign: bool) -> dict[str, Any]:
         known: set[tuple[str, str]] | None = None
@@ -224,6 +215,69 @@ class _Pickler(pickle.Pickler):
         super().__init__(out, protocol=_PROTOCOL, buffer_callback=is_small)
         self._names = names
         self.dispatch_table = table
+
+
+def _dumped_by(
+    kind: type[_Pickler],
+    contents: Any,
+    names: Mapping[int, str],
+    table: Mapping[type, Callable[[Any], Any]],
+    buffers: list[memoryview],
+) -> Pickled:
+    out = io.BytesIO()
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < APART_BYTES:
+            return True
+        buffers.append(raw)
+        return False
+
+    kind(out, names, is_small, table).dump(contents)
+    return Pickled(out.getvalue(), buffers)
+
+
+def handed_over(value: Any) -> Pickled:
+    """Return a value as bytes for another process of the program, with tensors laid out as they are.
+
+    What pickle raises passes.
+    """
+    table: dict[type, Callable[[Any], Any]] = {
+        **copyreg.dispatch_table,
+        Tensor: _reduced_as_laid,
+        torch.Generator: _reduced_generator,
+    }
+    return _dumped_by(_Pickler, value, {}, table, [])
+
+
+def taken_over(pickled: Pickled, *, like: Any) -> Any:
+    """Return the value of :func:`handed_over`, built only from what a file may have built, or what ``like`` consists of.
+
+    Raises UnpicklingError, naming the class, for one that may not be built.
+    """
+    tracing = _Loader(handed_over(like), {}, known=None)
+    tracing.load()
+    return _Loader(pickled, {}, known=tracing.used).load()
+
+
+def _reduced_as_laid(value: Tensor) -> Any:
+    """With the same strides, from the same place in a line of memory: kernels may go by both."""
+    is_plain = value.layout is torch.strided and not value.is_meta
+    if not is_plain or value.is_conj() or value.is_neg():
+        return _reduced(value)
+    own, lead = value.detach(), value.storage_offset() % _LINE
+    shape, strides = tuple(own.shape), own.stride()
+    extent = lead + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    line = own.as_strided((extent if own.numel() else 0,), (1,), own.storage_offset() - lead)
+    raw = line.cpu().view(torch.uint8).numpy()
+    kind = str(own.dtype).removeprefix("torch.")
+    return _tensor_as_laid, (
+        raw,
+        kind,
+        (shape, strides, lead),
+        str(own.device),
+        value.requires_grad,
+    )
 
 
 def _reduced_tensor(value: Tensor) -> Any:
@@ -319,6 +373,23 @@ def _tensor(
     found = flat.to(getattr(torch, kind)).reshape(shape)
     found = found if device == "cpu" else found.to(device)
     return found.requires_grad_(requires_grad)
+
+
+def _tensor_as_laid(
+    raw: Any,
+    kind: str,
+    laid: tuple[tuple[int, ...], tuple[int, ...], int],
+    device: str,
+    requires_grad: bool,
+) -> Tensor:
+    shape, strides, lead = laid
+    read, dtype = np.array(raw, dtype=np.uint8), getattr(torch, kind)
+    line = torch.from_numpy(read).view(dtype) if read.size else torch.empty(0, dtype=dtype)
+    # Not numpy's memory: torch's begins at a multiple of what kernels look at.
+    line = line.clone() if device == "cpu" else line.to(device)
+    return line.as_strided(shape, strides, lead if line.numel() else 0).requires_grad_(
+        requires_grad
+    )
 
 
 def _generator(state: Any, device: str) -> torch.Generator:

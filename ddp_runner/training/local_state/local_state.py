@@ -69,6 +69,9 @@ class LocalState:
         self._count = 0
         self._is_between = False  # functions between steps have changed the objects since then
         self._loaded: tuple[int, dict[str, Tensor]] | None = None  # of a file, by rank
+        self._handed: Tensor | None = (
+            None  # by this rank's other process, in the place of the file's
+        )
         self._gathered: tuple[int, dict[str, Tensor]] | None = None  # of ranks of other machines
         self._seal_s = 0.0
         self._seals = 0
@@ -192,6 +195,8 @@ class LocalState:
         ``record``: the per-rank state of all ranks, if the state came from a file. ``is_begin``: no step was made yet.
         """
         of_file = _checked(record)
+        if self._handed is not None:
+            of_file[str(self._rank)] = self._handed
         if self._kept is None:
             self._loaded = (step, of_file) if of_file else None
             return
@@ -212,7 +217,7 @@ class LocalState:
         if mine is None:
             self._lose(f"the checkpoint of step {step:,} has no state of rank {self._rank}")
         else:
-            self._give(_unpacked(mine), is_foreign=True)
+            self._give(unpacked(mine), is_foreign=True)
             # Another branch may have left a step of this number.
             for place in () if self._memory is None else self._memory.own:
                 place.clear()
@@ -333,6 +338,21 @@ class LocalState:
             return None
         return self._packed_of(self._rank % max(1, self._local_world_size), step)
 
+    def to_hand_over(self, step: int) -> Tensor | None:
+        """Return what this rank has of ``step`` where another rank may have read less; None where it has the same.
+
+        It reads what was sealed. What follows an update, or is between two steps, may not be there yet.
+        """
+        # INVARIANT drilled-as-begun: a drilled step begins with what its rank had of its own as it began.
+        # Broken if: it begins with what another rank has read, while this one was still changing it.
+        # Guarded by: test_a_late_change_on_the_drilled_rank_is_in_its_drill.
+        is_sealed_whole = not self._is_between and not self._flags & CHANGES_LATE
+        return None if is_sealed_whole else self.mine(step)
+
+    def begin_with(self, handed: Tensor) -> None:
+        """Begin with what this rank has handed over, whatever the state has of it."""
+        self._handed = handed
+
     @property
     def rank(self) -> int:
         """The number of this rank in the launch."""
@@ -402,7 +422,8 @@ def packed(pickled: Pickled) -> Tensor:
     return torch.from_numpy(found)
 
 
-def _unpacked(tensor: Tensor) -> Pickled:
+def unpacked(tensor: Tensor) -> Pickled:
+    """The inverse of :func:`packed`."""
     raw = memoryview(tensor.detach().cpu().numpy().tobytes())
     (count,) = struct.unpack_from("<q", raw)
     sizes = struct.unpack_from(f"<{count}q", raw, 8)

@@ -31,7 +31,7 @@ from ddp_runner.training.starting.resume import load_start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareWanted:
-    """Describes the requested share by the rank's number in its group.
+    """The share that is wanted, by the rank's number in its group. ``local``: what it has handed over of its own.
 
     ``begins`` is called once the kept objects have the state; it may raise. ``ends`` is called with the share, and
     ``fails`` if there is none; both end the process.
@@ -39,6 +39,7 @@ class ShareWanted:
 
     rank: int
     world_size: int
+    local: Tensor | None = None
     begins: Callable[[LoopParts, OwnLoop], object]
     ends: Callable[[LoopParts, OwnShare], NoReturn]
     fails: Callable[[str], NoReturn]
@@ -72,7 +73,9 @@ class DrilledRun(AttachedRun):
         return self._one_step(parts, accumulate=accumulate)
 
     def _one_step(self, parts: LoopParts, *, accumulate: int) -> Iterator[Any]:
-        # Like a replaced rank, which receives the state, including its per-rank state, with its first batch.
+        if self._wanted.local is not None:
+            parts.state.local.begin_with(self._wanted.local)
+        # As a replaced rank, which receives the state with its first batch, and what it has of its own with it.
         if load_start(parts.settings, parts.workload, parts.state, parts.store) is None:
             raise FileNotFoundError(f"there is no state in {parts.store.directory}")
         wanted, step = self._wanted, parts.state.committed_step

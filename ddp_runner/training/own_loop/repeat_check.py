@@ -39,6 +39,8 @@ class RepeatCheck(BesideSteps):
         self._is_over = False
         self._finding = ""  # of all ranks, until it is reported
         self._found_at = 0
+        self._generation: int | None = None  # whose ranks are known to have found it, or not
+        self._reporter = 0  # the lowest of those that have
 
     @contextlib.contextmanager
     def beside(
@@ -68,12 +70,21 @@ class RepeatCheck(BesideSteps):
             with waiting_for_peers(self._parts.runtime.slot):
                 answers = group.exchange(f"repeated/{step}", self._where)
             self._finding, self._found_at = not_repeated(answers), step
+            self._generation = group.membership.generation  # all of it know that
             if group.rank == 0 and not any(answers):
                 report_repeated(self._parts, step - 1)
-        # INVARIANT explained-once: a loop with variables that are not kept stays exact until it is repaired.
-        # Broken if: the repeat of its first body changes such a variable, and this counts as a step that cannot repeat.
+        # INVARIANT finding-outlives-a-rank: a first step that cannot be repeated is reported while one rank knows of it.
+        # Broken if: the rank that reports it was replaced, and none of the others does so.
+        # Guarded by: test_a_finding_is_reported_by_a_rank_that_knows_it.
+        if self._generation != group.membership.generation:
+            self._generation = group.membership.generation
+            with waiting_for_peers(self._parts.runtime.slot):
+                known = group.exchange(f"found/{step}", self._finding)
+            self._reporter = next((rank for rank, one in enumerate(known) if one), 0)
+        # INVARIANT explained-once: a loop whose variables are not kept is not exact once it is repaired, and is before.
+        # Broken if: its first body is repeated, and what that changes is taken for a step that nobody can repeat.
         # Guarded by: test_a_variable_that_is_named_explains_a_first_step_that_differs.
         if self._finding and (at_end or step >= self._found_at + WAITS_STEPS):
-            if group.rank == 0 and not self._state.carried:
+            if group.rank == self._reporter and not self._state.carried:
                 report_inexact(self._parts, self._finding)
             self._finding = ""

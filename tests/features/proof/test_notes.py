@@ -16,14 +16,21 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.features.proof import notes as drill_notes
 from ddp_runner.features.proof.notes import Drills
 from ddp_runner.features.proof.rules import STATE_FOLDER, folder_name
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.step.session import WrapAgainError
 from ddp_runner.kernel.system.disk import RealDisk
 from ddp_runner.kernel.system.run_files import temporary_path
+from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes, batch_hash
+from ddp_runner.training.local_state.by_value import taken_over
+from ddp_runner.training.local_state.local_state import LocalState, unpacked
 from tests.checkpoint.states import facts_of
 from tests.processes import poll
 from tests.training.building import CPU, build_state, make_slot
 
+FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=0, step=1, cause="", at_ns=0)
 GROUP = SimpleNamespace(
     rank=0,
     world_size=1,
@@ -155,7 +162,8 @@ def test_a_rank_that_is_diagnosed_hands_over_what_it_computes_from(tmp_path, is_
     folder = tmp_path / folder_name(2)
     record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
     assert record["again"]["samples"] == ["s"]
-    [given] = torch.load(folder / "batch.pt", weights_only=True)
+    [given] = taken_over(unpacked(torch.load(folder / "batch.pt", weights_only=True)), like=[])
+    assert sorted(record["handed"]) == ["batch.pt"] + ["side.pt"] * (not is_short)
     assert torch.equal(given["inputs"], torch.ones(2))
     assert bench.given[0].batch is not batch, "the step's own stays as it is"
     assert (folder / "side.pt").exists() == (not is_short)
@@ -164,13 +172,110 @@ def test_a_rank_that_is_diagnosed_hands_over_what_it_computes_from(tmp_path, is_
         assert bench.state.side.unlike(side) == []
         bench.state.model.calls = 4
         assert bench.state.side.unlike(side) == ["model.calls"]
-        bench.state.side.take_over(side, ["model.calls"])
+        assert bench.state.side.take_over(side, ["model.calls"]) == []
         assert bench.state.model.calls == 3
     bench.drills._take_asked(DrillAt(rank=0, step=bench.state.committed_step))
     step = bench.state.committed_step
     bench.step()
     again = json.loads((tmp_path / folder_name(step) / "share.json").read_text(encoding="utf-8"))
     assert "again" not in again
+
+
+def diagnose(bench, *batches):
+    """The next step, of which the rank is asked for more; returns its record."""
+    step = bench.state.committed_step
+    bench.drills._take_asked(DrillAt(rank=0, step=step, diagnoses=True))
+    bench.step(batches=batches)
+    share = bench.folder / folder_name(step) / "share.json"
+    return json.loads(share.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), ValueError("of the task's"), WrapAgainError()]
+)
+def test_a_look_that_fails_is_no_fault_of_the_rank(tmp_path, error):
+    """Nor does it leave anything of what it has changed: the step is made, and drilled without more."""
+    bench = Bench(tmp_path, drill_at="90")
+    dropped, phases = [], []
+    bench.state.drop_unfinished_step = lambda: dropped.append(True)
+
+    def share_again(_):
+        phases.append(bench.drills._runtime.slot.read().phase)
+        raise error
+
+    bench.share_again = share_again
+    bench.step()
+    record = diagnose(bench, MicroBatch(indices=(0,), batch=torch.ones(2)))
+    assert "again" not in record
+    assert (record["handed"], dropped, phases) == ([], [True], [Phase.CHECKPOINT])
+
+
+def test_a_fault_in_a_look_is_still_one(tmp_path):
+    """As where the generation is aborted meanwhile."""
+    bench = Bench(tmp_path, drill_at="90")
+
+    def share_again(_):
+        raise FaultError(FAULT)
+
+    bench.share_again = share_again
+    bench.step()
+    with pytest.raises(FaultError):
+        diagnose(bench, MicroBatch(indices=(0,), batch=torch.ones(2)))
+
+
+def test_what_is_handed_over_is_written_as_a_save_is(tmp_path, monkeypatch):
+    """Under the deadline of a checkpoint; the phase of before follows."""
+    bench, phases, save = Bench(tmp_path, drill_at="90"), [], torch.save
+    slot = bench.drills._runtime.slot
+
+    def saves(*args):
+        phases.append(slot.read().phase)
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", saves)
+    bench.step()
+    slot.stamp(Phase.OPTIMIZER, 1)
+    before_ns = slot.get(Cell.CHECKPOINT_NS)
+    diagnose(bench, MicroBatch(indices=(0,), batch=torch.ones(2)))
+    assert phases.count(Phase.CHECKPOINT) >= 2
+    assert slot.read().phase is Phase.OPTIMIZER
+    assert slot.get(Cell.CHECKPOINT_NS) > before_ns
+
+
+def test_a_batch_that_nobody_can_pickle_is_not_handed_over(tmp_path):
+    """The rest is; what steps change and no other process can have is named."""
+    bench = Bench(tmp_path, drill_at="90")
+    bench.state.model.seen = (one for one in ())
+    bench.step()
+    bench.state.side.keep(1)
+    bench.state.model.seen = (one for one in ())
+    record = diagnose(bench, MicroBatch(indices=(0,), batch=[torch.ones(2), lambda: None]))
+    assert record["handed"] == ["side.pt"]
+    assert "model.seen" in " ".join(record["missing"])
+    assert record["again"]["samples"] == ["s"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_that_changes_its_own_late_hands_it_over(tmp_path, is_late):
+    """Rank 0 reads what was sealed; that is not all then."""
+    bench, count = Bench(tmp_path, drill_at="2"), [0]
+    bench.state.local = local = LocalState({"count": count}, option="keep_local")
+    local.belongs_to(
+        SimpleNamespace(rank=0, local_rank=0, world_size=1, local_world_size=1, local_slots=())
+    )
+    local.begin(0)
+    for step in (1, 2):
+        bench.step()
+        count[0] = step
+        local.seal(step)
+        local.committed(step)
+        count[0] += 100 * is_late
+        local.settle()
+    bench.step()
+    folder = tmp_path / folder_name(2)
+    record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
+    assert record["handed"] == ["local.pt"] * is_late
+    assert (folder / "local.pt").exists() == is_late
 
 
 @dataclass

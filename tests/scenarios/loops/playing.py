@@ -1,6 +1,7 @@
 """A loop that learns from play, and a Task that does: each rank has its own environment, random generator and replay buffer.
 
-With ``--forget`` nothing of that is kept; ``--late``: a running mean is changed behind the update.
+With ``--forget`` nothing of that is kept; ``--late``: a running mean is changed behind the update; ``--plays-late``:
+the environment is, too.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import ddp_runner
 
 STEPS = 24
 FORGETS, IS_LATE = "--forget" in sys.argv, "--late" in sys.argv
+PLAYS_LATE = "--plays-late" in sys.argv
 
 
 class Cart:
@@ -121,6 +123,8 @@ def main():
             optimizer.step()
             harm(run.rank, run.step_number, "update")
             optimizer.zero_grad()
+            if PLAYS_LATE:
+                replay.append(cart.push(1.0))
             if IS_LATE:
                 returns.add(float(reward.mean()))
         if IS_LATE:

@@ -1,0 +1,51 @@
+"""What the process of a diagnosis concludes from what it was handed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_runner.features.proof.comparison import _diagnosed
+from ddp_runner.features.proof.rules import Cause, cause_of
+from ddp_runner.kernel.wire.events import Diagnosed
+from tests.features.proof.test_suspects import WEIGHT, case
+
+
+def other(**changes):
+    """A process whose share always differs from the rank's, whatever it is given."""
+    made = {
+        "missing": [],
+        "handed_side": lambda _: {"task.count": ("1", 1)},
+        "handed_batches": lambda _: ["batch"],
+        "unlike_here": lambda _: ["task.count"],
+        "unlike_noted": lambda share: "" if share == "rank" else WEIGHT,
+        "share": lambda **_: "replacement",
+    }
+    return SimpleNamespace(**{**made, **changes})
+
+
+def found_by(process):
+    """What the supervisor receives."""
+    found = _diagnosed(process, WEIGHT, folder=None, again="rank")
+    facts = ("with_state", "with_data", "itself", "had_state", "had_data", "agrees", "places")
+    return Diagnosed(
+        rank=1, step=50, plain=found.differs, **{name: getattr(found, name) for name in facts}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({}, Cause.LASTING),
+        ({"handed_side": lambda _: None}, Cause.UNKNOWN),
+        ({"handed_batches": lambda _: None}, Cause.UNKNOWN),
+        ({"missing": ["task.stream"]}, Cause.UNKNOWN),
+        ({"share": lambda **_: object()}, Cause.UNKNOWN),
+        ({"share": lambda names=(), **_: "rank" if names else "other"}, Cause.STATE),
+        ({"share": lambda batches=None, **_: "rank" if batches else "other"}, Cause.DATA),
+    ],
+)
+def test_what_could_not_be_handed_over_shows_nothing(changes, cause):
+    """No state or no batch, a part of the state, or a process that does not repeat its own bits."""
+    assert cause_of(case(), found_by(other(**changes))) is cause
