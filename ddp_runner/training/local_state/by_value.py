@@ -401,7 +401,7 @@ def _has_state(value: Any) -> bool:
 class _Merging:
     """Writes loaded content into the program's objects: each live object takes the content of one loaded object.
 
-    First each loaded object is matched with the live one at its place. Then everything is written, and each reference
+    The step that is given up may have made two names one object. First each loaded object is matched with the live one at its place. Then everything is written, and each reference
     to a loaded object that was matched becomes one to its live object. So what was one object is one object again.
     """
 
@@ -414,9 +414,6 @@ class _Merging:
         self._own: list[Any] = []  # loaded objects that stand for themselves
         self._held: list[Any] = []  # so that no id is reused
 
-    # INVARIANT one-content-each: a live object takes the content of one loaded object only.
-    # Broken if: the step that is given up has made two names one object, and both contents are written into it.
-    # Guarded by: test_an_alias_of_the_step_that_is_given_up_is_undone.
     def give_back(self, pairs: Iterable[tuple[Any, tuple[str, Any]]]) -> None:
         """Write each content, as :func:`_content` has returned it, into its live object."""
         pairs = list(pairs)
@@ -615,12 +612,12 @@ def _can_take(live: Any, new: Any) -> bool:
         return all(getattr(live, name) == getattr(new, name) for name in names)
     if isinstance(live, np.ndarray):
         is_plain = type(live) is np.ndarray and live.flags.writeable
-        return is_plain and live.shape == new.shape and live.dtype == new.dtype
+        return bool(is_plain and live.shape == new.shape and live.dtype == new.dtype)
     if type(live) is deque:
-        return live.maxlen == new.maxlen
+        return bool(live.maxlen == new.maxlen)
     if generator_kind(live):
         bits = [type(getattr(one, "bit_generator", None)) for one in (live, new)]
-        return bits[0] is bits[1] and getattr(live, "device", 0) == getattr(new, "device", 0)
+        return bits[0] is bits[1] and bool(getattr(live, "device", 0) == getattr(new, "device", 0))
     return isinstance(live, nn.Module) or type(live) in _PLAIN or _is_plain_object(live)
 
 
@@ -635,7 +632,7 @@ def _write_numbers(live: Any, new: Any) -> None:
 def _is_same(live: Any, new: Any) -> bool:
     """Return True if arrays or tensors of one shape and type have the same bits."""
     if isinstance(live, np.ndarray):
-        return live.tobytes() == new.tobytes()
+        return bool(live.tobytes() == new.tobytes())
     if live.layout is not torch.strided or live.is_meta:
         return True
     pair = [one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (live, new)]
