@@ -178,7 +178,7 @@ def test_a_set_that_has_not_changed_keeps_its_order():
     assert sparse == set(order)
 
 
-def test_a_deque_bound_anew_has_its_own_length():
+def test_a_new_deque_has_its_own_length():
     """Where the program has built one of another length."""
     one = SimpleNamespace(d=deque(maxlen=3))
     pickled = taken_over(one, vars, before=lambda one: setattr(one, "d", deque([1, 2], maxlen=2)))

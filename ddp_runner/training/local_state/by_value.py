@@ -649,7 +649,7 @@ def _is_same_set(live: list[Any], wanted: list[Any]) -> bool:
         return True
     if not all(isinstance(one, (*_CONSTANT, bool)) for one in wanted):
         return False
-    # Pickle builds sets anew, in another order than that of a set that has become smaller. So live is built anew too.
+    # Pickle builds new sets, in another order than that of a set that has become smaller. So does this.
     built: set[Any] = set()
     for one in live:
         built.add(one)
