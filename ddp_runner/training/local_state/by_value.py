@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copyreg
 import io
+import operator
 import pickle
 import sys
-from collections import deque
+import types
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +32,10 @@ _INNER_MAX = 10_000
 _LINE = 64  # numbers after which memory is aligned alike, of whichever type
 _CONSTANT = (int, float, complex, str, bytes, tuple, frozenset, type(None))
 _PLAIN = (dict, list, deque, set, bytearray)
+_ENTRIES = (OrderedDict, dict, list, deque, set)  # the more special class first
+_ATOMS = {int, float, complex, str, bytes, bool, type(None)}
+# Pickle names these; it does not copy them.
+_OF_PROGRAM = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _NEW = (copyreg.__newobj__, copyreg.__newobj_ex__, copyreg._reconstructor)  # type: ignore[attr-defined] # noqa: SLF001
 # Functions and classes that pickles of plain values and arrays name.
 _SAFE = {
@@ -122,12 +128,24 @@ class KeptLocally:
         ``is_foreign``: from a file. Then only classes of the program and plain values are built. Raises UnpicklingError
         that names a class that may not be built. Errors of the objects' own methods propagate.
         """
+        if self._is_as_in(pickled):
+            return
         contents = self._loaded(pickled, is_foreign=is_foreign)
         if set(contents) != set(self.names):
             raise pickle.UnpicklingError(f"it is of {', '.join(contents) or 'no objects'}")
-        merging = _Merging(self.objects.values())
-        for name, content in contents.items():
-            merging.give_back(self.objects[name], content)
+        pairs = [(self.objects[name], content) for name, content in contents.items()]
+        _Merging(self.objects.values()).give_back(pairs)
+
+    def _is_as_in(self, pickled: Pickled) -> bool:
+        """Return True if the objects are as in ``pickled``: then nothing is written."""
+        try:
+            return self.pickled() == pickled
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+            return (
+                False  # the step that is given up has put something into them that cannot be kept
+            )
 
     def inner(self) -> list[Any]:
         """Return the objects and the objects inside them that are restored in place."""
@@ -167,7 +185,7 @@ class KeptLocally:
         try:
             own = self._dumped({name: _content(value)}, [])
             loaded = _Loader(own, self.objects, known=None).load()
-            _Merging(self.objects.values()).give_back(value, loaded[name])
+            self._try(value, loaded[name])
         except Exception as error:
             if lacks_memory(error):
                 raise
@@ -177,6 +195,18 @@ class KeptLocally:
                 place = self._culprit(name, value)
                 expected = f"cannot be kept: {place} ({type(error).__name__}: {error})"
             raise BadInputError(what, "", expected) from error
+
+    def _try(self, value: Any, content: tuple[str, Any]) -> None:
+        """Write ``content`` as it is done later. Only what has the same state afterwards is written in place."""
+        way, _ = content
+        if way == "object":
+            if hasattr(value, "__setstate__"):
+                make, given = _reduced(value)[:2]
+                _Merging(self.objects.values()).give_back([(make(*given), content)])
+        elif way in ("plain", "entries"):
+            _places_of_content(value, content)  # a set's order would become another one
+        else:
+            _Merging(self.objects.values()).give_back([(value, content)])
 
     def _culprit(self, name: str, value: Any) -> str:
         """Return the innermost place in ``value`` that cannot be pickled, with its type."""
@@ -426,8 +456,9 @@ def _content_of_plain(value: Any) -> tuple[str, Any]:
     if type(value) in _PLAIN:
         return "plain", value.copy()
     if isinstance(value, (dict, list, set, deque)):
-        entries = list(value.items()) if isinstance(value, dict) else list(value)
-        return "entries", (entries, dict(getattr(value, "__dict__", {})))
+        base = _base_of(value)
+        entries = list(base.items(value) if issubclass(base, dict) else base.__iter__(value))
+        return "entries", (entries, dict(getattr(value, "__dict__", {})), _slots_of(value))
     raise _NotInPlaceError
 
 
@@ -439,108 +470,272 @@ def _has_state(value: Any) -> bool:
 
 
 class _Merging:
-    """Writes loaded content into the program's objects, each once."""
+    """Writes loaded content into the program's objects: each live object takes the content of one loaded object.
+
+    The step that is given up may have made two names one object. First each loaded object is matched with the live one at its place. Then everything is written, and each reference
+    to a loaded object that was matched becomes one to its live object. So what was one object is one object again.
+    """
 
     def __init__(self, kept: Iterable[Any]) -> None:
         """``kept``: the objects that are written separately, even if another object holds them."""
-        # id of a loaded object -> the object that took its content
-        self._done: dict[int, Any] = {id(one): one for one in kept}
+        # id of a loaded object -> the object that stands for it
+        self._final: dict[int, Any] = {id(one): one for one in kept}
+        self._taken = set(self._final)  # ids of live objects that stand for a loaded one
+        self._matched: list[tuple[Any, Any]] = []  # live, loaded
+        self._own: list[Any] = []  # loaded objects that stand for themselves
         self._held: list[Any] = []  # so that no id is reused
 
-    def give_back(self, live: Any, content: tuple[str, Any]) -> None:
-        """Write ``content``, as :func:`_content` has returned it, into ``live``."""
+    def give_back(self, pairs: Iterable[tuple[Any, tuple[str, Any]]]) -> None:
+        """Write each content, as :func:`_content` has returned it, into its live object."""
+        pairs = list(pairs)
+        self._held.append(pairs)
+        places: deque[tuple[Any, Any]] = deque()
+        for live, content in pairs:
+            places += _places_of_content(live, content)
+        self._match(places)
+        self._write_numbers(pairs)
+        for live, content in pairs:
+            self._write_content(live, content)
+        for live, new in self._matched:
+            self._write(live, new)
+        self._settle()
+
+    def _match(self, places: deque[tuple[Any, Any]]) -> None:
+        """Match the objects at the same places, those nearest to a kept object first."""
+        while places:
+            live, new = places.popleft()
+            if type(live) is not type(new) or live is new or id(new) in self._final:
+                continue
+            if isinstance(new, tuple):
+                places += zip(live, new, strict=False)
+            elif id(live) not in self._taken and _can_take(live, new):
+                self._final[id(new)] = live
+                self._taken.add(id(live))
+                self._matched.append((live, new))
+                places += _places(live, new)
+
+    def _write_numbers(self, pairs: list[tuple[Any, tuple[str, Any]]]) -> None:
+        """Write all arrays and tensors; then leave out those whose memory has taken other content: views."""
+        inner = [pair for pair in self._matched if isinstance(pair[0], (np.ndarray, Tensor))]
+        outer = [(live, held) for live, (way, held) in pairs if way in ("array", "tensor")]
+        for live, new in (*inner, *outer):
+            _write_numbers(live, new)
+        for live, new in inner:
+            if not _is_same(live, new):
+                self._final[id(new)] = new
+                self._own.append(new)
+
+    def _write_content(self, live: Any, content: tuple[str, Any]) -> None:
         way, held = content
         if way == "state_dict":
-            live.load_state_dict(held)
+            live.load_state_dict(self._settled(held))
         elif way == "generator":
             set_generator(held[0], live, held[1])
         elif way == "entries":
-            entries, attributes = held
-            live.clear()
-            (live.extend if isinstance(live, (list, deque)) else live.update)(entries)
-            if attributes:
-                self._fill_dict(vars(live), attributes)
+            entries, attributes, *slots = held
+            self._fill_entries(live, entries)
+            self._fill_attributes(live, attributes, *slots)
         elif way == "object":
-            self._fill_object(live, held)
-        elif not self._write(live, held):
-            raise _NotInPlaceError(f"{type(live).__name__} of another shape or type")
+            if hasattr(live, "__setstate__"):
+                if held is not None:
+                    live.__setstate__(self._settled(held))
+            else:
+                attributes, slots = held if isinstance(held, tuple) else (held, None)
+                self._fill_attributes(live, attributes or {}, slots or {})
+        else:
+            self._write(live, held)
 
-    def _fill_object(self, live: Any, state: Any) -> None:
-        if hasattr(live, "__setstate__"):
-            if state is not None:
-                live.__setstate__(state)
-            return
-        attributes, slots = state if isinstance(state, tuple) else (state, None)
-        if hasattr(live, "__dict__"):
-            self._fill_dict(vars(live), attributes or {})
-        for name, value in (slots or {}).items():
-            object.__setattr__(live, name, self._merged(getattr(live, name, None), value))
+    def _settled(self, loaded: Any) -> Any:
+        """Return ``loaded``, with references to the live objects in it."""
+        found = self._of(loaded)
+        self._settle()
+        return found
 
-    def _merged(self, live: Any, new: Any) -> Any:
-        """Return ``live`` with the content of ``new`` if it can be written in place; else ``new``."""
-        if id(new) in self._done:
-            return self._done[id(new)]
-        if live is new or isinstance(new, (*_CONSTANT, bool)) or type(live) is not type(new):
+    def _settle(self) -> None:
+        """Let loaded objects that stand for themselves refer to the live ones."""
+        while self._own:
+            new = self._own.pop()
+            self._write(new, new)
+
+    def _of(self, new: Any) -> Any:
+        """Return the object that stands for ``new`` from now on."""
+        if type(new) in _ATOMS:
             return new
+        if id(new) in self._final:
+            return self._final[id(new)]
+        found = new
+        if type(new) is frozenset or isinstance(new, tuple):
+            inner = [self._of(one) for one in new]
+            if any(one is not old for one, old in zip(inner, new, strict=True)):
+                kind: Any = type(new)
+                found = frozenset(inner) if kind is frozenset else tuple.__new__(kind, inner)
+        else:
+            self._own.append(new)
         self._held.append(new)
-        self._done[id(new)] = live
-        if not self._write(live, new):
-            self._done[id(new)] = new
-            return new
-        return live
+        self._final[id(new)] = found
+        return found
 
-    def _write(self, live: Any, new: Any) -> bool:
-        """Write ``new`` into ``live``; return False if that is impossible."""
-        if type(live) is not type(new):
-            return False
-        if isinstance(live, (np.ndarray, Tensor)):
-            return _write_numbers(live, new)
-        if kind := generator_kind(live):
+    def _write(self, live: Any, new: Any) -> None:
+        """Write ``new`` into ``live``, which may be the same object."""
+        if isinstance(live, (Tensor, *_OF_PROGRAM)):
+            return  # tensors are written already
+        if isinstance(live, np.ndarray):
+            self._fill_objects(live)
+        elif live is not new and (kind := generator_kind(live)):
             set_generator(kind, live, read_generator(kind, new))
-        elif isinstance(live, nn.Module):
+        elif live is not new and isinstance(live, nn.Module):
             live.load_state_dict(new.state_dict())
-        elif type(live) in _PLAIN:
-            self._fill_plain(live, new)
-        elif _is_plain_object(live):
-            self._fill_dict(vars(live), vars(new))
+        elif isinstance(live, bytearray):
+            if live != new:
+                live[:] = new
         else:
-            return False
-        return True
+            base = _base_of(live)
+            if base is not None:
+                entries = base.items(new) if issubclass(base, dict) else base.__iter__(new)
+                self._fill_entries(live, list(entries))
+            if type(live) is not base:
+                self._fill_attributes(live, getattr(new, "__dict__", {}), _slots_of(new))
 
-    def _fill_plain(self, live: Any, new: Any) -> None:
-        if type(live) is dict:
-            self._fill_dict(live, new)
-        elif type(live) is list:
-            self._fill_list(live, new)
-        else:
-            live.clear()
-            add = live.update if type(live) is set else live.extend
-            add(new)
+    def _fill_objects(self, live: Any) -> None:
+        """Let an array of objects refer to the live ones."""
+        if live.dtype == object and live.flags.writeable:
+            for place in np.ndindex(live.shape):
+                found = self._of(live[place])
+                if found is not live[place]:
+                    live[place] = found
 
-    def _fill_dict(self, live: dict[Any, Any], new: Mapping[Any, Any]) -> None:
-        filled = {key: self._merged(live.get(key), value) for key, value in new.items()}
-        live.clear()
-        live.update(filled)
+    def _fill_entries(self, live: Any, entries: list[Any]) -> None:
+        """Replace the entries of a dict, list, set or deque, by the methods of that class and not of a subclass."""
+        base: Any = _base_of(live)
+        if issubclass(base, dict):
+            entries = [(self._of(key), self._of(one)) for key, one in entries]
+            flat = [part for pair in entries for part in pair]
+            if _are_same([part for pair in base.items(live) for part in pair], flat):
+                return
+            base.clear(live)
+            for key, one in entries:
+                base.__setitem__(live, key, one)
+            return
+        entries = [self._of(one) for one in entries]
+        if issubclass(base, set):
+            if not _is_same_set(list(base.__iter__(live)), entries):
+                base.clear(live)
+                base.update(live, entries)
+        elif not _are_same(list(base.__iter__(live)), entries):
+            base.clear(live)
+            base.extend(live, entries)
 
-    def _fill_list(self, live: list[Any], new: list[Any]) -> None:
-        if len(new) <= _ENTRIES_MAX:
-            there = [*live[: len(new)], *[None] * (len(new) - len(live))]
-            new = [self._merged(old, value) for old, value in zip(there, new, strict=True)]
-        live[:] = new
+    def _fill_attributes(
+        self, live: Any, attributes: Mapping[str, Any], slots: Mapping[str, Any] | None = None
+    ) -> None:
+        """Replace the attributes. ``slots``: of ``__slots__``; None: unknown, they stay."""
+        if hasattr(live, "__dict__"):
+            self._fill_entries(vars(live), list(attributes.items()))
+        if slots is None:
+            return
+        for name in _slots_of(live):
+            if name not in slots:
+                object.__delattr__(live, name)
+        for name, one in slots.items():
+            found = self._of(one)
+            if getattr(live, name, _OF_PROGRAM) is not found:
+                object.__setattr__(live, name, found)
 
 
-def _write_numbers(live: Any, new: Any) -> bool:
-    """Write arrays and tensors of the same shape and type; return False for others."""
-    if live.shape != new.shape or live.dtype != new.dtype:
-        return False
+def _places_of_content(live: Any, content: tuple[str, Any]) -> list[tuple[Any, Any]]:
+    """Return what is at the same places in ``live`` and in ``content``. Raises _NotInPlaceError if one cannot take it."""
+    way, held = content
+    if way in ("array", "tensor", "plain"):
+        if type(live) is not type(held) or not _can_take(live, held):
+            raise _NotInPlaceError(f"{type(live).__name__} of another shape or type")
+        return _places(live, held)
+    if way == "entries" and isinstance(live, dict):
+        entries, attributes, *_ = held
+        found = [(dict.get(live, key), one) for key, one in entries]
+        return found + _places(getattr(live, "__dict__", {}), attributes)
+    if way == "object" and not hasattr(live, "__setstate__"):
+        attributes, slots = held if isinstance(held, tuple) else (held, None)
+        return [
+            *_places(getattr(live, "__dict__", {}), attributes or {}),
+            *_places(_slots_of(live), slots or {}),
+        ]
+    return []
+
+
+def _places(live: Any, new: Any) -> list[tuple[Any, Any]]:
+    """Return what is at the same places in two objects of one type."""
+    if type(live) is dict:
+        return [(live[key], one) for key, one in new.items() if key in live]
+    if type(live) is list:
+        return list(zip(live, new, strict=False)) if len(new) <= _ENTRIES_MAX else []
+    if isinstance(live, nn.Module):
+        return [
+            *zip(live.parameters(), new.parameters(), strict=False),
+            *zip(live.buffers(), new.buffers(), strict=False),
+        ]
+    return _places(vars(live), vars(new)) if _is_plain_object(live) else []
+
+
+def _can_take(live: Any, new: Any) -> bool:
+    """Return True if ``live`` can take the content of ``new``, which is of the same type."""
+    if isinstance(live, Tensor):
+        names = ("shape", "dtype", "device", "layout", "requires_grad")
+        return all(getattr(live, name) == getattr(new, name) for name in names)
+    if isinstance(live, np.ndarray):
+        is_plain = type(live) is np.ndarray and live.flags.writeable
+        return bool(is_plain and live.shape == new.shape and live.dtype == new.dtype)
+    if type(live) is deque:
+        return bool(live.maxlen == new.maxlen)
+    if generator_kind(live):
+        bits = [type(getattr(one, "bit_generator", None)) for one in (live, new)]
+        return bits[0] is bits[1] and bool(getattr(live, "device", 0) == getattr(new, "device", 0))
+    return isinstance(live, nn.Module) or type(live) in _PLAIN or _is_plain_object(live)
+
+
+def _write_numbers(live: Any, new: Any) -> None:
     if isinstance(live, Tensor):
         with torch.no_grad():
             live.detach().copy_(new.detach())
+    else:
+        np.copyto(live, new)
+
+
+def _is_same(live: Any, new: Any) -> bool:
+    """Return True if arrays or tensors of one shape and type have the same bits."""
+    if isinstance(live, np.ndarray):
+        return bool(live.tobytes() == new.tobytes())
+    if live.layout is not torch.strided or live.is_meta:
         return True
-    if type(live) is not np.ndarray or not live.flags.writeable:
+    pair = [one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (live, new)]
+    return torch.equal(*pair)
+
+
+def _are_same(present: list[Any], wanted: list[Any]) -> bool:
+    return len(present) == len(wanted) and all(map(operator.is_, present, wanted))
+
+
+def _is_same_set(live: list[Any], wanted: list[Any]) -> bool:
+    """Return True if a set has not changed since ``wanted`` was pickled, also not in its order."""
+    if _are_same(live, wanted):
+        return True
+    if not all(isinstance(one, (*_CONSTANT, bool)) for one in wanted):
         return False
-    np.copyto(live, new)
-    return True
+    # Pickle builds new sets, in another order than that of a set that has become smaller. So does this.
+    built: set[Any] = set()
+    for one in live:
+        built.add(one)
+    return [(type(one), one) for one in built] == [(type(one), one) for one in wanted]
+
+
+def _base_of(value: Any) -> Any:
+    """Return the class whose methods read and write the entries of ``value``; None for what has no entries."""
+    return next((one for one in _ENTRIES if isinstance(value, one)), None)
+
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    """Return the values of ``__slots__`` that are set."""
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined] # noqa: SLF001
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _is_plain_object(value: Any) -> bool:

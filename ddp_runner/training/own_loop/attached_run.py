@@ -160,7 +160,7 @@ class AttachedRun:
 
         A replacement of this rank receives them, a repeated step puts them back, and checkpoints hold them by rank.
         An object has ``state_dict()`` and ``load_state_dict()``, or is a dict, list, deque, set, array, tensor,
-        generator or any object that pickle can copy. Change the objects before ``optimizer.step()``. Raises
+        generator or another object whose attributes pickle can copy. Change the objects before ``optimizer.step()``. Raises
         BadInputError for other objects, and after the first step.
         """
         self._refuse_late("keep_local()")
@@ -440,7 +440,7 @@ class AttachedRun:
                 shown, change, be = f"{', '.join(found[:-1])} and {found[-1]}", "change", "are"
             self._runtime.logger.warning(
                 f"{shown} {change} each step and {be} not kept: use run.step_number, or put it into an object that"
-                " run.keep() is given. A run that is repaired or resumed is not exact otherwise"
+                " run.keep() is given, or run.keep_local() if it differs by rank. A run that is repaired or resumed is not exact otherwise"
             )
         if lost := self._state.take_carried():
             report_lost_names(self._parts, lost)
