@@ -23,6 +23,7 @@ from ddp_runner.core.settings.declaration import DURATION, STEPS, SWITCH, TEXT, 
 from ddp_runner.kernel.rules.errors import BadInputError
 
 OTHER_VALUES = {
+    "recovery.on_wrong_gradient": "stop",
     "log.trackers": "csv", "log.profile": "steps=1",
     "run.compile_mode": "max-autotune", "ddp.gradient_dtype": "bf16", "memory.activation_checkpointing": "all",
     "run.task": "m:T", "run.max_steps": "90", "run.device": "cuda", "run.resume": "none",

@@ -217,7 +217,7 @@ def test_a_batch_of_own_types_is_handed_over_as_it_lies():
 def test_a_batch_has_nothing_built_but_known_types():
     """Plain values, classes of the program, and what the process's own batch consists of."""
     handed = by_value.handed_over([nn.Parameter(torch.ones(1))])
-    with pytest.raises(pickle.UnpicklingError, match="may not have"):
+    with pytest.raises(pickle.UnpicklingError, match="may not build"):
         by_value.taken_over(handed, like=[torch.ones(1)])
     [one] = by_value.taken_over(handed, like=[nn.Parameter(torch.zeros(1))])
     assert one.item() == 1.0

@@ -373,7 +373,7 @@ class _CheckCommand(SmallCommand):
 
 DECLARATION = _CheckCommand(
     usage=f"""Usage:  {COMMAND} check --task FILE.py:NAME [OPTIONS] [SETTINGS]
-        {COMMAND} check [OPTIONS] [SETTINGS] --loop FILE.py [ARGUMENTS]
+        {COMMAND} check [OPTIONS] --loop FILE.py [ARGUMENTS]
 
 Checks a task, or your own loop that calls ddp_runner.attach(), in about a
 minute, in a temporary folder. It makes short runs: without faults, with a rank
@@ -408,8 +408,9 @@ reason; the folder is kept), 2 for wrong input. Put it into your CI.""",
         Option(KEEP, says="keep the folder: logs and checkpoints of the runs"),
         replace(JSON, says="the table as JSON, for programs"),
     ),
-    closing="""Every other option and setting of train (with --loop: of run) works as well, except
-those of folders, --resume and --inject. The runs use the device that train would use.""",
+    closing="""Every other option and setting of train (with --loop: of run) works as well,
+except those of folders, --resume and --inject. The runs use the device that
+train would use.""",
     takes_rest=True,
     perform=_run,
 )

@@ -184,6 +184,7 @@ def test_steps_that_were_computed_twice_are_counted_over_restarts(runtime, tmp_p
         "repeated": 2,
         "drilled": [],
         "repairs_proved": "",
+        "differences": [],
     }
 
 
