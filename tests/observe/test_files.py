@@ -261,6 +261,7 @@ def test_summary_reads_back_equal(tmp_path):
         "repeated": 1,
         "drilled": [2, 50],
         "repairs_proved": "1 of 1",
+        "differences": [],
     }
     assert names_in(tmp_path) == ["summary.json"]
 

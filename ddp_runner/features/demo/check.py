@@ -377,10 +377,10 @@ DECLARATION = _CheckCommand(
 
 Checks a task, or your own loop that calls ddp_runner.attach(), in about a
 minute, in a temporary folder. It makes short runs: without faults, with a rank
-killed in each phase of a step and of a save, with all ranks killed, and stopped
-and resumed. Each must end with bit-identical weights and report itself exact.
-A table of results follows. Exit codes: 0 if all runs pass, 1 if not (with the
-reason; the folder is kept), 2 for wrong input. Put it into your CI.""",
+killed in each phase of a step and of a save, with all ranks killed, and
+stopped and resumed. Each must end with bit-identical weights and report itself
+exact. A table of results follows. Exit codes: 0 if all runs pass, 1 if not
+(with the reason; the folder is kept), 2 for wrong input. Put it into your CI.""",
     options=(
         Option("--task", key="run.task", metavar="FILE.py:NAME", says="the task"),
         Option(
