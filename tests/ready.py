@@ -71,13 +71,13 @@ class Launcher:
         self._pid = 0
         if (self._folder / _STARTED).exists():
             return
-        # No Popen, which warns where it is forgotten before its process has ended.
-        self._pid = os.posix_spawn(
-            sys.executable,
+        # No posix_spawn: glibc's leaves a signal of its own ignored in all that it starts.
+        process = subprocess.Popen(
             [sys.executable, "-m", "tests.ready", self.path, str(owner_pid)],
-            {**os.environ, **ENVIRONMENT, **_ROOM, **variables},
-            file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+            env={**os.environ, **ENVIRONMENT, **_ROOM, **variables},
+            stdin=subprocess.DEVNULL,
         )
+        self._pid, process.returncode = process.pid, 0  # else it warns where it is forgotten
         (self._folder / _STARTED).touch()
 
     def close(self) -> None:

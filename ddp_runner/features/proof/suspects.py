@@ -364,7 +364,7 @@ class Suspects:
                 self._rollbacks_left -= 1
                 is_sound = back.is_sound
                 rest = "" if is_sound else ", the newest left from before the wrong step"
-                then = f"all ranks go back to step {back.step:,}{rest}"
+                then = f"all ranks roll back to step {back.step:,}{rest}"
                 self._found = Found(fault=fault, not_after=back.step)
                 if is_sound:
                     self._left[case.rank] = _Left(case=case, back_at=back.step)
