@@ -127,7 +127,7 @@ class _StepBatches:
 
 
 class _Progress:
-    """What Trainer counts beside model, optimizer and scheduler, as ``run.keep()`` wants it.
+    """Keeps what Trainer counts next to model, optimizer and scheduler, as ``run.keep()`` expects it.
 
     What changes between steps only is held as of the last boundary, so that a step which is made again does not
     change it. ``counted``: of each rank by its number, as all ranks know it since the last sum.
@@ -197,7 +197,7 @@ class _Progress:
 
     @property
     def seconds(self) -> float:
-        """How long this rank has trained, in all of its processes."""
+        """Return how long this rank has trained, in all of its processes."""
         return time.monotonic() - self._began_s
 
     def sum_up(self) -> None:
@@ -569,7 +569,7 @@ class _InPlace(_Base):  # type: ignore[misc]
     # Between steps.
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, **named: Any) -> dict[str, float]:
-        """At the start of training only a run that begins evaluates."""
+        """Evaluate at the start of training only in a run that begins."""
         if self._is_first_entry and _run().step_number > 0:
             return {}
         return dict(super()._evaluate(trial, ignore_keys_for_eval, **named))

@@ -12,7 +12,7 @@ Refused = tuple[str, object, str]  # the name, its value, what is expected
 
 
 def why_not_version(version: str, lacking: Iterable[str]) -> Refused | None:
-    """What is wrong with a version of transformers whose Trainer lacks these methods; None if nothing is."""
+    """Return what is wrong with a version of transformers whose Trainer lacks these methods; None if nothing is."""
     parts = [int(one) for one in version.split(".")[:2] if one.isdecimal()]
     absent = ", ".join(lacking)
     if tuple(parts) >= _LOWEST and parts[0] == 5 and not absent:
@@ -123,7 +123,7 @@ def _of_data(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
 
 
 def why_not_loader(loader: Any, samplers: tuple[type, ...], *, world_size: int) -> Refused | None:
-    """What is wrong with the loader of ``get_train_dataloader()``, of which each rank must get its own share.
+    """Return what is wrong with the loader of ``get_train_dataloader()``, of which each rank must get its own share.
 
     ``samplers``: kinds that give the same order on every rank.
     """

@@ -143,7 +143,7 @@ def handed_local(noted: dict[str, Any], folder: Path) -> Tensor | None:
 
 
 def _handed(path: Path) -> Any:
-    """What the rank has written there; None where it has not, or where it cannot be read."""
+    """Return the content of a file of the rank; None if it is missing or cannot be read."""
     with contextlib.suppress(Exception):
         return torch.load(path, weights_only=True)
     return None

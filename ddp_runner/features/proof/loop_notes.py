@@ -41,7 +41,7 @@ class LoopDrills(Drills):
         self._beside = self._state.side.digests()
 
     def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> Looked:
-        """Nothing: a loop's share cannot be computed a second time by its rank."""
+        """Return nothing: a loop's rank cannot compute its share a second time."""
         del stepper, micro_batches
         return Looked()
 

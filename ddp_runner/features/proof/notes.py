@@ -81,7 +81,7 @@ class _Unsynced:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What a rank adds to a drill of its share: entries of its record, and files, by name."""
+    """Holds what a rank adds to a drill of its share: entries of its record, and files, by name."""
 
     record: dict[str, Any] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)

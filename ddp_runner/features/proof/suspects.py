@@ -319,7 +319,7 @@ class Suspects:
         self._leave_for_good(rank)
 
     def _leave_for_good(self, rank: int) -> None:
-        """What this rank did wrong is in the weights, as far as is known: its reason stays."""
+        """Keep the reason of this rank: as far as is known, its error is in the weights."""
         self._left.pop(rank, None)
         self._for_good.add(rank)
 
@@ -371,7 +371,7 @@ class Suspects:
         if not is_sound:
             self._leave_for_good(case.rank)
             self._note_doubt(case)
-        if self._found is None and is_lost:
+        if self._found is None and is_lost and self._wanted != "continue":
             self._found = Found(fault=fault)
         line = doubt_line(case, last=last, then=then)
         self._recorder.record(
