@@ -87,16 +87,18 @@ def test_steps_at_random_are_drilled_and_each_repair_is_proved(fault_free, tmp_p
     ],
 )
 def test_what_no_state_holds_is_found_with_a_parameter_s_name(tmp_path, name, differs):
-    """The run goes on, and is not exact from then on; it is said once as a warning."""
+    """The run goes on, and is not exact from then on; it is said once for each rank, as a warning."""
     run = finish(tmp_path, *DRILLS, task=task(name))
     summary = run.summary()
-    [reason] = summary["inexact_reasons"]
     assert not summary["exact"]
-    assert f"at step 2: first in {differs} (state in a global, a closure, a file" in reason
+    assert len(summary["inexact_reasons"]) == 2
+    for rank, step, reason in zip((0, 1), (2, 5), summary["inexact_reasons"], strict=True):
+        assert f"a replacement of rank {rank} would not compute the same at step {step}: " in reason
+        assert f"first in {differs} (state in a global, a closure, a file" in reason
     assert summary["exact_proof"]["drilled"] == []
     assert [event["differs"] for event in run.events("drill")] == [differs] * 2
     warned = [line for line in run.console.splitlines() if "WARNING" in line and "drill" in line]
-    assert len(warned) == 1, run.console
+    assert len(warned) == 2, run.console
 
 
 def test_a_run_that_must_be_exact_ends_when_a_drill_differs(tmp_path):

@@ -499,4 +499,19 @@ MUTATIONS = (
     _break("last-holder-stays", "if not goes_back and", "if False and"),
     _break("undone-first", "one not in may_be_withdrawn for", "True for"),
     _break("explained-once", "and not self._state.carried", ""),
+    _break(
+        "finding-outlives-a-rank",
+        "if self._generation != group",
+        "if False and self._generation != group",
+    ),
+    _break(
+        "drilled-as-begun", "return None if is_sealed_whole else self.mine(step)", "return None"
+    ),
+    _break("no-blame-without-evidence", "if not (found.had_state and", "if not (True and"),
+    _break("no-blame-without-evidence", "found.had_data and", "True and"),
+    _break("no-blame-without-evidence", "found.agrees and case.are_alike", "case.are_alike"),
+    _break("no-blame-without-evidence", "found.agrees and case.are_alike", "found.agrees"),
+    _break("looked-beside", "except Exception:", "except KeyboardInterrupt:"),
+    _break("tried-first", "had_state = side is not None and not other.missing", "had_state = True"),
+    _break("tried-first", "agrees = not with_data or", "agrees = True or"),
 )

@@ -290,7 +290,8 @@ def _by_elimination(case: Case, found: Diagnosed) -> Cause:
     """Return what is left where neither state nor data makes a difference."""
     # INVARIANT no-blame-without-evidence: no process is ended, and no device given up, for what could not be tried.
     # Broken if: a batch that is not handed over, or processes that never compute alike, leave the device as the rest.
-    # Guarded by: test_what_could_not_be_tried_blames_nobody.
+    # Guarded by: test_what_could_not_be_tried_blames_nobody,
+    # test_processes_that_never_compute_alike_show_no_device.
     if not (found.had_state and found.had_data and found.agrees and case.are_alike):
         return Cause.UNKNOWN
     return Cause.DEVICE if case.is_another else Cause.LASTING
