@@ -197,6 +197,7 @@ def test_the_commands_for_your_own_script_start_it(tmp_path):
         path.write_text("import sys\nprint('trained with', *sys.argv[1:])\n", encoding="utf-8")
     blocks = marked("test_the_commands_for_your_own_script_start_it")
     assert {block.place.partition(":")[0] for block in blocks} == {
+        "README.md",
         "docs/own-script.md",
         "docs/own-loop.md",
     }

@@ -29,7 +29,7 @@ OTHER_VALUES = {
     "run.task": "m:T", "run.max_steps": "90", "run.device": "cuda", "run.resume": "none",
     "run.gpus": "1", "recovery.drill_at": "3", "run.nproc_per_node": "3", "run.inject": "kill", "data.on_bad_sample": "substitute",
     "data.compare_samples": "tell", "data.stream_end": "drop", "data.shares": "3,2",
-    "run.target_loss": "1", "run.mode": "data_parallel", "optim.schedule": "linear", "ddp.backend": "nccl", "log.display": "none",
+    "run.target_loss": "1", "run.mode": "data_parallel", "optim.schedule": "linear", "ddp.backend": "nccl", "log.display": "none", "log.console": "quiet",
     "checkpoint.monitor": "train_loss", "checkpoint.mode": "max", "checkpoint.save_every_steps": "7", "memory.max_memory_gb": "3", "data.workers_total": "3",
     "optim.max_grad_norm": "off", "optim.ema_decay": "0.5", "optim.optimizer": "sgd", "optim.momentum": "0.5",
     "recovery.explosion_loss_max": "9", "recovery.explosion_rate_factor": "0.5", "optim.ema_device": "cpu", "optim.precision": "fp16", "run.matmul_precision": "high", "optim.epsilon": "1e-3", "optim.max_grad_value": "2",

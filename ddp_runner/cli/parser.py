@@ -123,7 +123,7 @@ _OWN = (
     ),
     Option("--version", group=OptionGroup.HELP, says="the version"),
 )
-_OF_SETTINGS = tuple(spec.option for spec in known_fields().values() if spec.option is not None)
+_OF_SETTINGS = tuple(option for spec in known_fields().values() for option in spec.options)
 _OWN_FIRST = (
     OptionGroup.MACHINES,
 )  # where the others are about a run of which these say that there is one

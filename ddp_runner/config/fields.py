@@ -88,9 +88,9 @@ class FieldSpec:
         return PER_STAGE in self.notes
 
     @property
-    def option(self) -> Option | None:
-        """Its option, if it has one besides ``--SECTION.NAME``."""
-        return next((dataclasses.replace(one, key=self.key) for one in self.notes_of(Option)), None)
+    def options(self) -> tuple[Option, ...]:
+        """Its options besides ``--SECTION.NAME``."""
+        return tuple(dataclasses.replace(one, key=self.key) for one in self.notes_of(Option))
 
     @property
     def read_by(self) -> tuple[str, ...]:

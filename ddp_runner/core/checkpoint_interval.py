@@ -154,11 +154,16 @@ class CheckpointInterval:
             return ""
         self._reported_s = interval_s
         hours = (now_s - self._began_s) / 3600
+        faults = (
+            f"{self.faults} faults in {hours:.1f} h needed one"
+            if self.faults
+            else "no fault needed one yet"
+        )
         return (
-            f"saving every {interval_s:.0f} s (save_every_steps=auto): a save takes"
-            f" {cost.training_s:.3f} s from training (waiting {cost.blocked_s:.3f}, slower steps"
-            f" {cost.slowed_s:.3f}, comparing replicas {cost.compare_s:.3f}) and {cost.write_s:.2f} s"
-            f" in all; {self.faults} faults in {hours:.1f} h needed one"
+            f"saving every {interval_s:.0f} s (save_every_steps=auto): a save costs training"
+            f" {cost.training_s * 1e3:.0f} ms (waiting {cost.blocked_s * 1e3:.0f}, slower steps"
+            f" {cost.slowed_s * 1e3:.0f}, comparing ranks {cost.compare_s * 1e3:.0f}) and takes {cost.write_s:.2f} s"
+            f" in all; {faults}"
         )
 
 

@@ -1,6 +1,6 @@
 """Follows the rank logs and picks what the console shows. Never writes, never waits.
 
-Shown, unless other ranks are asked for: rank 0's records from INFO up (with ``debug`` also its DEBUG) and its raw output; WARNING and
+Shown, unless other ranks are asked for: rank 0's raw output and its records, but for the levels that are hidden; WARNING and
 ERROR of every rank; never STEP records. The same warning of several ranks within one poll is one line; an identical one
 that comes again is held back and shown with its count.
 """
@@ -22,7 +22,14 @@ from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, CHUNK_BYTES, FollowedFile
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from ddp_runner.core.settings import Settings
+
 RAW = "RAW"
+_HIDDEN = {
+    "quiet": frozenset({"STEP", "DEBUG", "DETAIL", "INFO"}),
+    "normal": frozenset({"STEP", "DEBUG", "DETAIL"}),
+    "verbose": frozenset({"STEP", "DEBUG"}),
+}
 LINES_PER_POLL_MAX = 200  # of one rank, warnings and errors not counted
 REPEAT_WINDOW_S = 10.0
 _REPEATS_KEPT_MAX = 256
@@ -36,6 +43,11 @@ _STACK_LINE = re.compile(
 # Torch's profiler (kineto) writes its own stages at a level above that of its errors, so that its setting
 # KINETO_LOG_LEVEL has only both or neither. Errors and warnings are shown.
 _PROFILER_STAGE = re.compile(r"(?:USDT|STAGE):\d{4}-\d\d-\d\d [\d:]+ \d+:\d+ \w+\.(?:cpp|h):\d+\] ")
+
+
+def hidden_levels(settings: Settings) -> frozenset[str]:
+    """Return the levels of records that the console leaves out."""
+    return frozenset({"STEP"}) if settings.run.debug else _HIDDEN[settings.log.console]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +80,11 @@ class Shown:
     """The lines of ranks that a console shows.
 
     ``ranks``: by their place in the tail, from 0, the ranks of which more than warnings is shown. Only lines with
-    ``seal`` are records; others that look like one are a task's output. ``debug``: records of that level, too.
+    ``seal`` are records; others that look like one are a task's output. ``hidden``: levels of records that are left out.
     ``marks_lines``: each raw line stands behind ``[default0]:``, as torchrun has it.
     """
 
-    debug: bool
+    hidden: Collection[str] = _HIDDEN["normal"]
     seal: str = ""
     ranks: Collection[int] = (0,)
     marks_lines: bool = False
@@ -186,9 +198,7 @@ class LogTail:
             first = record.lines[0]
             is_for_the_file = _STACK_LINE.match(first) or _PROFILER_STAGE.match(first)
             return bool(first.strip()) and not is_for_the_file
-        if record.level == "STEP":
-            return False
-        return record.level != "DEBUG" or self._shows.debug
+        return record.level not in self._shows.hidden
 
     def _bounded(self, lines: list[ConsoleLine]) -> list[ConsoleLine]:
         if len(lines) <= LINES_PER_POLL_MAX:

@@ -47,10 +47,15 @@ class Display(Protocol):
         ...
 
 
-def make_display(mode: Mode, *, stream: TextIO) -> Display:
-    """The display for ``mode``; ``auto`` is live on a terminal that we own, else plain."""
+def make_display(mode: Mode, *, stream: TextIO, console: str = "normal") -> Display:
+    """Return the display for ``mode``; ``auto`` is live on a terminal that we own, else plain.
+
+    ``console``: as of the setting ``log.console``; a quiet one has no progress lines.
+    """
     if mode == "none":
         return NoDisplay()
+    if console == "quiet":
+        return PlainDisplay(stream, is_quiet=True)
     if mode == "live" or (mode == "auto" and _suits_live(stream)):
         for part in installed.parts("parent"):
             if hasattr(part, "live_display"):
@@ -91,18 +96,20 @@ class NoDisplay:
 
 
 class PlainDisplay:
-    """Lines for files, pipes and CI: no control characters, a progress line every few seconds."""
+    """Writes lines for files, pipes and CI: no control characters, a progress line every few seconds unless ``is_quiet``."""
 
     def __init__(
         self,
         stream: TextIO,
         *,
         interval_s: float = PLAIN_INTERVAL_S,
+        is_quiet: bool = False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._out = ConsoleWriter(stream)
         self._held = HeldLines()
         self._interval_s = interval_s
+        self._is_quiet = is_quiet
         self._now_s = now_s
         self._shown_step = -1
         self._shown_at_s = -interval_s
@@ -116,8 +123,11 @@ class PlainDisplay:
 
     def update(self, view: RunView) -> None:
         """Write a progress line if a step was logged and the last line is old enough."""
-        self._last = view
         self._log_dir = view.log_dir
+        if self._is_quiet:
+            self._flush()
+            return
+        self._last = view
         if view.doing:
             self._say_what_lasts(view)
         due = self._now_s() - self._shown_at_s >= self._interval_s

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-LEVELS = ("DEBUG", "STEP", "INFO", "WARNING", "ERROR")
+LEVELS = ("DEBUG", "STEP", "DETAIL", "INFO", "WARNING", "ERROR")
 CONTINUATION = "  "
 SEAL_DIGITS = 3  # so that the time has microseconds to whoever reads it
 HELD_BACK = "the rest is not shown on the console:"  # of a rank's output, behind this record
 FIRST_LINE_MAX = 8_000  # characters of a sealed record: a reader cuts lines that are far longer
 _RECORD = re.compile(
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}(?P<seal>\d*) (?P<level>DEBUG|STEP|INFO|WARNING|ERROR) +"
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}(?P<seal>\d*) (?P<level>DEBUG|STEP|DETAIL|INFO|WARNING|ERROR) +"
     r"(?:rank (?P<rank>\d+)|supervisor)(?: step (?P<step>\d+))? \| (?P<message>.*)",
     re.DOTALL,
 )
 
 _RECORD_HEAD = re.compile(
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}(?P<seal>\d*) (?:DEBUG|STEP|INFO|WARNING|ERROR) +(?:rank \d|supervisor )"
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}(?P<seal>\d*) (?:DEBUG|STEP|DETAIL|INFO|WARNING|ERROR) +(?:rank \d|supervisor )"
 )
 
 
@@ -149,6 +149,10 @@ class DDPLogger:
     def progress(self, message: str, *, step: int | None = None) -> None:
         """A step's figures: for the file; the console has a display of its own for them."""
         self._record("STEP", message, step)
+
+    def detail(self, message: str, *, step: int | None = None) -> None:
+        """Log what only some readers want; the console shows it with ``--verbose``."""
+        self._record("DETAIL", message, step)
 
     def info(self, message: str, *, step: int | None = None) -> None:
         """Worth reading; the console shows those of rank 0."""

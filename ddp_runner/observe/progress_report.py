@@ -9,11 +9,12 @@ from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe import format as fmt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from ddp_runner.observe.summary import FaultRecord, RunSummary
     from ddp_runner.observe.view import RunView
 
+DRILLS_SHOWN_MAX = 5
 FAULTS_SHOWN_MAX = 8
 CAUSE_CHARACTERS_MAX = 120  # the whole text stands in events.jsonl
 BLOCK_COLUMNS_MIN, BLOCK_COLUMNS_MAX = 24, 79  # a path may be longer: it is never broken
@@ -70,7 +71,8 @@ def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]
         ("faults", _faults_total(summary)),
         *(("", line) for line in _fault_lines(summary)),
         *_machines_row(summary),
-        ("weights", _weights(summary)),
+        ("exact", _exact(summary)),
+        ("weights", "-" if summary.weights_sha256 is None else summary.weights_sha256[:12]),
         ("checkpoint", summary.checkpoint or "none"),
         ("logs", log_dir),
     ]
@@ -98,7 +100,7 @@ def headline(summary: RunSummary) -> str:
         return f"{how} and ended at once: there is no checkpoint"
     step = summary.steps if summary.checkpoint_step is None else summary.checkpoint_step
     if step >= summary.steps:
-        return f"{how} and saved: run the same command again to go on"
+        return f"{how} and saved: run the same command again to resume"
     return f"{how} and ended at once; newest checkpoint: step {fmt.count(step)}"
 
 
@@ -188,8 +190,25 @@ def fault_sentence(fault: FaultRecord) -> str:
     return f"step {fmt.count(fault.step)}: {what}, {repair}{again}{before}"
 
 
-def _weights(summary: RunSummary) -> str:
-    digest = "-" if summary.weights_sha256 is None else summary.weights_sha256[:12]
-    if summary.exact:
-        return digest
-    return f"{digest}, not bit-exact: {'; '.join(summary.inexact_reasons) or 'reason unknown'}"
+def _exact(summary: RunSummary) -> str:
+    if not summary.exact:
+        return f"no: {'; '.join(summary.inexact_reasons) or 'reason unknown'}"
+    proof, said = summary.exact_proof, []
+    if proof.repeated:
+        said.append(
+            "first step repeated" if proof.repeated == 1 else f"{proof.repeated} steps repeated"
+        )
+    if proof.drilled:
+        said.append(_drills(proof.drilled))
+    if proof.repairs_proved:
+        said.append(f"{proof.repairs_proved} repairs proved")
+    return f"yes ({'; '.join(said)})" if said else "yes"
+
+
+def _drills(steps: Sequence[int]) -> str:
+    if len(steps) > DRILLS_SHOWN_MAX:
+        return f"{len(steps)} drills passed"
+    *before, last = (fmt.count(step) for step in steps)
+    if not before:
+        return f"drill passed at step {last}"
+    return f"drills passed at steps {', '.join(before)} and {last}"

@@ -189,7 +189,7 @@ def assembled(
         node=node,
         world=world,
         recorder=recorder,
-        debug=plan.settings.run.debug,
+        settings=plan.settings,
         waits_for=partial(waits_for, world),
     )
     parts = Parts(

@@ -196,7 +196,7 @@ class TaskSteps:
         rewraps = change.tuning.find_unused_parameters != state.tuning.find_unused_parameters
         state.tuning = change.tuning
         if self._group.rank == 0:
-            self._runtime.logger.info(change.action, step=state.committed_step)
+            self._runtime.logger.detail(change.action, step=state.committed_step)
             self._runtime.report(
                 TuningChanged(
                     rank=self._rank,

@@ -9,8 +9,15 @@ from datetime import datetime, timezone
 
 import pytest
 
-from ddp_runner.observe.console import LINES_PER_POLL_MAX, REPEAT_WINDOW_S, LogTail, Shown
-from ddp_runner.observe.logger import HELD_BACK, format_record, new_seal
+from ddp_runner.config import from_flat
+from ddp_runner.observe.console import (
+    LINES_PER_POLL_MAX,
+    REPEAT_WINDOW_S,
+    LogTail,
+    Shown,
+    hidden_levels,
+)
+from ddp_runner.observe.logger import HELD_BACK, LEVELS, format_record, new_seal
 from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, LINE_BYTES_MAX
 from tests.processes import open_files_in
 
@@ -29,12 +36,13 @@ def append(directory, rank, text):
 class Follower:
     """A LogTail with a clock that the test moves."""
 
-    def __init__(self, directory, *, ranks=2, debug=False, from_end=True):
+    def __init__(self, directory, *, ranks=2, console="normal", debug=False, from_end=True):
         self.time_s = 0.0
+        settings = from_flat({"log.console": console, "run.debug": debug})
         self.tail = LogTail(
             directory,
             ranks=range(ranks),
-            shows=Shown(debug=debug),
+            shows=Shown(hidden=hidden_levels(settings)),
             from_end=from_end,
             now_s=lambda: self.time_s,
         )
@@ -98,6 +106,23 @@ def test_debug_shows_debug_records_of_rank_0(tmp_path, follow):
     append(tmp_path, 0, record("DEBUG", "detail"))
     append(tmp_path, 1, record("DEBUG", "detail of 1", rank=1))
     assert follower.poll() == [("DEBUG", "detail")]
+
+
+@pytest.mark.parametrize(
+    ("console", "shown"),
+    [
+        ("quiet", ["WARNING"]),
+        ("normal", ["INFO", "WARNING"]),
+        ("verbose", ["DETAIL", "INFO", "WARNING"]),
+    ],
+)
+def test_a_console_shows_as_much_as_it_is_asked_for(tmp_path, follow, console, shown):
+    """The log has all of it. What the task prints is shown at each level."""
+    follower = follow(console=console)
+    for level in LEVELS[:-1]:
+        append(tmp_path, 0, record(level, "text"))
+    append(tmp_path, 0, "printed\n")
+    assert sorted(level for level, _ in follower.poll()) == sorted([*shown, "RAW"])
 
 
 def test_the_same_warning_of_several_ranks_is_one_line(tmp_path, follow):
@@ -260,7 +285,7 @@ def test_a_writer_killed_in_mid_line_hides_nothing_of_its_successor(tmp_path, fo
 def test_closing_leaves_no_descriptor_open(tmp_path):
     """A tail gives its files back."""
     append(tmp_path, 0, "x\n")
-    tail = LogTail(tmp_path, ranks=[0], shows=Shown(debug=False))
+    tail = LogTail(tmp_path, ranks=[0], shows=Shown())
     tail.poll()
     assert len(open_files_in(tmp_path)) == 1, "control"
     tail.close()
@@ -270,12 +295,12 @@ def test_closing_leaves_no_descriptor_open(tmp_path):
 def test_one_path_per_rank_may_be_given(tmp_path):
     """Paths replace the directory; their number must be the number of ranks."""
     path = tmp_path / "other.log"
-    tail = LogTail([path], ranks=[0], shows=Shown(debug=False))
+    tail = LogTail([path], ranks=[0], shows=Shown())
     path.write_text("x\n")
     assert [line.text for line in tail.poll()] == ["x"]
     tail.close()
     with pytest.raises(ValueError, match="1 log paths for 2 ranks"):
-        LogTail([path], ranks=range(2), shows=Shown(debug=False))
+        LogTail([path], ranks=range(2), shows=Shown())
 
 
 def test_a_printed_line_in_the_format_of_a_record_is_raw(tmp_path):
@@ -297,7 +322,7 @@ def test_a_printed_line_in_the_format_of_a_record_is_raw(tmp_path):
         sealed("INFO", "x" * 20_000),
     ]
     path.write_text("".join(lines), encoding="utf-8")
-    tail = LogTail([path], ranks=[0], shows=Shown(debug=False, seal=seal), from_end=False)
+    tail = LogTail([path], ranks=[0], shows=Shown(seal=seal), from_end=False)
     with contextlib.closing(tail):
         shown = tail.drain()
     alarms = [line.text for line in shown if line.level in ("WARNING", "ERROR")]
@@ -313,12 +338,12 @@ def test_what_was_shown_before_the_log_was_followed_is_not_shown_again(tmp_path)
     """The first bytes that rank 0 adds are those that it said before it had a log; others add theirs."""
     said = os.memfd_create("said")
     os.write(said, b"one\ntwo\nhalf")
-    early = LogTail([said], ranks=[0], shows=Shown(debug=False))
+    early = LogTail([said], ranks=[0], shows=Shown())
     os.close(said)
     assert [line.text for line in early.poll()] == ["one", "two"]
     logs = [tmp_path / "rank_0.log", tmp_path / "rank_1.log"]
     logs[0].write_text("of a run before\n")
-    tail = LogTail(logs, ranks=range(2), shows=Shown(debug=False), shown_bytes=early.taken_bytes(0))
+    tail = LogTail(logs, ranks=range(2), shows=Shown(), shown_bytes=early.taken_bytes(0))
     with logs[0].open("a") as log:
         log.write("one\ntwo\nhalf a line\nmore\n")
     logs[1].write_text(record("WARNING", "w", rank=1))
@@ -332,7 +357,7 @@ def test_ranks_that_are_asked_for_are_shown_and_marked(tmp_path):
     paths = [tmp_path / f"rank_{rank}.log" for rank in range(3)]
     for rank, path in enumerate(paths):
         path.write_text(f"raw {rank}\n")
-    shows = Shown(debug=False, ranks=(1, 2), marks_lines=True)
+    shows = Shown(ranks=(1, 2), marks_lines=True)
     tail = LogTail(paths, ranks=range(3), shows=shows, from_end=False)
     with contextlib.closing(tail):
         assert [line.text for line in tail.poll()] == ["[default1]:raw 1", "[default2]:raw 2"]
@@ -347,7 +372,7 @@ def test_behind_the_record_that_holds_back_nothing_is_shown(tmp_path):
     )
     paths[0].write_text(f"before\n{HELD_BACK}\n{other}still\n{last}Traceback\n")
     paths[1].write_text("of another\n")
-    shows = Shown(debug=False, seal=seal, ranks=(0, 1))
+    shows = Shown(seal=seal, ranks=(0, 1))
     tail = LogTail(paths, ranks=range(2), shows=shows, from_end=False)
     with contextlib.closing(tail):
         assert [line.text for line in tail.poll()] == ["before", HELD_BACK, "still", "of another"]

@@ -12,6 +12,7 @@ from ddp_runner.observe.progress_report import (
     progress_line,
     summary_block,
 )
+from ddp_runner.observe.summary import ExactProof
 from tests.observe.views import drawn, rank_view, run_summary, run_view, style_of, text_of
 
 
@@ -205,6 +206,22 @@ def test_summary_block_shows_people_everything():
     assert max(len(line) for line in block) < 80
 
 
+@pytest.mark.parametrize(
+    ("proof", "words"),
+    [
+        ({}, "exact yes weights"),
+        ({"repeated": 1, "drilled": (2,)}, "yes (first step repeated; drill passed at step 2)"),
+        ({"drilled": (2, 50, 1000)}, "yes (drills passed at steps 2, 50 and 1,000)"),
+        ({"drilled": tuple(range(9))}, "yes (9 drills passed)"),
+        ({"repairs_proved": "1 of 1"}, "yes (1 of 1 repairs proved)"),
+    ],
+)
+def test_summary_block_says_what_proves_an_exact_run(proof, words):
+    """Steps are named as long as they are few."""
+    block = summary_block(run_summary(exact_proof=ExactProof(**proof)), log_dir="logs", width=80)
+    assert words in " ".join(" ".join(block).split())
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_summary_block_is_broken_between_words(width):
     """On a narrow terminal as well, which would break lines anywhere; only a path may be longer."""
@@ -219,8 +236,8 @@ def test_summary_block_is_broken_between_words(width):
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
-        ({}, "interrupted and saved: run the same command again to go on"),
-        ({"checkpoint_step": 1500}, "interrupted and saved: run the same command again to go on"),
+        ({}, "interrupted and saved: run the same command again to resume"),
+        ({"checkpoint_step": 1500}, "interrupted and saved: run the same command again to resume"),
         ({"checkpoint_step": 1450}, "interrupted and ended at once; newest checkpoint: step 1,450"),
         ({"checkpoint": None}, "interrupted and ended at once: there is no checkpoint"),
     ],
@@ -249,7 +266,7 @@ def test_summary_block_of_a_failed_run():
     )
     text = "\n".join(summary_block(summary, log_dir="logs", width=80))
     assert "failed" in text
-    assert "-, not bit-exact: batches were split" in text
+    assert "no: batches were split" in text
     assert "and 3 more, in events.jsonl" in text
 
 

@@ -139,7 +139,7 @@ def test_an_unknown_level_is_an_error():
     log = DDPLogger(rank=0, stream=stream)
     log.log("warning", "x")
     assert parse_line(stream.getvalue().rstrip()).level == "WARNING"
-    with pytest.raises(ValueError, match="DEBUG, STEP, INFO, WARNING, ERROR"):
+    with pytest.raises(ValueError, match="DEBUG, STEP, DETAIL, INFO, WARNING, ERROR"):
         log.log("fatal", "x")
 
 

@@ -166,7 +166,7 @@ def test_two_texts_have_figures_of_their_own(tmp_path):
     model = loaded(Language(), run.checkpoints / "final.pt")
     assert by_hand(Language(), model) == pytest.approx(found, rel=1e-5)
     assert {one["monitor"] for one in manifests(run)} == {"all/loss"}
-    assert "evaluated: all/loss" in run.console
+    assert f"evaluated at step {STEPS}: all/loss" in run.console
 
 
 def test_a_rank_lost_while_the_best_weights_are_in_costs_no_exactness(tmp_path):

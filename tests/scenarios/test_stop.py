@@ -197,4 +197,4 @@ def test_a_stop_during_a_save_keeps_both_the_save_and_the_stop(tmp_path):
 def evaluations(run, *, step):
     """How often rank 0 has logged the result of an evaluation at ``step``."""
     lines = (run.logs / "rank_0.log").read_text(encoding="utf-8").splitlines()
-    return sum(f"step {step} | evaluated:" in line for line in lines)
+    return sum(f"step {step} | evaluated at step {step}:" in line for line in lines)

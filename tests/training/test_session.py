@@ -196,14 +196,17 @@ def test_evaluation_and_checkpoint_come_at_each_epoch_s_end(tmp_path):
     assert report.figures["validation_loss"] > 0
 
 
-@pytest.mark.parametrize("part", ["", "  of 4 of 8 samples"])
+@pytest.mark.parametrize("part", ["8", "4 of 8"])
 def test_the_log_lines_of_evaluations_and_saves_have_their_step(tmp_path, part):
-    """Where a part of the samples is evaluated, the line says so; nothing is said of all of them."""
-    train(settings(tmp_path, evaluate_batches=1 if part else 0))
+    """Where only a part of the samples is evaluated, the line says of how many."""
+    train(settings(tmp_path, evaluate_batches=1 if " " in part else 0))
     log = (tmp_path / "logs" / "rank_0.log").read_text(encoding="utf-8")
-    found = re.findall(r"evaluated: validation_loss \d\.\d{4}(.*)  at step ([\d,]+)  \(", log)
-    assert found == [(part, "6"), (part, "12")]
-    assert re.findall(r"saved \S*step_0*(\d+)\.pt \(step (\d+);", log) == [("6", "6"), ("12", "12")]
+    found = re.findall(r"evaluated at step (\d+): validation_loss \d\.\d{4}  \((.*) samples, ", log)
+    assert found == [("6", part), ("12", part)]
+    assert re.findall(r"saved \S*step_0*(\d+)\.pt \(step (\d+); blocked", log) == [
+        ("6", "6"),
+        ("12", "12"),
+    ]
 
 
 def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):

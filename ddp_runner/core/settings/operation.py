@@ -203,6 +203,27 @@ class LogSettings:
         "auto"
     )
     """What the console shows. auto: live on a terminal, otherwise plain lines."""
+    console: Annotated[
+        Literal["quiet", "normal", "verbose"],
+        CANNOT_MATTER,
+        PER_MACHINE,
+        Option(
+            "--verbose",
+            short="-v",
+            group=OptionGroup.TRYING_OUT,
+            constant="verbose",
+            says="show more on the console: drills, intervals, what is tried",
+        ),
+        Option(
+            "--quiet",
+            short="-q",
+            group=OptionGroup.TRYING_OUT,
+            constant="quiet",
+            says="show only warnings, errors and the last lines",
+        ),
+    ] = "normal"
+    """How much the console shows. verbose: also passed drills, chosen intervals and what is tried. quiet: only warnings,
+    errors and the lines at the end. The log files are the same."""
     profile: Annotated[
         Text | None,
         CANNOT_MATTER,

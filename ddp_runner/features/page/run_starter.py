@@ -27,6 +27,7 @@ _LOOK_EVERY_S = 0.1
 _NOT_ASKED = (
     "run.log_dir",
     "run.checkpoint_dir",
+    "log.console",
     "log.display",
     "log.page",
     "log.page_port",

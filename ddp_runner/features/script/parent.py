@@ -139,7 +139,7 @@ class ScriptAgent:
             node=node,
             world=self.world,
             recorder=self.recorder,
-            debug=plan.settings.run.debug,
+            settings=plan.settings,
             waits_for=self._waits_for,
         )
         recovery = plan.settings.recovery

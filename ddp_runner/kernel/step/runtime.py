@@ -88,6 +88,10 @@ class Log(Protocol):
         """Log figures that only the file shows."""
         ...
 
+    def detail(self, message: str, *, step: int | None = None) -> None:
+        """Log what only some readers want."""
+        ...
+
     def info(self, message: str, *, step: int | None = None) -> None:
         """Log what is worth reading."""
         ...

@@ -70,7 +70,7 @@ from ddp_runner.kernel.wire.messages import (
     encode,
 )
 from ddp_runner.kernel.wire.packets import WireError, by_name, name_of
-from ddp_runner.observe.console import LogTail, Shown
+from ddp_runner.observe.console import LogTail, Shown, hidden_levels
 from ddp_runner.supervisor import around
 from ddp_runner.system.followed_run import FollowedRun
 
@@ -182,7 +182,7 @@ class Follower:
         self._looked_at_s = self._round_trip_s = 0.0
         self.followed: FollowedRun | None = None  # to be noted where it is not on this machine
         self._tail: LogTail | None = None
-        self._debug = plan.settings.run.debug
+        self._hidden_levels = hidden_levels(plan.settings)
         self._no_zygote = ""  # why none is here that could start a rank; tried again
         self._again_at_s = 0.0  # when
 
@@ -345,7 +345,7 @@ class Follower:
             self._tail = LogTail(
                 self._log_dir,
                 ranks=self._node.ranks,
-                shows=Shown(debug=self._debug, seal=self._node.log_seal, ranks=()),
+                shows=Shown(hidden=self._hidden_levels, seal=self._node.log_seal, ranks=()),
             )
 
     def show_warnings(self, *, is_last: bool = False) -> None:

@@ -77,10 +77,10 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.Drill(differs="", rank=rank, step=step, seconds=seconds):
             yield (
                 (
-                    f"drill at step {step:,}: a replacement of rank {rank} computes the same bits,"
-                    f" {seconds:.2f} s beside the run"
+                    f"drill at step {step:,}: a replacement of rank {rank} computes the same bits"
+                    f" ({seconds:.1f} s, in the background)"
                 ),
-                "INFO",
+                "DETAIL",
             )
         case events.Drill(finding=finding, inexact_reason=reason):
             yield f"drill: {finding}", "WARNING" if reason else "INFO"

@@ -16,7 +16,7 @@ from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
 from ddp_runner.kernel.system.run_files import is_regular, replace_file
 from ddp_runner.kernel.wire.events import Event
 from ddp_runner.kernel.wire.messages import brief
-from ddp_runner.observe.console import ConsoleLine, LogTail, Shown
+from ddp_runner.observe.console import ConsoleLine, LogTail, Shown, hidden_levels
 from ddp_runner.observe.display import make_display
 from ddp_runner.observe.files import LineFile, Outage, Warn, encode_record
 from ddp_runner.observe.journal import Journal, MetricsFile
@@ -42,7 +42,7 @@ class _Files:
         self.tail = LogTail(
             directory,
             ranks=range(ranks),
-            shows=Shown(debug=settings.run.debug, seal=seal),
+            shows=Shown(hidden=hidden_levels(settings), seal=seal),
             shown_bytes=shown_bytes,
         )
         self.summary_path = directory / "summary.json"
@@ -80,7 +80,10 @@ class Outputs:
         self._keeps_result = False
         self._held: list[tuple[str, str]] = []
         self._early_events: list[Event] = []
-        self._display = make_display(settings.log.display, stream=sys.stdout)
+        self._hidden = hidden_levels(settings)
+        self._display = make_display(
+            settings.log.display, stream=sys.stdout, console=settings.log.console
+        )
         self._display.start()
 
     @property
@@ -135,7 +138,7 @@ class Outputs:
                 paths,
                 ranks=range(len(paths)),
                 shows=Shown(
-                    debug=self._settings.run.debug,
+                    hidden=self._hidden,
                     seal=self._seal,
                     ranks=frozenset(shown),
                     marks_lines=marks_lines,
@@ -158,9 +161,10 @@ class Outputs:
         return self._files.journal.write(event.name, cause=cause, **event.written())
 
     def say(self, text: str, *, level: str = "INFO") -> None:
-        """A line of the supervisor's own, on the console and in its log."""
+        """Show a line of the supervisor on the console, unless its level is hidden there, and keep it in its log."""
         text = without_secrets(text, self.hidden)
-        self._display.line(text, level=level)
+        if level not in self._hidden:
+            self._display.line(text, level=level)
         self._log(level, text)
 
     def show_line(self, line: ConsoleLine) -> None:
@@ -251,6 +255,7 @@ class Outputs:
             return
         write = {
             "DEBUG": self._files.logger.debug,
+            "DETAIL": self._files.logger.detail,
             "WARNING": self._files.logger.warning,
             "ERROR": self._files.logger.error,
         }.get(level, self._files.logger.info)

@@ -25,6 +25,7 @@ _SAYS_NOTHING = (
     "run.log_dir",
     "run.checkpoint_dir",
     "run.resume",
+    "log.console",
     "log.display",
     "log.trackers",
     "log.page",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.node import Node
@@ -12,7 +13,7 @@ from ddp_runner.kernel.rules.lifecycle import NO_PROCESS_LEFT, RankState
 from ddp_runner.kernel.rules.phases import Stage
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Built
-from ddp_runner.observe.console import LogTail, Shown
+from ddp_runner.observe.console import LogTail, Shown, hidden_levels
 from ddp_runner.observe.tail import FollowedMemory
 from ddp_runner.supervisor.reporting.recorder import Recorder
 
@@ -46,7 +47,7 @@ class Start:
         node: Node,
         world: World,
         recorder: Recorder,
-        debug: bool,
+        settings: Settings,
         waits_for: Callable[[], str],
     ) -> None:
         """``waits_for`` says in words what the run cannot begin without; empty: nothing."""
@@ -54,7 +55,7 @@ class Start:
         self._node = node
         self._world = world
         self._recorder = recorder
-        self._debug = debug
+        self._hidden = hidden_levels(settings)
         self._built_s: dict[Stage, dict[int, float]] = {}
         self._reported: set[Stage] = set()
         self._formed_s: float | None = None
@@ -171,7 +172,7 @@ class Start:
         kept_in = "supervisor.log" if has_no_log else "rank_0.log"
         seal = self._node.log_seal
         tail = LogTail(
-            [output], ranks=[0], shows=Shown(debug=self._debug, seal=seal), kept_in=kept_in
+            [output], ranks=[0], shows=Shown(hidden=self._hidden, seal=seal), kept_in=kept_in
         )
         whole = FollowedMemory(output) if has_no_log else None
         new = _Follow(who=who, tail=tail, whole=whole)

@@ -258,7 +258,7 @@ class Validation:
         figures = self._parts.state.figures
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         there = sum(self._parts.workload.validation_samples.values())
-        part = f"  of {samples:,} of {there:,} samples" if samples < there else ""
-        at = f"at step {step:,}  ({took_ns / 1e9:.1f} s)"
-        runtime.logger.info(f"evaluated: {shown}{part}  {at}", step=step)
+        of_all = f" of {there:,}" if samples < there else ""
+        at = f"({samples:,}{of_all} samples, {took_ns / 1e9:.1f} s)"
+        runtime.logger.info(f"evaluated at step {step:,}: {shown}  {at}", step=step)
         runtime.report(Metrics(rank=runtime.rank_info.rank, step=step, values=dict(figures)))

@@ -200,7 +200,7 @@ class Saving:
                 self._begin(INTERVAL)
             case Due.LATER:
                 step = self._state.committed_step
-                self._runtime.logger.info(
+                self._runtime.logger.detail(
                     f"the checkpoint before is still being written: that of step {step} waits for it",
                     step=step,
                 )
@@ -277,7 +277,7 @@ class Saving:
         self._collect(timeout_s=0.0)
         now_s, step_s = time.monotonic(), self._step_s
         if news := self.policy.news(now_s=now_s, step_s=step_s):
-            self._runtime.logger.info(news, step=self._state.committed_step)
+            self._runtime.logger.detail(news, step=self._state.committed_step)
         return self.policy.wants_file(now_s=now_s, step_s=step_s, is_busy=self._saver.is_busy)
 
     def _wants_copy(self) -> bool:
@@ -499,9 +499,8 @@ class Saving:
         self.policy.saved(blocked_s=blocked_s, write_s=saved.blocked_s)
         self._progress.checkpoint = str(saved.path)
         self._progress.checkpoint_step = step
-        of_it = f", {compare_s:.2f} s of it to compare the ranks" if compare_s >= 0.005 else ""
         self._runtime.logger.info(
-            f"saved {saved.path} (step {step:,}; {saved.blocked_s:.2f} s, training waited {waited_s:.2f} s{of_it})",
+            f"saved {saved.path} (step {step:,}; blocked training for {waited_s:.2f} s)",
             step=step,
         )
         for note in saved.notes:
