@@ -33,6 +33,24 @@ _MADE_BY_READERS = {"my.py", "product.py", "my_task.py", "task.py", "random.py",
 _OF_TORCH = {"SyncBatchNorm"}
 _OF_OTHERS = {"test_model", "test_batch_size"}  # settings, not tests
 WORDS_MAX = {"README.md": 1250, "ARCHITECTURE.md": 1680}
+_MADE = "<!-- Made by docs/generate.py"  # what follows is made from the code's tables
+_SENTENCE_END = re.compile(r"(?<=[.!?])[)\"*]*\s+(?=[*\[(\"`A-Z0-9])")
+LINE_MAX, WORDS_OF_A_SENTENCE_MAX, WORDS_OF_A_CELL_MAX = 150, 25, 25
+# Pages that still have longer lines, sentences or cells. This list may only shrink.
+NOT_YET_SHORT = {
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "SECURITY.md",
+    "docs/decisions.md",
+    "docs/limits.md",
+    "docs/own-loop.md",
+    "docs/protocols.md",
+    "docs/python.md",
+    "docs/several-machines.md",
+    "docs/survived.md",
+    "docs/transformers.md",
+}
 
 
 def documents():
@@ -66,6 +84,68 @@ def names_in_code():
 def test_front_documents_stay_short(name, words_max):
     """A page that grows is read by nobody: what is longer belongs into docs/."""
     assert len((ROOT / name).read_text(encoding="utf-8").split()) <= words_max
+
+
+def prose_of(text):
+    """Return what is written by hand in a page, without code blocks and comments."""
+    text = text.partition(_MADE)[0]
+    text = re.sub(r"^ *```.*?^ *```$", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+def blocks_of(lines):
+    """Yield each paragraph and each item of a list as one line, without headings and tables."""
+    block = []
+    for line in [*lines, ""]:
+        words = line.strip()
+        is_item = re.match(r"- |\d+\. ", words)
+        if not words or is_item or words.startswith(("#", "|", "![")):
+            yield " ".join(block)
+            block = []
+        if words and not words.startswith(("#", "|", "![")):
+            block.append(words.removeprefix(is_item[0]) if is_item else words)
+
+
+def words_of(text):
+    """Return the number of words; a piece of code is one, and a link is its text."""
+    text = re.sub(r"\]\([^)]*\)", "", re.sub(r"`[^`]*`", "code", text))
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def too_long_in(text):
+    """Yield each line, cell of a table and sentence of a page that is too long."""
+    lines = prose_of(text).splitlines()
+    for line in lines:
+        if not line.startswith("|") and len(line) > LINE_MAX:
+            yield f"{len(line)} characters: {line}"
+        for cell in line.split(" | ") if line.startswith("|") else ():
+            if words_of(cell) > WORDS_OF_A_CELL_MAX:
+                yield f"{words_of(cell)} words in a cell: {cell}"
+    for block in blocks_of(lines):
+        for sentence in _SENTENCE_END.split(block):
+            if words_of(sentence) > WORDS_OF_A_SENTENCE_MAX:
+                yield f"{words_of(sentence)} words: {sentence}"
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_sentences_and_cells_of_a_page_are_short(path):
+    """A sentence is read once, and a table at a glance."""
+    found = list(too_long_in(path.read_text(encoding="utf-8")))
+    if str(path.relative_to(ROOT)) in NOT_YET_SHORT:
+        assert found, "it is short now: take it from NOT_YET_SHORT"
+    else:
+        assert found == []
+
+
+def test_long_lines_sentences_and_cells_are_found():
+    """Control: of each kind one that is too long, and its like in code or one word shorter."""
+    words = " ".join(["a"] * 25)
+    code = f"```\n{'x' * 151}\n{words} a.\n```\n"
+    short = f"- {words}. `{words}`\n  and [{words[:-4]}](a.md).\n\n| {words} | {words} |\n\n"
+    assert list(too_long_in(f"# {words} a\n{code}{short}{_MADE} -->\n{words} a.\n")) == []
+    long = f"{words}\na. Then.\n\n| a | {words} a |\n\n{'x' * 151}\n"
+    kinds = [one.partition(":")[0] for one in too_long_in(long)]
+    assert kinds == ["26 words in a cell", "151 characters", "26 words"]
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
