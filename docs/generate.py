@@ -71,7 +71,7 @@ _FIRST_COMMANDS = (
         "a model, a `DataLoader`, an optimizer",
         "[`DDPTrainer`](python.md#from-objects-that-you-have)",
     ),
-    ("a loop of your own", "[`attach()`](own-loop.md), six changed lines"),
+    ("your own loop", "[`attach()`](own-loop.md), six changed lines"),
     (
         "settings in a YAML file",
         "`./launch_training.sh --config FILE.yaml --task my_task.py`",
