@@ -71,7 +71,7 @@ _FIRST_COMMANDS = (
         "a model, a `DataLoader`, an optimizer",
         "[`DDPTrainer`](python.md#from-objects-that-you-have)",
     ),
-    ("a loop of your own", "[`attach()`](own-loop.md), six changed lines"),
+    ("your own loop", "[`attach()`](own-loop.md), six changed lines"),
     (
         "settings in a YAML file",
         "`./launch_training.sh --config FILE.yaml --task my_task.py`",
@@ -80,7 +80,7 @@ _FIRST_COMMANDS = (
 )
 _GUIDES = {
     "accelerate": Guide(
-        about="What `accelerate config` has stored is read, too; a line says what of it.",
+        about="The runner also reads the file of `accelerate config`; a line says which of its values it uses.",
         names="num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids mixed_precision"
         " dynamo_backend multi_gpu same_network use_cpu project_dir gradient_accumulation_steps deepspeed fsdp"
         " zero_stage distributed_type",
@@ -98,7 +98,7 @@ _GUIDES = {
         " --duplicate-stderr-filters --numa-binding --virtual-local-rank",
     ),
     "TrainingArguments of transformers": Guide(
-        about="`learning_rate`, `weight_decay`, `warmup_steps`, `max_steps`, `seed` and `max_grad_norm` are called the same.",
+        about="`learning_rate`, `weight_decay`, `warmup_steps`, `max_steps`, `seed` and `max_grad_norm` have the same names here.",
         names="num_train_epochs per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps"
         " lr_scheduler_type warmup_ratio optim adam_beta1 adam_beta2 fp16 bf16 tf32 torch_compile"
         " torch_compile_mode gradient_checkpointing dataloader_num_workers dataloader_pin_memory"
@@ -108,13 +108,13 @@ _GUIDES = {
         " resume_from_checkpoint no_cuda use_cpu n_gpu deepspeed fsdp do_train do_eval",
     ),
     "Lightning": Guide(
-        about="`precision` takes its words as well: `bf16-mixed`, `16-mixed`, `32-true`.",
+        about="`precision` also accepts Lightning's values: `bf16-mixed`, `16-mixed`, `32-true`.",
         names="max_epochs accumulate_grad_batches gradient_clip_val devices accelerator strategy num_nodes ckpt_path"
         " default_root_dir limit_val_batches val_check_interval check_val_every_n_epoch log_every_n_steps"
         " fast_dev_run enable_progress_bar logger",
     ),
     "Pipelines for language models": Guide(
-        about="[Stages](stages.md) are a list in the file; `init_from: scratch` is no weights.",
+        about="[Stages](stages.md) are a list in the file; `init_from: scratch` starts without weights.",
         names="context_size context_length block_size max_iters num_steps warmup_iters lr_decay_iters decay_lr lr"
         " min_lr wd grad_clip clip_grad max_norm dtype out_dir eval_interval valid_interval_steps eval_batches"
         " save_interval_steps train_batch_size eval_batch_size test_batch_size train_file data_path data_dir"
@@ -122,7 +122,7 @@ _GUIDES = {
         " persistent_workers drop_last",
     ),
     "Manuals for DataParallel and DistributedDataParallel": Guide(
-        about="This command starts the ranks and wraps the model. [One GPU or several](modes.md) has the modes.",
+        about="This command starts the ranks and wraps the model. [One GPU or several](modes.md) explains the modes.",
         names="training_mode device_ids enable_data_parallel enable_distributed dataparallel num_gpus n_gpu world_size"
         " rank local_rank init_method timeout enable_gradient_as_bucket_view enable_gpu_monitoring sync_bn"
         " sync_batch_norm use_mixed_precision enable_mixed_precision enable_gradient_checkpointing data_workers workers"
@@ -236,8 +236,8 @@ def coming_from_page() -> str:
     lines = [
         "# Coming from accelerate, torchrun, transformers, Lightning and others",
         _MADE,
-        "Type what you are used to. A name that means one thing here is taken: in a file, in the environment, on the command line, in Python.",
-        "Any other name ends the start with one line, which says what to write. Nothing is guessed.",
+        "Type the names that you know. A name with one meaning here is accepted in files, in the environment, on the command line and in Python.",
+        "Any other name stops the start with one line that says what to write. Nothing is guessed.",
         "",
         "| you have | you type |",
         "|---|---|",
@@ -266,16 +266,16 @@ def _table(names: list[str]) -> list[str]:
 
 def _meaning_of(name: str) -> str:
     if name in FACTS:
-        return f"passed over where it is so; else refused: {ANSWERS[name]}"
+        return f"accepted if it matches the run; otherwise refused: {ANSWERS[name]}"
     if name in ANSWERS:
         return f"refused: {ANSWERS[name]}"
     if name in ALWAYS:
-        return f"always so: true is accepted, false is refused ({ALWAYS[name]})"
+        return f"always on: true is accepted, false is refused ({ALWAYS[name]})"
     section, _, setting = ALIASES[name].partition(".")
     words = [f"[`{section}.{setting}`](settings.md#{section})"]
     if name in SWITCHES:
         for text, value in zip(("true", "false"), SWITCHES[name], strict=True):
-            words.append(f"{text} leaves it" if value is None else f"{text} is `{value}`")
+            words.append(f"{text} changes nothing" if value is None else f"{text} is `{value}`")
     here: dict[str, list[str]] = {}
     for text, value in WORDS.get(name, {}).items():
         if text != value:
@@ -297,7 +297,11 @@ def _options_from(options: list[str]) -> list[str]:
             says = SAYS_OF_SHARED.get(long, (OWN.get(long) or OPTIONS[long]).says)
             meaning = f"the same: {says}"
         else:
-            taken = "taken with the values of one machine; else " if long in ACCEPTED_VALUES else ""
+            taken = (
+                "accepted with the values for one machine; otherwise "
+                if long in ACCEPTED_VALUES
+                else ""
+            )
             meaning = f"{taken}refused: {REFUSED[long]}"
         here.setdefault(meaning, []).append(f"`{long}`")
     rows = (f"| {', '.join(said)} | {_cell(meaning)} |" for meaning, said in here.items())
@@ -308,9 +312,9 @@ def _headings() -> list[str]:
     """The headings of files that stand over settings."""
     names = ", ".join(f"`{name}:`" for name in HEADINGS)
     return [
-        "In a YAML file these headings may stand over settings of any section:",
+        "In a YAML file you may use these headings for settings of any section:",
         f"{names}.",
-        "Under `optimizer:` and `scheduler:` the keys `name` and `type` say which one it is.",
+        "Under `optimizer:` and `scheduler:` the keys `name` and `type` select the optimizer or schedule.",
     ]
 
 

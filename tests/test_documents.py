@@ -17,7 +17,7 @@ from tests.scenarios.harness import ROOT
 
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _CODE = re.compile(r"`([^`\n]+)`")
-_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _MODULE = re.compile(r"[\w./-]+\.(?:py|toml|yml|txt|md|sh)")
 _UNSHIPPED = re.compile(r"\b(DESIGN|STYLE|SCENARIOS|HOUSE|FACTS|BRIEF)(\.md|\b section| \d)")
 # Words of this project's own that nobody else knows. A rank is told to do a thing, and compare_samples has
@@ -34,6 +34,31 @@ _MADE_BY_READERS = {"my.py", "product.py", "my_task.py", "task.py", "random.py",
 _OF_TORCH = {"SyncBatchNorm"}
 _OF_OTHERS = {"test_model", "test_batch_size"}  # settings, not tests
 WORDS_MAX = {"README.md": 900, "ARCHITECTURE.md": 1550}  # without code
+_MADE = "<!-- Made by docs/generate.py"  # what follows is made from the code's tables
+_SENTENCE_END = re.compile(r"(?<=[.!?])[)\"*]*\s+(?=[*\[(\"`A-Z0-9])")
+LINE_MAX, WORDS_OF_A_SENTENCE_MAX, WORDS_OF_A_CELL_MAX = 150, 25, 25
+# Clauses as subjects, and words that an English reader stumbles over: there are before, while, next to, resume.
+_STUMBLE = re.compile(
+    r"(?-i:(?:^|[.;:|] )(?:What|Whoever|Whom?|Whose|That which)\b(?![^.]*\?))"
+    r"|\b(?:whoever|amid|for ever|as ever|so many|none such|the begin|gone on|go(?:es)? on (?:with|from)"
+    r"|(?:is|are) to be|beside (?:the|training|backward)|of (?:its|their|one's|your) own(?=[.,;:)]|$)"
+    r"|comes? to (?:the|an) end)\b",
+    re.IGNORECASE,
+)
+# Pages that still have longer lines, sentences or cells, or such words. This list may only shrink.
+NOT_YET_PLAIN = {
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/decisions.md",
+    "docs/limits.md",
+    "docs/own-loop.md",
+    "docs/protocols.md",
+    "docs/python.md",
+    "docs/several-machines.md",
+    "docs/survived.md",
+    "docs/transformers.md",
+}
 
 
 def documents():
@@ -68,6 +93,71 @@ def test_front_documents_stay_short(name, words_max):
     """A page that grows is read by nobody: what is longer belongs into docs/."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert len(_FENCED.sub("", text).split()) <= words_max
+
+
+def prose_of(text):
+    """Return what is written by hand in a page, without code blocks and comments."""
+    text = text.partition(_MADE)[0]
+    text = _FENCED.sub("\n", text)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+def blocks_of(lines):
+    """Yield each paragraph and each item of a list as one line, without headings and tables."""
+    block = []
+    for line in [*lines, ""]:
+        words = line.strip()
+        is_item = re.match(r"- |\d+\. ", words)
+        if not words or is_item or words.startswith(("#", "|", "![")):
+            yield " ".join(block)
+            block = []
+        if words and not words.startswith(("#", "|", "![")):
+            block.append(words.removeprefix(is_item[0]) if is_item else words)
+
+
+def words_of(text):
+    """Return the number of words; a piece of code is one, and a link is its text."""
+    text = re.sub(r"\]\([^)]*\)", "", re.sub(r"`[^`]*`", "code", text))
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def not_plain_in(text):
+    """Yield each line, cell of a table and sentence of a page that is too long, and each stumble."""
+    lines = prose_of(text).splitlines()
+    for line in lines:
+        if not line.startswith("|") and len(line) > LINE_MAX:
+            yield f"{len(line)} characters: {line}"
+        for cell in line.split(" | ") if line.startswith("|") else ():
+            if words_of(cell) > WORDS_OF_A_CELL_MAX:
+                yield f"{words_of(cell)} words in a cell: {cell}"
+    for block in [*blocks_of(lines), *(line for line in lines if line.startswith("|"))]:
+        if stumble := _STUMBLE.search(re.sub(r"`[^`]*`", "code", block)):
+            yield f"{stumble[0]}: {block}"
+    for block in blocks_of(lines):
+        for sentence in _SENTENCE_END.split(block):
+            if words_of(sentence) > WORDS_OF_A_SENTENCE_MAX:
+                yield f"{words_of(sentence)} words: {sentence}"
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_sentences_and_cells_of_a_page_are_short_and_plain(path):
+    """A sentence is read once, and a table at a glance."""
+    found = list(not_plain_in(path.read_text(encoding="utf-8")))
+    if str(path.relative_to(ROOT)) in NOT_YET_PLAIN:
+        assert found, "it is plain now: take it from NOT_YET_PLAIN"
+    else:
+        assert found == []
+
+
+def test_long_lines_sentences_and_cells_are_found():
+    """Control: of each kind one that is too long, and its like in code or one word shorter."""
+    words = " ".join(["a"] * 25)
+    code = f"```\n{'x' * 151}\n{words} a.\n```\n"
+    short = f"- {words}. `{words}`\n  and [{words[:-4]}](a.md).\n\n| {words} | {words} |\n\n"
+    assert list(not_plain_in(f"# {words} a\n{code}{short}{_MADE} -->\n{words} a.\n")) == []
+    long = f"{words}\na. Then.\n\n| a | {words} a |\n\n{'x' * 151}\n\nWhat it is\ntold. So many."
+    kinds = [one.partition(":")[0] for one in not_plain_in(long)]
+    assert kinds == ["26 words in a cell", "151 characters", "What", "26 words"]
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
