@@ -168,6 +168,19 @@ class HasLayerGroups(Protocol):
 
 
 @runtime_checkable
+class ConfiguresOptimizers(Protocol):
+    """A task may also make its own optimizer, with parameter groups, and its schedule."""
+
+    def configure_optimizers(self, model: nn.Module) -> Any:
+        """Return a torch optimizer for ``model``, which is on its device, or ``(optimizer, scheduler)``.
+
+        The scheduler is stepped after each step. ``{"optimizer": ..., "scheduler": ..., "interval": "epoch"}`` has it
+        stepped after each epoch. Parameters that the optimizer lacks are frozen. Called once per process.
+        """
+        ...
+
+
+@runtime_checkable
 class HasLocalState(Protocol):
     """A task may also keep per-rank state: an environment, a replay buffer, a generator."""
 

@@ -30,6 +30,7 @@ HOOKS = {
     "layer_groups": 0,
     "describe": 0,
     "local_state": 0,
+    "configure_optimizers": 1,
 }
 _LOSS, _DATA = "write loss(model, batch)", "write build_datasets()"
 _METRICS = "write metrics(model, batch)"
@@ -38,7 +39,6 @@ _REFUSED = {
     "forward": "build_model() gives the module that has it",
     "training_step": _LOSS,
     "validation_step": f"evaluations call loss(model, batch) too; for more {_METRICS}",
-    "configure_optimizers": "set optim.optimizer, optim.learning_rate and optim.schedule",
     "train_dataloader": _DATA,
     "val_dataloader": _DATA,
 }

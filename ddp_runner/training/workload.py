@@ -52,10 +52,10 @@ from ddp_runner.training.figures.measuring import build_objects
 from ddp_runner.training.loading.equal_shares import refuse_unequal_shares
 from ddp_runner.training.loading.preloaded_data import refuse_unfit
 from ddp_runner.training.loading.ready_objects import (
+    OwnOptimizer,
     ReadyObjects,
     ReadyState,
     own_optimizer,
-    recipe_of,
 )
 from ddp_runner.training.loading.stream_order import (
     is_stream,
@@ -176,7 +176,8 @@ class TaskWorkload(Workload):
             none_yet = f"there is no checkpoint in {store.directory} yet"
             raise FaultError(nothing_left(f"{none_yet}, and {why}"))
         self.layers.begin(model)
-        first = _empty_state(settings, model, self.device, workload=self, task=task)
+        own = own_optimizer(task, model, settings.optim)
+        first = _empty_state(settings, model, self.device, workload=self, own=own, task=task)
         first.order_version = state.order_version
         first.side.follow(state.side.followed_names())
         start_fresh(settings, first)
@@ -212,6 +213,7 @@ def build_workload(
     total_steps = plan.length.own_steps
     layers = layer_plan(model, settings.optim, groups=groups, total_steps=total_steps)
     layers.begin(model)
+    own = own_optimizer(task, model, settings.optim)
     metrics = build_objects(task, settings, device)
     workload = TaskWorkload(
         task=task,
@@ -226,19 +228,18 @@ def build_workload(
         global_batch=plan.global_batch,
         device=device,
         backend=backend_of(settings, device),
-        resume_key=_resume_key(settings, rank_info, task, datasets, plan.order),
-        recipe=_recipe(settings, rank_info, task, total_steps=total_steps),
+        resume_key=_resume_key(settings, rank_info, task, datasets, plan.order, own=own),
+        recipe=_recipe(settings, rank_info, total_steps=total_steps, task=task, own=own),
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
         device_free_bytes=device_free_bytes,
         other_devices=tuple(map(torch.device, rank_info.other_devices)),
         notes=(
-            *_notes_of(datasets),
-            *unused_methods(task),
+            *_notes_of(task, datasets, own),
             *_notes_on_files(settings, model, layers),
         ),
     )
-    state = _empty_state(settings, model, device, workload=workload)
+    state = _empty_state(settings, model, device, workload=workload, own=own)
     state.local = workload.local
     _refuse_unsavable(settings, state)
     return workload, state
@@ -303,12 +304,19 @@ def _built_model(settings: Settings, task: Task, device: torch.device) -> nn.Mod
 
 
 def _resume_key(
-    settings: Settings, rank_info: RankInfo, task: Task, datasets: Datasets, order: SampleOrder
+    settings: Settings,
+    rank_info: RankInfo,
+    task: Task,
+    datasets: Datasets,
+    order: SampleOrder,
+    *,
+    own: OwnOptimizer | None,
 ) -> dict[str, Any]:
     """Return what must be the same where a run is resumed."""
     key = dict(config.resume_key(settings, world_size=rank_info.computing_devices))
     key["data fingerprint"] = datasets.fingerprint or named_data(order, datasets.train)
-    return key | described(task, settings) | _key_of_draws(order)
+    kinds = {} if own is None else {config.described_key(k): kind for k, kind in own.kinds.items()}
+    return key | described(task, settings) | kinds | _key_of_draws(order)
 
 
 def _key_of_draws(order: SampleOrder) -> dict[str, str]:
@@ -319,9 +327,10 @@ def _key_of_draws(order: SampleOrder) -> dict[str, str]:
     return {"sampler" if is_sampler else "weights and lengths of samples": order.draws.digest()}
 
 
-def _notes_of(datasets: Datasets) -> tuple[str, ...]:
+def _notes_of(task: Task, datasets: Datasets, own: OwnOptimizer | None) -> tuple[str, ...]:
     given = (datasets.notes,) if isinstance(datasets.notes, str) else tuple(datasets.notes)
-    return (*given, DEFAULT_COLLATE) if datasets.validates_by_default_collate else given
+    collate = (DEFAULT_COLLATE,) if datasets.validates_by_default_collate else ()
+    return (*given, *collate, *(() if own is None else own.lines), *unused_methods(task))
 
 
 def _notes_on_files(settings: Settings, model: nn.Module, layers: LayerPlan) -> tuple[str, ...]:
@@ -334,7 +343,12 @@ def _notes_on_files(settings: Settings, model: nn.Module, layers: LayerPlan) -> 
 
 
 def _recipe(
-    settings: Settings, rank_info: RankInfo, task: Task, *, total_steps: int
+    settings: Settings,
+    rank_info: RankInfo,
+    *,
+    total_steps: int,
+    task: Task,
+    own: OwnOptimizer | None,
 ) -> dict[str, Any]:
     device = torch.device(rank_info.device)
     is_own = settings.run.task not in BUILT_IN_TASKS
@@ -351,7 +365,7 @@ def _recipe(
         devices=rank_info.devices,
         own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
     )
-    return {**config.recipe(settings, found), **recipe_of(task)}
+    return {**config.recipe(settings, found), **({} if own is None else own.recipe)}
 
 
 def _local_state(task: Task, settings: Settings, rank_info: RankInfo) -> LocalState:
@@ -465,18 +479,18 @@ def _empty_state(
     device: torch.device,
     *,
     workload: TaskWorkload,
+    own: OwnOptimizer | None,
     task: Task | None = None,
 ) -> TrainState:
-    """``task``: the one that made ``model``, where it is not the workload's own."""
+    """Return a state for ``model``. ``task``: the one that made it, where it is not the workload's own."""
     order = workload.order
-    own = own_optimizer(workload.task, workload.length)
-    make = TrainState if own is None else partial(ReadyState, rates=own[1])
+    make = TrainState if own is None else partial(ReadyState, rates=own.rates(workload.length))
     state = make(
         Trained(
             model=model,
             optimizer=build_optimizer(model, settings.optim, device=device)
             if own is None
-            else own[0],
+            else own.optimizer,
             precision=Precision.of(settings.optim, device),
             ema=build_ema(model, settings.optim),
         ),
@@ -506,6 +520,7 @@ def _empty_state(
                 *workload.local.inner(),
                 *(given() for given in workload.replaced_data),
                 workload.task.given if isinstance(workload.task, ReadyObjects) else None,
+                *(() if own is None else (own.optimizer, own.scheduler)),
             ),
         ),
         tuning=Tuning(

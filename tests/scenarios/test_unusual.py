@@ -26,7 +26,7 @@ def ends(folder, *settings):
     return run
 
 
-def test_a_target_network_reentrant_checkpoints_and_a_collate_of_its_own(tmp_path):
+def test_a_target_network_checkpoints_a_collate_and_an_own_optimizer(tmp_path):
     """What forward changes of a step that is done again is taken back; DDP's search is turned off.
 
     Also in the first step, which shows that there is a target, and in that which shows another one.
@@ -41,6 +41,7 @@ def test_a_target_network_reentrant_checkpoints_and_a_collate_of_its_own(tmp_pat
     assert run.digest == calm.digest
     for summary in (calm.summary(), run.summary()):
         assert (summary["status"], summary["exact"]) == ("completed", True)
+    assert " optimizer     AdamW, learning rate" in calm.console
     kinds = [[fault["kind"] for fault in each.summary()["faults"]] for each in (calm, run)]
     # The first kill and what the other rank finds in the same backward may be one incident.
     assert kinds[0] == ["reduction_unfinished"]

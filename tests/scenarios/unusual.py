@@ -1,4 +1,4 @@
-"""A task with what many real ones have: samples of many lengths, checkpoints of activations, a target."""
+"""A task with what many real ones have: samples of many lengths, checkpoints of activations, a target, an own optimizer."""
 
 from __future__ import annotations
 
@@ -77,6 +77,14 @@ class UnusualTask(PacedTask):
             collate=padded,
             validation_collate=padded,
         )
+
+    def configure_optimizers(self, model):
+        groups = [
+            {"params": model.first.parameters(), "lr": 0.001},
+            {"params": model.second.parameters(), "lr": 0.01, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.001, 0.01], 40)
 
     def loss(self, model, batch):
         inputs, lengths = batch

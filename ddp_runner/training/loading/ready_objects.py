@@ -6,6 +6,7 @@ Wraps no module and steps no optimizer: that is what trains any Task.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -34,9 +35,16 @@ from ddp_runner.training.components.optimizer_state import load_optimizer_state
 from ddp_runner.training.loading.stream_order import is_stream
 from ddp_runner.training.local_runtime import LocalRuntime
 from ddp_runner.training.state import Trained, TrainState
-from ddp_runner.training.task import Batch, Datasets, Loss, checked_model
+from ddp_runner.training.task import (
+    Batch,
+    ConfiguresOptimizers,
+    Datasets,
+    Loss,
+    checked_model,
+)
 
 if TYPE_CHECKING:
+    from ddp_runner.core.settings import OptimSettings
     from ddp_runner.core.step_schedule import RunLength
 
 _STEP, _EPOCH = "step", "epoch"
@@ -45,6 +53,10 @@ _OF_OPTIMIZER = (
     *("optimizer", "learning_rate", "weight_decay", "beta1", "beta2", "momentum", "epsilon"),
     *("schedule", "schedule_steps", "warmup_steps", "decay_steps", "min_learning_rate"),
     *("train_layers", "unfreeze"),
+)
+_FORMS = (
+    'must return one torch optimizer, (optimizer, scheduler) or {"optimizer": ..., "scheduler": ...,'
+    ' "interval": "step" or "epoch"}'
 )
 # What a loop by hand computes with, unless somebody says otherwise.
 _AS_BY_HAND: Mapping[str, object] = {"optim.precision": "fp32", "optim.max_grad_norm": None}
@@ -162,11 +174,6 @@ class ReadyObjects:
         found: Tensor = self._criterion(model(*inputs), targets)
         return found
 
-    def describe(self) -> Mapping[str, Any]:
-        """A file of it is of this optimizer and this scheduler."""
-        kinds = {"optimizer": self.given.optimizer, "scheduler": self.given.scheduler}
-        return {name: type(one).__name__ for name, one in kinds.items() if one is not None}
-
 
 class ReadyState(TrainState):
     """The state of an optimizer that the program has made: it decides what it updates, and at which rates."""
@@ -191,16 +198,82 @@ class ReadyState(TrainState):
         """Do nothing, like :meth:`train_unfrozen`."""
 
 
-def own_optimizer(task: object, length: RunLength) -> tuple[torch.optim.Optimizer, OwnRates] | None:
-    """The optimizer of a program's own, for parameters that are where they are trained; None of other tasks."""
-    if not isinstance(task, ReadyObjects) or task.given.optimizer is None:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnOptimizer:
+    """An optimizer that the user has made, with its scheduler. ``lines`` are for people."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None = None
+    is_by_epoch: bool = False
+    lines: tuple[str, ...] = ()
+
+    def rates(self, length: RunLength) -> OwnRates:
+        """Return the learning rates as a function of the step."""
+        every = length.steps_per_epoch if self.is_by_epoch else 1
+        return OwnRates(self.optimizer, self.scheduler, every=every)
+
+    @property
+    def recipe(self) -> dict[str, str]:
+        """Return a record of how optimizer and scheduler begin: others make other weights."""
+        return {"optimizer": OwnRates(self.optimizer, self.scheduler, every=1).record()}
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Return the types of optimizer and scheduler, which a checkpoint belongs to."""
+        kinds = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {name: type(one).__name__ for name, one in kinds.items() if one is not None}
+
+
+def own_optimizer(task: object, model: nn.Module, optim: OptimSettings) -> OwnOptimizer | None:
+    """Return the optimizer that the program or the task has made; None if the settings name one.
+
+    The parameters of ``model`` are where they are trained. Raises BadInputError for what is no optimizer of it, and
+    for settings that it decides.
+    """
+    if isinstance(task, ReadyObjects):
+        given = task.given
+        if given.optimizer is None:
+            return None
+        if given.optimizer.state:  # it has made steps, perhaps on another device
+            load_optimizer_state(given.optimizer, given.optimizer.state_dict())
+        return OwnOptimizer(
+            optimizer=given.optimizer, scheduler=given.scheduler, is_by_epoch=given.is_by_epoch
+        )
+    if not isinstance(task, ConfiguresOptimizers):
         return None
-    given = task.given
-    assert given.optimizer is not None, "as was just seen"
-    if given.optimizer.state:  # it has made steps, perhaps on another device
-        load_optimizer_state(given.optimizer, given.optimizer.state_dict())
-    every = length.steps_per_epoch if given.is_by_epoch else 1
-    return given.optimizer, OwnRates(given.optimizer, given.scheduler, every=every)
+    usual = type(optim)()
+    for name in _OF_OPTIMIZER:
+        if (value := getattr(optim, name)) != getattr(usual, name):
+            expected = "configure_optimizers() of the task decides that: leave one of them out"
+            raise BadInputError(f"optim.{name}", value, expected)
+    try:
+        inspect.signature(task.configure_optimizers).bind(model)
+    except TypeError:
+        raise BadInputError("configure_optimizers()", "", "must take the model") from None
+    return _configured(task.configure_optimizers(model), model)
+
+
+def _configured(made: object, model: nn.Module) -> OwnOptimizer:
+    """Return what ``configure_optimizers()`` has made. Raises BadInputError for what is none of its forms."""
+    scheduler, interval = None, _STEP
+    optimizer = made
+    if isinstance(made, Mapping):
+        unknown = [name for name in made if name not in ("optimizer", "scheduler", "interval")]
+        if unknown or "optimizer" not in made:
+            raise BadInputError("configure_optimizers()", "", _FORMS)
+        optimizer, scheduler = made["optimizer"], made.get("scheduler")
+        interval = made.get("interval", _STEP)
+    elif isinstance(made, (tuple, list)):
+        if len(made) != 2 or isinstance(made[1], torch.optim.Optimizer):
+            raise BadInputError("configure_optimizers()", "", _FORMS)
+        optimizer, scheduler = made
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadInputError("configure_optimizers()", type(optimizer).__name__, _FORMS)
+    lines = _fit(optimizer, model)
+    is_by_epoch = scheduler is not None and _is_by_epoch(optimizer, scheduler, interval)
+    return OwnOptimizer(
+        optimizer=optimizer, scheduler=scheduler, is_by_epoch=is_by_epoch, lines=lines
+    )
 
 
 def _not_repaired(world_size: int, folder: str) -> str:
@@ -210,13 +283,6 @@ def _not_repaired(world_size: int, folder: str) -> str:
         else "a lost rank is not replaced alone: the launcher's --max-restarts N starts all again, and they resume"
     )
     return f"{what} from {folder} (a task or attach() under ddp_runner replaces a process alone)"
-
-
-def recipe_of(task: object) -> dict[str, str]:
-    """Return a record of how a program's own optimizer and scheduler begin: others make other weights."""
-    if not isinstance(task, ReadyObjects) or task.given.optimizer is None:
-        return {}
-    return {"optimizer": OwnRates(task.given.optimizer, task.given.scheduler, every=1).record()}
 
 
 def _refuse_names(objects: Mapping[str, Any], config: Mapping[str, Any]) -> None:
