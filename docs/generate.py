@@ -234,7 +234,7 @@ def coming_from_page() -> str:
     left = dict.fromkeys((*ALIASES, *ALWAYS, *ANSWERS))
     options = dict.fromkeys((*ALSO_CALLED, *REFUSED))
     lines = [
-        "# Coming from accelerate, torchrun, transformers, Lightning and others",
+        "# Coming from",
         _MADE,
         "Type the names that you know. A name with one meaning here is accepted in files, in the environment, on the command line and in Python.",
         "Any other name stops the start with one line that says what to write. Nothing is guessed.",

@@ -181,6 +181,17 @@ def test_links_and_names_in_documents_lead_somewhere(path):
     assert lost == []
 
 
+def test_each_page_is_in_the_menu_under_its_title():
+    """Who follows a link finds the page again in the menu."""
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    entries = {file: title for title, file in re.findall(r"^ +- (.+): (\S+\.md)$", menu, re.M)}
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert entries.keys() == pages
+    for file, title in entries.items():
+        first = (ROOT / "docs" / file).read_text(encoding="utf-8").splitlines()[0]
+        assert first == f"# {title}"
+
+
 def test_nothing_refers_to_a_document_that_does_not_ship():
     """Who reads "section 5 of the design" must have the design."""
     found = [
