@@ -66,6 +66,9 @@ def frame(view: RunView, console: Console, *, lines_max: int) -> list[list[Segme
             lines.append(said)
     lines.append(Text())
     lines += rank_table(view, width=width, lines_max=lines_max - len(lines))
+    if view.state == "running" and len(lines) < lines_max:
+        saves = "" if view.epochs is None else "saves and "
+        lines.append(line((f" Ctrl-C {saves}stops", QUIET)))
     options = console.options.update(width=width, no_wrap=True, overflow=overflow)
     return console.render_lines(Group(*lines), options, pad=False)
 
