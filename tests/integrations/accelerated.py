@@ -7,11 +7,13 @@ import json
 import math
 import os
 import sys
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import set_seed
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
 
 from ddp_runner.integrations.accelerate import Accelerator
 
@@ -29,6 +31,34 @@ class Tokens(Dataset):
 
     def __getitem__(self, index):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class TinyLM(nn.Module):
+    """Has the outputs of a model of transformers, whose import takes seconds."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(50, 16)
+        self.layer = nn.GRU(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, input_ids, labels):
+        hidden, _ = self.layer(self.tokens(input_ids))
+        logits = self.head(hidden[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return Output(loss=loss)
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 class Counter:
@@ -84,21 +114,11 @@ def main():
     )
     completed = Counter()
     set_seed(7)
-    config = GPT2Config(
-        vocab_size=50,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-    )
-    model = GPT2LMHeadModel(config)
+    model = gpt2() if "gpt2" in WORDS else TinyLM()
     optimizer = HarmedAdam(model.parameters(), lr=1e-2)
     trained = DataLoader(Tokens(40, seed=1), batch_size=2, shuffle=True)
     evaluated = DataLoader(Tokens(8, seed=2), batch_size=2)
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=4, num_training_steps=40)
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * (1 - step / 60))
     model, optimizer, trained, evaluated, schedule = accelerator.prepare(
         model, optimizer, trained, evaluated, schedule
     )

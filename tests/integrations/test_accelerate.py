@@ -39,18 +39,22 @@ LIKE_EXAMPLES = Path(__file__).with_name("accelerated_vision.py")
 # --- whole runs ---
 
 
-def run_script(folder, script, *words, preload="accelerate"):
-    options = ("--preload", preload, "save_every_steps=5", *PATIENT)
+def run_script(folder, script, *words):
+    options = ("--preload", "accelerate", "save_every_steps=5", *PATIENT)
     places = ("-l", folder / "logs", "-c", folder / "checkpoints")
     return Run(folder, *places, *options, script, *words, task=None, verb="run")
 
 
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)
-def test_ranks_are_lost_in_each_part_of_accumulated_steps(tmp_path):
+@pytest.mark.parametrize(
+    "model", ["tiny", pytest.param("gpt2", marks=pytest.mark.slow)], ids=["tiny", "gpt2"]
+)
+def test_ranks_are_lost_in_each_part_of_accumulated_steps(tmp_path, model):
     """In forward, backward, the update, an evaluation and amid save_state(), which a new rank 0 makes again."""
-    pytest.importorskip("transformers")
-    words = ("accumulate", "short")
+    if model == "gpt2":
+        pytest.importorskip("transformers")
+    words = ("accumulate", "short", model)
     run_by_torchrun(tmp_path / "plain", LIKE_CLM, *words)
     folder = tmp_path / "in_place"
     folder.mkdir()
@@ -62,8 +66,7 @@ def test_ranks_are_lost_in_each_part_of_accumulated_steps(tmp_path):
         r0_s6_save=KILL,
         r0_s8_evaluate=KILL,
     )
-    preload = "accelerate,transformers.models.gpt2.modeling_gpt2"
-    with run_script(folder, LIKE_CLM, *words, preload=preload) as run:
+    with run_script(folder, LIKE_CLM, *words) as run:
         assert run.wait() == 0, run.console
     assert not [*folder.glob("harm_*")]
     assert_as_saved_by(folder, tmp_path / "plain")
@@ -79,6 +82,7 @@ def test_ranks_are_lost_in_each_part_of_accumulated_steps(tmp_path):
         assert json.loads((saved / ours._MARK).read_text())["step"] == step
 
 
+@pytest.mark.slow
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)
 def test_a_loop_without_accumulate_is_repaired_stopped_and_resumed(tmp_path):
