@@ -64,7 +64,7 @@ _ONE_PROCESS = 1
 
 
 class _Plain(_Base):  # type: ignore[misc]
-    """accelerate's own, with what a run must be told and a plain script may ignore."""
+    """accelerate's own, with two methods that say what a run must know."""
 
     _stops = False
 
