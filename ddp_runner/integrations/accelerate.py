@@ -530,7 +530,7 @@ class _InPlace(_Plain):
             return
         if self.project_configuration.automatic_checkpoint_naming:
             shutil.rmtree(self._saved["folder"], ignore_errors=True)
-            self.project_configuration.iteration = self._saved["iteration"]
+        self.project_configuration.iteration = self._saved["iteration"]
         self.save_state(self._saved["given"])
 
     def load_state(
