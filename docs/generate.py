@@ -54,7 +54,7 @@ class Guide:
 _FIRST_COMMANDS = (
     (
         "`accelerate launch --num_processes 2 train.py`",
-        "`./launch_training.sh run --num_processes 2 train.py`",
+        "`./launch_training.sh run --num_processes 2 train.py`; repaired in place [with two changed lines](accelerate.md)",
     ),
     (
         "`torchrun --nproc-per-node 2 train.py`",

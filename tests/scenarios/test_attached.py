@@ -170,7 +170,7 @@ def test_a_framework_whose_hooks_bound_the_steps_is_repaired_in_place(tmp_path):
 def test_the_documents_loop_of_another_framework_is_repaired_in_place(tmp_path):
     """As it is written there, with rank 1 killed."""
     mark = f"run by tests/scenarios/test_attached.py::{HOOKS_TEST}"
-    (block,) = [one for one in blocks_of(ROOT / "docs" / "own-loop.md") if one.mark == mark]
+    (block,) = [one for one in blocks_of(ROOT / "docs" / "integrations.md") if one.mark == mark]
     found = []
     for name, harm in (("calm", ()), ("harm", ("--inject", "kill:rank=1,step=9"))):
         folder = tmp_path / name
@@ -182,6 +182,13 @@ def test_the_documents_loop_of_another_framework_is_repaired_in_place(tmp_path):
         assert len(run.summary()["faults"]) == len(harm) // 2
         found.append(run.digest)
     assert found[0] == found[1]
+    (tmp_path / "early").mkdir()
+    worse = block.text.replace("loss > self.best", "True")
+    assert worse != block.text
+    (tmp_path / "early" / "hooks.py").write_text(worse, encoding="utf-8")
+    with run_loop(tmp_path / "early", loop=tmp_path / "early" / "hooks.py") as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["steps"] == 9  # an epoch, and the step by which the ranks agree on the end
 
 
 COUNTER = """

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 
+from ddp_runner.training.own_loop.attached_run import _is_kept
 from ddp_runner.training.own_loop.loop_variables import LoopVariables
 
 STEPS = 5
@@ -314,3 +315,19 @@ def test_a_look_keeps_no_batch_alive():
         return count
 
     assert loop() == 2
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """As other libraries wrap one: their own counts are no state of training."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_a_wrapper_of_a_kept_optimizer_is_no_variable():
+    """A scheduler is one, though it has the optimizer as an attribute too."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert _is_kept(_Wrapper(optimizer), {id(optimizer)})
+    assert not _is_kept(_Wrapper(optimizer), set())
+    assert not _is_kept(schedule, {id(optimizer)})

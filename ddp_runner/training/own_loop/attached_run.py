@@ -245,9 +245,7 @@ class AttachedRun:
             batches, max_steps=max_steps, epochs=epochs, accumulate=accumulate
         )
         kept = self._kept_ids()
-        self._variables = LoopVariables(
-            is_kept=lambda value: id(value) in kept or isinstance(value, (_Steps, AttachedModule))
-        )
+        self._variables = LoopVariables(is_kept=lambda value: _is_kept(value, kept))
         self._client = LoopClient(parts, run_id, self._loop)
         self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
@@ -519,6 +517,14 @@ class AttachedRun:
         """The loop is over, though training had not ended; a second time there is nothing to leave."""
         error = RuntimeError("the loop was left")
         self._held.__exit__(type(error), error, None)
+
+
+def _is_kept(value: Any, kept: set[int]) -> bool:
+    """Return True for what is no variable of the loop: kept by its id, ours, or another library's wrapper of a kept optimizer."""
+    if id(value) in kept or isinstance(value, (_Steps, AttachedModule)):
+        return True
+    is_wrapper = isinstance(value, torch.optim.Optimizer)
+    return is_wrapper and id(getattr(value, "optimizer", None)) in kept
 
 
 def _refuse_compiled(net: AttachedModule) -> None:

@@ -1,0 +1,46 @@
+"""What integrations need alike: the run of this process, and random generators as a batch has left them."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+
+import ddp_runner
+
+# A library would form a process group by these variables, which is the run's to do.
+_OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+# The run that this process is a rank of, if a supervisor has started it. The library is to see one process.
+RUN = ddp_runner.attach() if ddp_runner.is_supervised() else None
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+if RUN is not None:
+    for _name in _OF_RANK:
+        os.environ.pop(_name, None)
+
+
+def refuse(refused: tuple[str, object, str] | None) -> None:
+    """Raise BadInputError of a name, its value and what is expected; None refuses nothing."""
+    if refused is not None:
+        raise ddp_runner.BadInputError(*refused)
+
+
+class Draws:
+    """The random generators as a batch has left them: what is drawn before the step begins is drawn aside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()  # noqa: NPY002 - the generator that libraries draw from
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back(self) -> None:
+        """Draw from here on as if nothing had been drawn."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002 - as above
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
