@@ -120,6 +120,11 @@ class DrillKeeper(Observer):
         """Return a rank that drills have proved wrong, or whose process must be replaced to decide that."""
         return self._suspects.take_found()
 
+    def objections(self, step: int) -> tuple[str, ...]:
+        """Return the wrong gradient for which this run must end, where all ranks had finished before it was found."""
+        del step
+        return self._suspects.objections
+
     def begins(self) -> None:
         """Remove files that a killed supervisor has left."""
         self.tidies_up()

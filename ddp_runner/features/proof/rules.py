@@ -251,8 +251,8 @@ class Case:
 
     ``trusted``: the newest step whose state no wrong step of this rank has gone into, as far as its drills show.
     ``is_proved``: one of them has passed; ``since``: what there was then, in words. ``repeats``: the drill has come to its
-    bits twice. ``process``: the how many-th of the rank is to be diagnosed; ``is_another``: it is another one than that
-    of the drill, below 0 before that is there. ``are_alike``: a drill of some rank has passed in this launch.
+    bits twice. ``process``: the number of the rank's process that is diagnosed. ``is_another``: that is
+    not the one of the drill; until it is there, ``process`` is minus the number of that one. ``are_alike``: a drill of some rank has passed in this launch.
     """
 
     rank: int
