@@ -31,6 +31,8 @@ LOCAL_FILE = (
 )
 # In the record of its share: the files that belong to it, and the names of what such a file lacks.
 HANDED, MISSING = "handed", "missing"
+LEFT_OUT = "left_out"  # the files that could not be handed over, each with the reason
+STILL_WRITTEN = "the state of an earlier drill is still being written"  # why a drill is skipped
 STATE, SHARE = "state", "share"  # in messages
 REPEATED, DRILLED = "repeated", "drilled"  # the kinds of proof
 # How long a complete training waits for a drill, if a rank was replaced and no drill has passed since.
