@@ -481,6 +481,7 @@ MUTATIONS = (
     _break("local-before-commit", "self._write(self._kept.pickled(), step, settled=False)", "pass"),
     _break("once-each-step", "self._give(found[0].read(found[1]), is_foreign=False)", "pass"),
     # drills
+    _break("kept-to-go-back", "self.catalog.pointer(SPARED)", "None"),
     _break("witnessed-repairs", "rank not in (self._witnesses(number) or self.ranks)", "False"),
     _break("never-as-rank-0", "1 + drilled_rank(number, ranks - 1)", "drilled_rank(number, ranks)"),
     # what follows a drill that failed

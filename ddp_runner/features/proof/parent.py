@@ -416,6 +416,7 @@ class DrillKeeper(Observer):
 
     def tidies_up(self) -> None:
         """Remove leftover files, while no drill writes any."""
+        self._suspects.tidies_up()
         path = self._folder / FOLDER
         if path.is_symlink() or not path.is_dir():
             return

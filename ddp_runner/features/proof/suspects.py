@@ -232,6 +232,7 @@ class Suspects:
         standing = self._standing[rank]
         if step + 1 >= (standing.trusted or 0):
             standing.trusted, standing.passed_at = step + 1, step
+            self._spare()
         left = standing.left
         # INVARIANT seen-right: a run is exact again only once the rank that was wrong has been seen right behind the step
         # that it did wrong. Broken if: the reason is withdrawn as soon as all ranks have gone back.
@@ -416,8 +417,20 @@ class Suspects:
         )
 
     def _saved(self) -> list[int]:
-        folder = Path(self._plan.settings.run.checkpoint_dir)
-        return [entry.step for entry in Catalog(folder).entries()]
+        return [entry.step for entry in self._catalog().entries()]
+
+    def _catalog(self) -> Catalog:
+        return Catalog(Path(self._plan.settings.run.checkpoint_dir))
+
+    def _spare(self) -> None:
+        """Have the newest checkpoint kept that is from before the last passed drill of each rank that has one."""
+        trusted = [one.trusted for one in self._standing.values() if one.trusted is not None]
+        if trusted and self._wanted == "rollback" and self._rollbacks_left:
+            self._catalog().spare(min(trusted))
+
+    def tidies_up(self) -> None:
+        """Have no checkpoint kept any more: a new launch trusts what it begins with."""
+        self._catalog().spare_none()
 
     def _first_step(self) -> int:
         """Return the first step of the stage that is trained; 0 without stages."""

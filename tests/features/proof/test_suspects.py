@@ -118,8 +118,11 @@ DRILLS = ((10, {}), (20, {"differs": WEIGHT}))  # step, and what it has found
 def diagnosing(simulate, monkeypatch, *, saved=(5,), steps=900, drills=DRILLS, rank=1, **changes):
     """A run whose rank 1 has passed a drill at step 10 and failed one at 20, and is diagnosed."""
     entries = [SimpleNamespace(step=step) for step in saved]
-    monkeypatch.setattr(suspects, "Catalog", lambda _: SimpleNamespace(entries=lambda: entries))
+    spared = []
+    catalog = SimpleNamespace(entries=lambda: entries, spare=spared.append, spare_none=spared.clear)
+    monkeypatch.setattr(suspects, "Catalog", lambda _: catalog)
     run = simulate(steps=steps, proof_share=0, **changes)
+    run.spared = spared
     for step, found in drills:
         run.to_step(step)
         give(run, step, rank=rank)
@@ -142,6 +145,17 @@ def diagnose(run, **found):
     run._end(process, exit_code=0)
     run.pass_time(0.05)
     return order
+
+
+@pytest.mark.parametrize("wanted", ["rollback", "continue"])
+def test_the_checkpoint_to_go_back_to_is_kept(simulate, monkeypatch, wanted):
+    """From before the last good drill of each rank that has one; control: not where nobody would go back."""
+    run = diagnosing(simulate, monkeypatch, on_wrong_gradient=wanted, drills=())
+    for step, rank in ((10, 1), (20, 2), (30, 1)):
+        drill(run, step, rank)
+    assert run.spared == [11, 11, 21] * (wanted == "rollback")
+    keeper_of(run).tidies_up()
+    assert run.spared == []
 
 
 def causes(run):
