@@ -41,7 +41,6 @@ from ddp_runner.core.machines.node_options import (
 from ddp_runner.core.modes import mode_problems
 from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
 from ddp_runner.core.threads import share_of_cores
-from ddp_runner.data.workers.count import may_have_workers
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.rules.secrets import masked_words
@@ -227,7 +226,7 @@ def plan_launch(
     settings, staged = settled.settings, bool(settled.settings.stages)
     for spec in settings.run.inject:
         parse_injection(spec, world_size=len(places.all))
-    if has_modes:
+    if has_modes and settings.run.inject:
         _refuse_what_never_comes(settings, settled.stages, world_size=len(places.all))
     return LaunchPlan(
         settings=settings,
@@ -265,7 +264,7 @@ def _refuse_what_never_comes(
     """Raise BadInputError for an injected fault that no rank can meet with these settings."""
     never: dict[str, str] = {}
     parts = stages if settings.stages else (settings,)
-    if not any(may_have_workers(one.data) for one in parts):
+    if not any(one.data.num_workers or one.data.workers_total for one in parts):
         kinds = (InjectKind.LOADER_KILL, InjectKind.LOADER_STOP)
         never |= dict.fromkeys((kind.value for kind in kinds), "data.num_workers=0")
     if not any(one.log.profile for one in parts):
