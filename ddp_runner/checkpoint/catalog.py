@@ -39,12 +39,16 @@ from ddp_runner.kernel.system.run_files import (
     open_given,
     read_small,
     reading,
+    replace_file,
 )
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import JsonValue
 
 POINTERS = ("last", "best")
+SPARED = (
+    ".spared"  # the pointer to a checkpoint that this launch may roll back to, and retention spares
+)
 FINAL, FINAL_AVERAGE = "final.pt", "final_ema.pt"  # bare weights at the end of a run
 WORDS = ("auto", "last", "best", "none")
 NO_MANIFEST = "no manifest: the save was cut off before it was published"
@@ -135,6 +139,23 @@ class Catalog:
     def pointer(self, name: str) -> Path | None:
         """The checkpoint that pointer file ``last`` or ``best`` names; None if it names none."""
         return self._follow(name)[0]
+
+    def spare(self, step: int) -> None:
+        """Have retention spare the newest checkpoint up to ``step``, and no other that was spared before.
+
+        Leaves what is spared as it is where there is none up to that step, or the folder cannot be written.
+        """
+        with contextlib.suppress(OSError):
+            found = next(
+                (one for one in self.entries() if one.step <= step and not one.problem), None
+            )
+            if found is not None and self.pointer(SPARED) != found.path:
+                replace_file(self.directory / SPARED, f"{found.path.name}\n".encode())
+
+    def spare_none(self) -> None:
+        """Have retention spare nothing more."""
+        with contextlib.suppress(OSError):
+            (self.directory / SPARED).unlink()
 
     def pointer_problem(self, name: str) -> str | None:
         """Why :meth:`pointer` gives None, in words; None while it gives a path."""

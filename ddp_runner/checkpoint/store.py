@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_runner.checkpoint.catalog import POINTERS, WORDS, Catalog, Entry
+from ddp_runner.checkpoint.catalog import POINTERS, SPARED, WORDS, Catalog, Entry
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.file_hash import algorithm_for, digest_of
 from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest, manifest_name
@@ -71,8 +71,8 @@ class CheckpointStore:
     """The checkpoints of one run in one directory. One process writes; any may load.
 
     Keeps the newest ``keep_last``, the best one (by the monitored value), each of a step that
-    ``keep_every`` divides, where that is not 0, and of a stage that is over the last and the best. Not
-    thread-safe.
+    ``keep_every`` divides, where that is not 0, of a stage that is over the last and the best, and the one
+    that ``Catalog.spare`` names. Not thread-safe.
     """
 
     def __init__(
@@ -277,8 +277,11 @@ class CheckpointStore:
         oldest_kept = kept[-1]
         assert oldest_kept <= published.step
         of_stages = self.catalog.of_past_stages()
+        # INVARIANT kept-to-go-back: retention spares the checkpoint that a roll-back for a wrong gradient would need.
+        # Broken if: it goes with the others of its age. Guarded by: test_retention_spares_what_a_roll_back_would_need.
+        spared = self.catalog.pointer(SPARED)
         for entry in entries:
-            if self.is_for_good(entry.step) or entry.step in of_stages:
+            if self.is_for_good(entry.step) or entry.step in of_stages or entry.path == spared:
                 continue
             if entry.step < oldest_kept and (best is None or entry.step != best.step):
                 for path in (self.directory / manifest_name(entry.step), entry.path):

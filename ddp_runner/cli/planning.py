@@ -30,7 +30,7 @@ from ddp_runner.config import (
 )
 from ddp_runner.config.foreign_values import machines_said
 from ddp_runner.core.batch_sizes import refuse_wrong_parts
-from ddp_runner.core.injection import parse_injection
+from ddp_runner.core.injection import InjectKind, parse_injection, refuse_of_tasks
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.machines.node_options import (
     VARIABLES,
@@ -42,6 +42,7 @@ from ddp_runner.core.modes import mode_problems
 from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
 from ddp_runner.core.threads import share_of_cores
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.rules.secrets import masked_words
 from ddp_runner.kernel.rules.stopping import time_limit
 from ddp_runner.kernel.system.torch_versions import (
@@ -225,6 +226,8 @@ def plan_launch(
     settings, staged = settled.settings, bool(settled.settings.stages)
     for spec in settings.run.inject:
         parse_injection(spec, world_size=len(places.all))
+    if has_modes and settings.run.inject:
+        _refuse_what_never_comes(settings, settled.stages, world_size=len(places.all))
     return LaunchPlan(
         settings=settings,
         origins=resolved.origin,
@@ -252,6 +255,25 @@ def plan_launch(
             *settled.notes,
             *settled.share_notes,
         ),
+    )
+
+
+def _refuse_what_never_comes(
+    settings: Settings, stages: Sequence[Settings], *, world_size: int
+) -> None:
+    """Raise BadInputError for an injected fault that no rank can meet with these settings."""
+    never: dict[str, str] = {}
+    parts = stages if settings.stages else (settings,)
+    if not any(one.data.num_workers or one.data.workers_total for one in parts):
+        kinds = (InjectKind.LOADER_KILL, InjectKind.LOADER_STOP)
+        never |= dict.fromkeys((kind.value for kind in kinds), "data.num_workers=0")
+    if not any(one.log.profile for one in parts):
+        never[Phase.PROFILE.label] = "log.profile is not set"
+    refuse_of_tasks(
+        settings.run.inject,
+        world_size=world_size,
+        total_steps=0 if settings.stages else settings.run.max_steps,
+        never=never,
     )
 
 

@@ -188,6 +188,25 @@ def refuse_of_loops(texts: Sequence[str], *, world_size: int) -> None:
             raise BadInputError(OPTION, text, f"an attached loop has the phases {phases}")
 
 
+def refuse_of_tasks(
+    texts: Sequence[str], *, world_size: int, total_steps: int, never: Mapping[str, str]
+) -> None:
+    """Raise BadInputError for a fault that no run with these settings can meet.
+
+    ``total_steps``: of the run; 0: not known yet. ``never``: kinds and phases that do not come, each with the reason.
+    """
+    for text in texts:
+        one = parse_injection(text, world_size=world_size)
+        kinds = one.kinds if isinstance(one, RandomPlan) else (one.kind,)
+        phases = [one.phase] if isinstance(one, Injection) else []
+        for name in (*(kind.value for kind in kinds), *phases):
+            if name in never:
+                raise BadInputError(OPTION, text, f"{name} never comes: {never[name]}")
+        if isinstance(one, Injection) and 0 < total_steps < one.step:
+            expected = f"step {one.step} never comes: run.max_steps={total_steps}"
+            raise BadInputError(OPTION, text, expected)
+
+
 def changes_loss(texts: Sequence[str], *, world_size: int) -> bool:
     """Return whether any of these specs may change the result of a step, except the kinds that drills find."""
     return not (KINDS_IN_LOSS - FOR_DRILLS).isdisjoint(_kinds_in(texts, world_size=world_size))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import Manifest, manifest_name
 from ddp_runner.checkpoint.store import CheckpointStore
@@ -146,6 +147,29 @@ def test_retention_counts_only_sound_checkpoints(tmp_path, damage):
     assert 10 in steps_in(tmp_path)
     save(tmp_path, 50, keep_last=2)
     assert steps_in(tmp_path) == [40, 50]
+
+
+def test_retention_spares_what_a_roll_back_would_need(tmp_path):
+    """The newest one up to that step, and one at a time: the one of before goes with the next save."""
+    catalog = Catalog(tmp_path)
+    catalog.spare(10)  # control: there is none yet
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    assert steps_in(tmp_path) == [20, 30]
+    catalog.spare(25)
+    for step in (40, 50):
+        save(tmp_path, step)
+    assert steps_in(tmp_path) == [20, 40, 50]
+    catalog.spare(15)  # none is left from before that
+    save(tmp_path, 60)
+    assert steps_in(tmp_path) == [20, 50, 60]
+    catalog.spare(55)
+    save(tmp_path, 70)
+    save(tmp_path, 80)
+    assert steps_in(tmp_path) == [50, 70, 80]
+    catalog.spare_none()
+    save(tmp_path, 90)
+    assert steps_in(tmp_path) == [80, 90]
 
 
 def test_retention_reads_each_file_once(tmp_path, monkeypatch):

@@ -634,3 +634,26 @@ def test_variables_of_a_launcher_in_the_shell_are_said_not_refused(tmp_path):
     said = answer.stdout + answer.stderr
     assert said.count("RANK=0 and WORLD_SIZE=2 of the environment are not used: ") == 1
     assert said.count("PET_NPROC_PER_NODE, PET_RDZV_BACKEND of the environment are not used") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("loader_kill:rank=1,step=3", "num_workers=0"),
+            "loader_kill never comes: data.num_workers=0",
+        ),
+        (("random:kinds=kill+loader_stop", "num_workers=0"), "loader_stop never comes"),
+        (("kill:step=31", "--max-steps", "30"), "step 31 never comes: run.max_steps=30"),
+        (("kill:phase=profile",), "profile never comes: log.profile is not set"),
+        (("loader_kill:step=30", "num_workers=1", "--max-steps", "30"), ""),
+    ],
+)
+def test_an_injected_fault_that_cannot_come_is_refused(words, says):
+    """Before the start; control: one that may come is none of it."""
+    words = ["--cpu", "-n", "2", "--inject", *words]
+    if not says:
+        plan_launch(parse_train(words), words=words)
+        return
+    with pytest.raises(BadInputError, match=says):
+        plan_launch(parse_train(words), words=words)

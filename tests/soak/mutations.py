@@ -481,6 +481,7 @@ MUTATIONS = (
     _break("local-before-commit", "self._write(self._kept.pickled(), step, settled=False)", "pass"),
     _break("once-each-step", "self._give(found[0].read(found[1]), is_foreign=False)", "pass"),
     # drills
+    _break("kept-to-go-back", "self.catalog.pointer(SPARED)", "None"),
     _break("witnessed-repairs", "rank not in (self._witnesses(number) or self.ranks)", "False"),
     _break("never-as-rank-0", "1 + drilled_rank(number, ranks - 1)", "drilled_rank(number, ranks)"),
     # what follows a drill that failed
@@ -491,8 +492,8 @@ MUTATIONS = (
         "left.is_back = True\n            self.passed(rank, step=left.case.step)",
         after="if not left.is_back and held > left.back_at:",
     ),
-    _break("trusted-is-held", "{rank: min(one, step) for", "{rank: one for"),
-    _break("three-tries", "self._tries += 1", "pass", after="def asked(self, wish"),
+    _break("trusted-is-held", "one.trusted = min(one.trusted, step)", "pass"),
+    _break("three-tries", "tries.count += 1", "pass", after="def asked(self, wish"),
     _break("a-reason-each", "differs_words(rank) in each", "differs_words() in each"),
     _break("no-device-for-samples", "and not of_samples", ""),
     _break("no-device-for-samples", "or of_samples", ""),
@@ -511,7 +512,8 @@ MUTATIONS = (
     _break("no-blame-without-evidence", "found.had_data and", "True and"),
     _break("no-blame-without-evidence", "found.agrees and case.are_alike", "case.are_alike"),
     _break("no-blame-without-evidence", "found.agrees and case.are_alike", "found.agrees"),
-    _break("looked-beside", "except Exception:", "except KeyboardInterrupt:"),
+    _break("no-silent-drill", "self._report_part(step, STATE, STILL_WRITTEN)", "pass"),
+    _break("looked-beside", "except Exception as error:", "except KeyboardInterrupt as error:"),
     _break("tried-first", "had_state = side is not None and not other.missing", "had_state = True"),
     _break("tried-first", "agrees = not with_data or", "agrees = True or"),
 )

@@ -187,6 +187,16 @@ def _two_ends(run):
     one_step(run, net, optimizer, body)
 
 
+def _kept_twice(*, local_first):
+    def misused(run):
+        module = nn.Linear(1, 1)
+        calls = [lambda: run.keep(net=module), lambda: run.keep_local(own=module)]
+        for call in calls[::-1] if local_first else calls:
+            call()
+
+    return misused
+
+
 def _late_keep(run):
     model, optimizer = parts()
     run.ddp(model)
@@ -292,6 +302,8 @@ def _short_batches(run):
         (_two_nets, "ddp() is called a second time"),
         (_no_length, "the batches have no length"),
         (_no_end, "needs max_steps= or epochs="),
+        (_kept_twice(local_first=True), "keep(net=...): run.keep_local() has this"),
+        (_kept_twice(local_first=False), "keep_local(own=...): run.keep() has this"),
         (_short_batches, "the batches ended after 4 steps of epoch 0"),
         (lambda run: run.keep(x=nn.Linear(1, 1), y=[1]), "has no state_dict()"),
         (lambda run: run.every(steps=1, epochs=1), "every() needs steps= or epochs="),

@@ -114,7 +114,8 @@ class RecoverySettings:
     """Steps of an epoch that may be skipped because a loss or gradient is not finite or explodes.
     With one more the run goes back to its newest checkpoint at half the learning rate."""
     rollbacks_max: Annotated[NonNegative, CANNOT_MATTER] = 2
-    """How often the run may go back so, halving the learning rate each time, before it fails."""
+    """How often the run may go back so, halving the learning rate each time, before it fails. Roll-backs for wrong
+    gradients are counted apart, up to the same number."""
     explosion_window: Annotated[NonNegative, CANNOT_MATTER] = 100
     """Steps after the warm-up that a step's loss and gradient norm are held against to recognize an
     explosion. 0: do not look for explosions."""

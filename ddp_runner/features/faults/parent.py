@@ -79,17 +79,18 @@ class FaultInjector(Observer):
         self._recorder.record(message)
 
     def objections(self, step: int) -> tuple[str, ...]:
-        """Return what ``--inject`` asked for at a step or phase that did not come, as it was written.
+        """Return the ``--inject`` specs, as written, that asked for a step or phase that did not come.
 
         A random plan names none. A bad sample lies in the data: it comes with its step, unannounced.
         """
-        return tuple(
+        missed = [
             text
             for number, (text, spec) in enumerate(zip(self._texts, self._specs, strict=True))
             if isinstance(spec, Injection)
             and number not in self._caused
             and not (spec.kind is InjectKind.BAD_SAMPLE and spec.step < step)
-        )
+        ]
+        return (f"never caused: {'; '.join(missed)}",) if missed else ()
 
     def look_after_repair(self, turn: Turn) -> None:
         """Let random plans inject what is due while the run trains.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_runner import config
-from ddp_runner.features.proof.comparison import Compared, compare
+from ddp_runner.features.proof.comparison import compare
 from ddp_runner.features.proof.loop_comparison import compare_loop
 from ddp_runner.features.proof.loop_notes import LoopDrills
 from ddp_runner.features.proof.notes import Drills
@@ -36,7 +36,6 @@ from ddp_runner.training.rank_context import TaskParts
 
 LOG_NAME = "drill.log"
 PROBLEM_CHARACTERS_MAX = 300
-PLACES_TOLD = 5
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # system calls without a function in the C library
 _IOPRIO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
@@ -76,54 +75,38 @@ def main(request: Fork, descriptors: list[int]) -> int:
     logger = DDPLogger(rank=rank_info.rank, debug=settings.run.debug)
     logger.hidden = hidden = hidden_texts(settings.task, os.environ)
     install_root_handler(logger)
-    found, problem = Compared(differs=""), ""
+    found: Drill | DrillSkipped | Diagnosed
+
+    def skipped(why: str) -> DrillSkipped:
+        return DrillSkipped(rank=spec.rank, step=spec.step, text=why)
 
     def end(*, differs: str = "", problem: str = "") -> NoReturn:
-        _report(channel, spec, Compared(differs=differs), problem=problem)
+        drill = Drill(rank=spec.rank, step=spec.step, differs=differs)
+        _report(channel, skipped(problem) if problem else drill)
         os._exit(0)
 
     try:
         folder = Path(spec.folder)
         if spec.program is not None:
             compare_loop(spec.program, settings, rank_info, folder=folder, logger=logger, end=end)
-        found = compare(settings, rank_info, folder=folder, logger=logger)
+        found = compare(settings, rank_info, step=spec.step, folder=folder, logger=logger)
     except BaseException as error:  # noqa: BLE001 - the top of a process: no drill is worth a run
         traceback.print_exc()
         text = without_secrets(str(error), hidden)
-        problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
-    _report(channel, spec, found, problem=problem)
+        found = skipped(
+            " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
+        )
+    _report(channel, found)
     return 0
 
 
-def _report(channel: Channel, spec: DrillSpec, found: Compared, *, problem: str) -> None:
-    """Report the result of the drill. ``problem``: why there is no result; empty if there is one."""
-    message = _message(found, rank=spec.rank, step=spec.step, problem=problem)
+def _report(channel: Channel, message: Drill | DrillSkipped | Diagnosed) -> None:
+    """Report the result of the drill, or why there is none."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it
             stream.flush()
     with contextlib.suppress(ChannelClosedError):  # the supervisor has ended
         channel.send(message)
-
-
-def _message(
-    found: Compared, *, rank: int, step: int, problem: str
-) -> Drill | DrillSkipped | Diagnosed:
-    if problem:
-        return DrillSkipped(rank=rank, step=step, text=problem)
-    if not found.diagnoses:
-        return Drill(rank=rank, step=step, differs=found.differs, repeats=found.repeats)
-    return Diagnosed(
-        rank=rank,
-        step=step,
-        plain=found.differs,
-        with_state=found.with_state,
-        with_data=found.with_data,
-        itself=found.itself,
-        had_state=found.had_state,
-        had_data=found.had_data,
-        agrees=found.agrees,
-        places=found.places[:PLACES_TOLD],
-    )
 
 
 def stand_back() -> None:

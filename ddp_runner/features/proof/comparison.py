@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.features.proof.rules import (
     BATCH_FILE,
     HANDED,
+    LEFT_OUT,
     LOCAL_FILE,
     MISSING,
     SHARE_FILE,
@@ -30,6 +32,7 @@ from ddp_runner.features.proof.rules import (
 )
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.run_files import read_small
+from ddp_runner.kernel.wire.events import Diagnosed, Drill
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.exactness.apart import stand_apart
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
@@ -45,37 +48,18 @@ from ddp_runner.training.step import StepRules, own_share
 from ddp_runner.training.workload import backend_of, build_workload
 
 PLACES_TRIED = 8  # names of state, each given alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """Holds the result of comparing a replacement with the rank.
-
-    ``differs``: the first difference, or an empty text. ``repeats``: the replacement got the same bits twice.
-    ``diagnoses``: the rank has handed over its state and batch; the other fields are then those of
-    :class:`events.Diagnosed`.
-    """
-
-    differs: str
-    repeats: bool = True
-    diagnoses: bool = False
-    with_state: str = ""
-    with_data: str = ""
-    itself: str = ""
-    had_state: bool = False
-    had_data: bool = False
-    agrees: bool = False
-    places: tuple[str, ...] = ()
+PLACES_TOLD = 5
 
 
 def compare(
-    settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DDPLogger
-) -> Compared:
-    """Compute the share of ``rank_info`` once more, from the state in ``folder``, and compare it.
+    settings: Settings, rank_info: RankInfo, *, step: int, folder: Path, logger: DDPLogger
+) -> Drill | Diagnosed:
+    """Compute the share of ``rank_info`` at ``step`` once more, from the state in ``folder``, and compare it.
 
-    If there is a difference, compute the share again to find its source. Raises whatever building, loading or
-    computing raises: there is no result then.
+    If the rank has handed over its state and batch, compute the share again with them to find the source of a
+    difference. Raises whatever building, loading or computing raises: there is no result then.
     """
+    rank = rank_info.rank
     noted: dict[str, Any] = json.loads(read_small(folder / SHARE_FILE))
     with contextlib.ExitStack() as ending:
         other = Replacement(
@@ -84,15 +68,19 @@ def compare(
         first = other.share()
         differs = other.unlike_noted(first)
         if "again" not in noted:
-            return Compared(differs=differs, repeats=not differs or other.share() == first)
-        return _diagnosed(other, differs, folder=folder, again=OwnShare.from_record(noted["again"]))
+            repeats = not differs or other.share() == first
+            return Drill(rank=rank, step=step, differs=differs, repeats=repeats)
+        again = OwnShare.from_record(noted["again"])
+        plain = Diagnosed(rank=rank, step=step, plain=differs)
+        return _diagnosed(other, plain, folder=folder, again=again)
 
 
 # INVARIANT tried-first: what a difference is not is said only of what was tried.
 # Broken if: state or data that could not be handed over counts as tried.
 # Guarded by: test_what_could_not_be_handed_over_shows_nothing.
-def _diagnosed(other: Replacement, differs: str, *, folder: Path, again: OwnShare) -> Compared:
-    """Compute the share with the rank's own state outside the model, then with its batch as well."""
+def _diagnosed(other: Replacement, plain: Diagnosed, *, folder: Path, again: OwnShare) -> Diagnosed:
+    """Add to ``plain`` the results with the rank's own state outside the model, then with its batch as well."""
+    differs = plain.plain
     with_state, with_data, places = differs, differs, list[str]()
     side = other.handed_side(folder)
     batches = other.handed_batches(folder) if differs else None
@@ -107,16 +95,15 @@ def _diagnosed(other: Replacement, differs: str, *, folder: Path, again: OwnShar
         last = other.share(side=side, names=places, batches=batches)
         with_data = other.unlike_noted(last)
         agrees = not with_data or last == other.share(side=side, names=places, batches=batches)
-    return Compared(
-        differs=differs,
-        diagnoses=True,
+    return replace(
+        plain,
         with_state=with_state,
         with_data=with_data,
         itself=other.unlike_noted(again),
         had_state=had_state,
         had_data=batches is not None,
         agrees=agrees,
-        places=tuple(places),
+        places=tuple(places[:PLACES_TOLD]),
     )
 
 
@@ -143,10 +130,17 @@ def handed_local(noted: dict[str, Any], folder: Path) -> Tensor | None:
 
 
 def _handed(path: Path) -> Any:
-    """Return the content of a file of the rank; None if it is missing or cannot be read."""
-    with contextlib.suppress(Exception):
+    """Return the content of a file of the rank; None if it is missing or cannot be read, which the log says."""
+    try:
         return torch.load(path, weights_only=True)
-    return None
+    except Exception as error:  # noqa: BLE001 - torch raises what it likes for a file that it cannot take
+        _log_left_out(path.name, f"{type(error).__name__}: {error}")
+        return None
+
+
+def _log_left_out(name: str, why: str) -> None:
+    """Write into the log of drills, which is this process's output, what a diagnosis must do without."""
+    print(f"the diagnosis does without {name}: {why}", file=sys.stderr, flush=True)
 
 
 class Replacement:
@@ -166,6 +160,8 @@ class Replacement:
         ending: contextlib.ExitStack,
     ) -> None:
         self._noted = noted
+        for name, why in noted.get(LEFT_OUT, {}).items():
+            _log_left_out(name, why)
         self.missing = list(noted.get(MISSING, ()))  # of what steps change outside the model
         self._rank, self._world_size = int(noted["rank"]), int(noted["world_size"])
         make_forks_safe()
@@ -228,10 +224,12 @@ class Replacement:
         if not isinstance(found, Tensor):
             return None
         own = [one.batch for one in self._loader.take_copy(self._step)]
-        with contextlib.suppress(Exception):  # types of the user's raise what they like
+        try:
             batches = taken_over(unpacked(found), like=own)
-            return batches if isinstance(batches, list) and len(batches) == len(own) else None
-        return None
+        except Exception as error:  # noqa: BLE001 - types of the user's raise what they like
+            _log_left_out(BATCH_FILE, f"{type(error).__name__}: {error}")
+            return None
+        return batches if isinstance(batches, list) and len(batches) == len(own) else None
 
     def unlike_here(self, side: dict[str, Any]) -> list[str]:
         """Return the names of the state outside the model that differs between the rank and a replacement."""

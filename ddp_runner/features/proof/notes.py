@@ -26,6 +26,7 @@ from ddp_runner.data.source import copied
 from ddp_runner.features.proof.rules import (
     BATCH_FILE,
     HANDED,
+    LEFT_OUT,
     LOCAL_FILE,
     MISSING,
     OWED,
@@ -34,6 +35,7 @@ from ddp_runner.features.proof.rules import (
     SIDE_FILE,
     STATE,
     STATE_FOLDER,
+    STILL_WRITTEN,
     drilled_rank,
     folder_name,
     number_of_drill,
@@ -77,6 +79,10 @@ class _Unsynced:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._disk, name)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +155,11 @@ class Drills(BesideSteps):
         if self._state.committed_step == step + 1:  # else its state was given up
             record = self._record(notes, group) | more.record
             with self._aside():
-                record[HANDED] = [
-                    name for name, content in more.files.items() if self._write(step, name, content)
-                ]
+                left_out = record.setdefault(LEFT_OUT, {})
+                for name, content in more.files.items():
+                    if why := self._write(step, name, content):
+                        left_out[name] = why
+                record[HANDED] = [name for name in more.files if name not in left_out]
                 problem = problem or self._write_share(step, record)
             if LOCAL_FILE in more.files.keys() - {*record[HANDED]}:
                 problem = problem or "what the rank has of its own could not be written"
@@ -217,9 +225,9 @@ class Drills(BesideSteps):
                 again = cast("Stepper", stepper).share_again(others)
             except FaultError:
                 raise
-            except Exception:  # noqa: BLE001 - whatever it is: the step itself comes to it again, or it does not matter
+            except Exception as error:  # noqa: BLE001 - whatever it is: the step itself comes to it again, or it does not matter
                 self._state.drop_unfinished_step()  # as a whole: else it is the rank's fault
-                return Looked()
+                return Looked({LEFT_OUT: {"the share computed twice": _words(error)}})
             found.record["again"] = again.to_record()
             return found
 
@@ -237,22 +245,27 @@ class Drills(BesideSteps):
         return ""
 
     def _files_of_look(self, micro_batches: Sequence[MicroBatch]) -> Looked:
-        side, found = self._state.side, Looked()
+        side, found = self._state.side, Looked({LEFT_OUT: {}})
         if side.hold_bytes() <= self._memory.room_bytes() / STATES_NEEDED:
             found.files[SIDE_FILE] = whole = side.whole_record()
             found.record[MISSING] = side.missing_in(whole)
-        with contextlib.suppress(Exception):  # as a batch of the user's own types may raise
+        else:
+            found.record[LEFT_OUT][SIDE_FILE] = "memory is short"
+        try:
             found.files[BATCH_FILE] = packed(handed_over([one.batch for one in micro_batches]))
+        except Exception as error:  # noqa: BLE001 - a batch of the user's own types may raise anything
+            found.record[LEFT_OUT][BATCH_FILE] = _words(error)
         return found
 
-    def _write(self, step: int, name: str, content: object) -> bool:
-        """Write what a diagnosis can do without; False where it cannot be written."""
+    def _write(self, step: int, name: str, content: object) -> str:
+        """Write what a diagnosis can do without; return why it cannot be written, or an empty text."""
         folder = self._folder / folder_name(step)
-        with contextlib.suppress(Exception):  # as a state of the user's own types may raise
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(content, folder / name)
-            return True
-        return False
+        except Exception as error:  # noqa: BLE001 - a state of the user's own types may raise anything
+            return _words(error)
+        return ""
 
     def _take_asked(self, message: DrillAt) -> None:
         """Called by the thread that listens to the supervisor."""
@@ -267,7 +280,11 @@ class Drills(BesideSteps):
 
     def _begin_writing(self, step: int) -> None:
         if self._saver is not None:
-            return  # the state of an earlier drill is still being written: skip this drill
+            # INVARIANT no-silent-drill: a drill that a rank leaves out is reported, so that another one is asked for.
+            # Broken if: the supervisor waits for its state, and asks for no drill meanwhile.
+            # Guarded by: test_a_drill_is_skipped_while_an_earlier_state_is_written.
+            self._report_part(step, STATE, STILL_WRITTEN)
+            return
         state = self._saving.captured()
         problem = self._lacks_memory(size_in_memory(state))
         if not problem:

@@ -19,6 +19,7 @@ from ddp_runner.features.proof.rules import (
     PART_S,
     SHARE,
     STATE,
+    STILL_WRITTEN,
     UNHEARD_S,
     Cause,
     DrillFacts,
@@ -96,7 +97,7 @@ class DrillKeeper(Observer):
         self._is_given_up = False  # while its fork was still owed, perhaps
         self._said_short = False
         self._is_off_said = False  # that nothing is proved, as nothing was to be
-        self._said: set[str] = set()  # why drills could not be done
+        self._said = {STILL_WRITTEN}  # why drills could not be done; that one needs no line
         self._has_taken_over = False  # a run whose coordinator was lost, once it has formed
         self._is_possible = False  # ranks have written the parts of a drill, or have tried to
         self._waits_since_s: float | None = None  # once all ranks have finished
@@ -119,6 +120,11 @@ class DrillKeeper(Observer):
     def found(self) -> Found | None:
         """Return a rank that drills have proved wrong, or whose process must be replaced to decide that."""
         return self._suspects.take_found()
+
+    def objections(self, step: int) -> tuple[str, ...]:
+        """Return the wrong gradient for which this run must end, where all ranks had finished before it was found."""
+        del step
+        return self._suspects.objections
 
     def begins(self) -> None:
         """Remove files that a killed supervisor has left."""
@@ -410,6 +416,7 @@ class DrillKeeper(Observer):
 
     def tidies_up(self) -> None:
         """Remove leftover files, while no drill writes any."""
+        self._suspects.tidies_up()
         path = self._folder / FOLDER
         if path.is_symlink() or not path.is_dir():
             return

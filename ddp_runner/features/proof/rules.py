@@ -31,6 +31,8 @@ LOCAL_FILE = (
 )
 # In the record of its share: the files that belong to it, and the names of what such a file lacks.
 HANDED, MISSING = "handed", "missing"
+LEFT_OUT = "left_out"  # the files that could not be handed over, each with the reason
+STILL_WRITTEN = "the state of an earlier drill is still being written"  # why a drill is skipped
 STATE, SHARE = "state", "share"  # in messages
 REPEATED, DRILLED = "repeated", "drilled"  # the kinds of proof
 # How long a complete training waits for a drill, if a rank was replaced and no drill has passed since.
@@ -251,8 +253,8 @@ class Case:
 
     ``trusted``: the newest step whose state no wrong step of this rank has gone into, as far as its drills show.
     ``is_proved``: one of them has passed; ``since``: what there was then, in words. ``repeats``: the drill has come to its
-    bits twice. ``process``: the how many-th of the rank is to be diagnosed; ``is_another``: it is another one than that
-    of the drill, below 0 before that is there. ``are_alike``: a drill of some rank has passed in this launch.
+    bits twice. ``process``: the number of the rank's process that is diagnosed. ``is_another``: that is
+    not the one of the drill; until it is there, ``process`` is minus the number of that one. ``are_alike``: a drill of some rank has passed in this launch.
     """
 
     rank: int

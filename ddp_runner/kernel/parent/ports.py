@@ -184,10 +184,12 @@ class Found:
     """A fault of a rank that responds normally; its process is replaced.
 
     ``not_after``: all ranks roll back to a state of this step, or an older one; None: they keep theirs.
+    ``action``: what the repair does, in words; empty where its plan says that.
     """
 
     fault: Fault
     not_after: int | None = None
+    action: str = ""
 
 
 class Observer:
@@ -248,7 +250,7 @@ class Observer:
         return False
 
     def objections(self, step: int) -> tuple[str, ...]:
-        """Return what was to happen in this run and has not; ``step``: with which it is complete."""
+        """Return why a run that is complete has failed; ``step``: the one with which it is complete."""
         del step
         return ()
 

@@ -160,10 +160,10 @@ class RunEnd:
         self._machine.advance(RunEvent.GAVE_UP)
         self.ending = ending
 
-    def completed(self, reason: StopReason, *, never_caused: Sequence[str] = ()) -> None:
-        """Every rank has finished. A run that was to show a fault fails where that was ``never_caused``."""
-        if reason is StopReason.COMPLETED and never_caused:
-            line = f"training is complete, but never caused: {'; '.join(never_caused)}"
+    def completed(self, reason: StopReason, *, objections: Sequence[str] = ()) -> None:
+        """Every rank has finished. A complete run with ``objections`` has failed all the same."""
+        if reason is StopReason.COMPLETED and objections:
+            line = f"training is complete, but {'; '.join(objections)}"
             self.at_once(Ending.of(RunStatus.FAILED, line))
             return
         if self._is_refused and not self._facts.was_complete:

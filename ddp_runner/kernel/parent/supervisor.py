@@ -379,7 +379,7 @@ class Supervisor:
             observer.look(turn)
             found = observer.found()
             if found is not None and not self.run_end.is_known and self._finished_at_s is None:
-                self._repair.distrust(found.fault, not_after=found.not_after)
+                self._repair.distrust(found)
         if self._is_at_its_end(now_s):
             return
         self._keeper.look(now_s)
@@ -489,7 +489,7 @@ class Supervisor:
         if reason is StopReason.COMPLETED and self._is_held(now_s):
             return
         objections = [line for one in self._observers for line in one.objections(finished.step)]
-        self.run_end.completed(reason, never_caused=objections)
+        self.run_end.completed(reason, objections=objections)
 
     def _is_held(self, now_s: float) -> bool:
         """Whether something that observes the run has the end wait for it."""

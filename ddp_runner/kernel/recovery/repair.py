@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from ddp_runner.kernel.parent.ports import Found
 from ddp_runner.kernel.parent.rank_handle import REAP_TIMEOUT_S, RankHandle, who_is_left
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.processes.rank_start import RankStart
@@ -115,17 +116,16 @@ class Repair:
         self._incident.forked_ahead.discard(fault.rank)  # or what was forked has a fault itself
         self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
 
-    def distrust(self, fault: Fault, *, not_after: int | None) -> None:
-        """Report a fault of a rank that answers normally, and whose process must be replaced.
-
-        ``not_after``: the newest step with a good state on the other ranks; None: they keep their state.
-        """
-        self.report(fault)
+    def distrust(self, found: Found) -> None:
+        """Report a fault of a rank that answers normally, and whose process must be replaced."""
+        self.report(found.fault)
         assert self._incident is not None
-        self._incident.distrusted.add(fault.rank)
-        if not_after is not None:
-            self._incident.not_after = not_after
-            self._actions.append(f"going back to step {not_after:,}")
+        self._incident.distrusted.add(found.fault.rank)
+        if found.not_after is not None:
+            self._incident.not_after = found.not_after
+            self._actions.append(f"going back to step {found.not_after:,}")
+        if found.action:
+            self._actions.append(found.action)
 
     def note_action(self, message: events.TuningChanged) -> None:
         """Note the change that a rank makes because of its own fault, which it reports next, or its predecessor's."""

@@ -153,6 +153,10 @@ class AttachedRun:
         self._refuse_late("keep()")
         for name, value in objects.items():
             module = value.module if isinstance(value, AttachedModule) else value
+            if name in self._loop.local or any(module is one for one in self._loop.local.values()):
+                raise misuse(
+                    f"keep({name}=...): run.keep_local() has this already, as each rank's own"
+                )
             self._loop.kept.add(name, module)
 
     def keep_local(self, **objects: Any) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.features.proof.comparison import _diagnosed
+from ddp_runner.features.proof.comparison import _diagnosed, _handed
 from ddp_runner.features.proof.rules import Cause, cause_of
 from ddp_runner.kernel.wire.events import Diagnosed
 from tests.features.proof.test_suspects import WEIGHT, case
@@ -27,11 +27,7 @@ def other(**changes):
 
 def found_by(process):
     """What the supervisor receives."""
-    found = _diagnosed(process, WEIGHT, folder=None, again="rank")
-    facts = ("with_state", "with_data", "itself", "had_state", "had_data", "agrees", "places")
-    return Diagnosed(
-        rank=1, step=50, plain=found.differs, **{name: getattr(found, name) for name in facts}
-    )
+    return _diagnosed(process, Diagnosed(rank=1, step=50, plain=WEIGHT), folder=None, again="rank")
 
 
 @pytest.mark.parametrize(
@@ -49,3 +45,13 @@ def found_by(process):
 def test_what_could_not_be_handed_over_shows_nothing(changes, cause):
     """No state or no batch, a part of the state, or a process that does not repeat its own bits."""
     assert cause_of(case(), found_by(other(**changes))) is cause
+
+
+@pytest.mark.parametrize("content", [None, b"no archive"])
+def test_a_file_that_cannot_be_read_is_named_in_the_log(tmp_path, capfd, content):
+    """The log of drills says which file, and why."""
+    path = tmp_path / "batch.pt"
+    if content is not None:
+        path.write_bytes(content)
+    assert _handed(path) is None
+    assert "the diagnosis does without batch.pt: " in capfd.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -129,6 +130,30 @@ def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
     assert OwnShare.from_record(record["share"]).gradients == {}
 
 
+def test_a_drill_is_skipped_while_an_earlier_state_is_written(tmp_path, monkeypatch):
+    """The supervisor hears why, and asks again; the drill of a later step is whole."""
+    goes_on, save = threading.Event(), CheckpointStore.save
+
+    def saves(*args, **how):
+        assert goes_on.wait(60)
+        return save(*args, **how)
+
+    monkeypatch.setattr(CheckpointStore, "save", saves)
+    bench = Bench(tmp_path, drill_at="1,2")
+    for _ in range(3):
+        bench.step()
+    [skipped] = [one for one in bench.reported if one.problem]
+    assert (skipped.step, skipped.part) == (2, "state")
+    assert skipped.problem == "the state of an earlier drill is still being written"
+    goes_on.set()
+    bench.until_reported(4)
+    step = bench.state.committed_step
+    bench.drills._take_asked(DrillAt(rank=0, step=step))
+    whole = [one for one in bench.until_reported(6) if not one.problem]
+    parts = {(one.step, one.part) for one in whole}
+    assert parts == {(1, "share"), (1, "state"), (2, "share"), (step, "share"), (step, "state")}
+
+
 def test_a_step_that_is_asked_for_is_drilled(tmp_path):
     """Once; one that is behind is not, nor is any where drills are off."""
     bench = Bench(tmp_path, drill_at="90")
@@ -208,6 +233,7 @@ def test_a_look_that_fails_is_no_fault_of_the_rank(tmp_path, error):
     record = diagnose(bench, MicroBatch(indices=(0,), batch=torch.ones(2)))
     assert "again" not in record
     assert (record["handed"], dropped, phases) == ([], [True], [Phase.CHECKPOINT])
+    assert str(error) in " ".join(record["left_out"].values())
 
 
 def test_a_fault_in_a_look_is_still_one(tmp_path):
@@ -251,6 +277,7 @@ def test_a_batch_that_nobody_can_pickle_is_not_handed_over(tmp_path):
     bench.state.model.seen = (one for one in ())
     record = diagnose(bench, MicroBatch(indices=(0,), batch=[torch.ones(2), lambda: None]))
     assert record["handed"] == ["side.pt"]
+    assert "pickle" in record["left_out"]["batch.pt"].lower()
     assert "model.seen" in " ".join(record["missing"])
     assert record["again"]["samples"] == ["s"]
 

@@ -118,8 +118,11 @@ DRILLS = ((10, {}), (20, {"differs": WEIGHT}))  # step, and what it has found
 def diagnosing(simulate, monkeypatch, *, saved=(5,), steps=900, drills=DRILLS, rank=1, **changes):
     """A run whose rank 1 has passed a drill at step 10 and failed one at 20, and is diagnosed."""
     entries = [SimpleNamespace(step=step) for step in saved]
-    monkeypatch.setattr(suspects, "Catalog", lambda _: SimpleNamespace(entries=lambda: entries))
+    spared = []
+    catalog = SimpleNamespace(entries=lambda: entries, spare=spared.append, spare_none=spared.clear)
+    monkeypatch.setattr(suspects, "Catalog", lambda _: catalog)
     run = simulate(steps=steps, proof_share=0, **changes)
+    run.spared = spared
     for step, found in drills:
         run.to_step(step)
         give(run, step, rank=rank)
@@ -142,6 +145,17 @@ def diagnose(run, **found):
     run._end(process, exit_code=0)
     run.pass_time(0.05)
     return order
+
+
+@pytest.mark.parametrize("wanted", ["rollback", "continue"])
+def test_the_checkpoint_to_go_back_to_is_kept(simulate, monkeypatch, wanted):
+    """From before the last good drill of each rank that has one; control: not where nobody would go back."""
+    run = diagnosing(simulate, monkeypatch, on_wrong_gradient=wanted, drills=())
+    for step, rank in ((10, 1), (20, 2), (30, 1)):
+        drill(run, step, rank)
+    assert run.spared == [11, 11, 21] * (wanted == "rollback")
+    keeper_of(run).tidies_up()
+    assert run.spared == []
 
 
 def causes(run):
@@ -243,7 +257,7 @@ def test_what_was_gone_back_from_is_not_trusted(simulate, monkeypatch, by_proces
     diagnose(run, **ONCE)
     [doubt] = run.events("in_doubt")
     assert doubt["first"] == 16
-    assert keeper_of(run)._suspects._left[1].back_at == 5
+    assert keeper_of(run)._suspects._standing[1].left.back_at == 5
 
 
 def test_what_is_trusted_ends_before_the_wrong_step(simulate, monkeypatch):
@@ -464,6 +478,22 @@ def test_a_run_that_does_not_go_back_is_not_exact(simulate, monkeypatch, changes
     assert len(reasons(run)) == 1
 
 
+def test_a_rank_that_is_wrong_twice_is_only_reported(simulate, monkeypatch):
+    """With on_wrong_gradient=continue no device counts as lost, and nobody is replaced; control: also not to see."""
+    gpus = {"devices": (0, 1, 2), "run_options": {"deterministic": True}}
+    run = diagnosing(simulate, monkeypatch, on_wrong_gradient="continue", min_ranks=1, **gpus)
+    diagnose(run, **ONCE)
+    drill(run, 60, differs=WEIGHT)
+    diagnose(run, **ONCE)
+    drill(run, 90, differs=WEIGHT)
+    diagnose(run, **LASTING)
+    assert_done(run)
+    assert [cause for cause, *_ in causes(run)] == ["once", "once", "lasting"]
+    assert plans(run) == []
+    assert [one["rank"] for one in run.events("in_doubt")] == [1, 1]
+    assert len(reasons(run)) == 1
+
+
 def test_a_run_may_stop_for_a_wrong_gradient(simulate, monkeypatch):
     """With exit 1: another try would not make its weights right."""
     run = diagnosing(simulate, monkeypatch, on_wrong_gradient="stop")
@@ -471,6 +501,20 @@ def test_a_run_may_stop_for_a_wrong_gradient(simulate, monkeypatch):
     ending = run.run_to_end()
     assert (ending.status, ending.exit_code) == (RunStatus.FAILED, ExitCode.FAILED)
     assert "wrong gradient" in ending.error_line + ending.reason
+
+
+def test_a_run_that_stops_for_it_does_so_at_its_end_too(simulate, monkeypatch):
+    """All ranks had finished, and saved, before the diagnosis was there."""
+    run = diagnosing(simulate, monkeypatch, on_wrong_gradient="stop")
+    monkeypatch.setattr(keeper_of(run), "found", lambda: None)
+    diagnose(run, **ONCE)
+    ending = run.run_to_end()
+    assert (ending.status, ending.exit_code) == (RunStatus.FAILED, ExitCode.FAILED)
+    assert ending.reason == (
+        "training is complete, but rank 1 has computed a wrong gradient, first in layer.weight"
+        " (recovery.on_wrong_gradient=stop)"
+    )
+    assert run.best == run.steps
 
 
 def test_a_gpu_whose_kernels_may_vary_is_not_blamed(simulate, monkeypatch):
