@@ -47,6 +47,7 @@ from ddp_runner.supervisor.nodes.coordinator import (
     NodeTraffic,
     missing_nodes,
 )
+from ddp_runner.supervisor.nodes.majority_keeper import MajorityKeeper
 from ddp_runner.supervisor.nodes.other_nodes import Coordinates, Door, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.outputs import Outputs
@@ -72,6 +73,7 @@ class OtherMachines:
     nodes: tuple[RemoteNode, ...]
     owner: FolderOwner
     probes: tuple[FolderProbe, ...]
+    majority: MajorityKeeper
 
 
 class MakesAgent(Protocol):
@@ -372,7 +374,18 @@ class _Here:
         for probe in probes:
             probe.write()
         others = _other_machines(plan, node, place)
-        machines = OtherMachines(nodes=tuple(others), owner=owner, probes=tuple(probes))
+        options = place.meeting.options
+        majority = MajorityKeeper(
+            plan,
+            term=owner.term,
+            token=place.meeting.token,
+            at=(options.host, options.port),
+            number=place.number,
+            clock=SYSTEM_CLOCK,
+        )
+        machines = OtherMachines(
+            nodes=tuple(others), owner=owner, probes=tuple(probes), majority=majority
+        )
         coordinating = self._coordinator(node, machines, coordinator)
         supervisor = coordinating.agent
         links = OtherNodes(
@@ -403,6 +416,7 @@ class _Here:
                 )
             finally:
                 links.end((supervisor.ending or ending).event)
+                majority.close()
                 for probe in probes:
                     probe.remove()
         return ending.exit_code
@@ -441,6 +455,7 @@ class _Here:
             others=machines.nodes,
             owner=machines.owner,
             probes=machines.probes,
+            majority=machines.majority,
         )
         return _Coordinating(agent=supervisor, shown=run, summary=_summary(run, supervisor))
 

@@ -15,12 +15,12 @@ from ddp_runner.core.machines.majority import (
     confirmed,
     forming,
     has_majority,
+    known_by_all,
     may_form,
     may_obey,
     may_vote,
     newest,
     promising,
-    why_no_vote_holds,
 )
 
 TICK_S = 0.05
@@ -168,9 +168,7 @@ class World:
         if has_majority(one.record, one.votes):
             one.leads, one.has_formed, one.members, one.has_group = True, False, (), False
             one.generation, self.elections = one.record.generation, self.elections + 1
-            one.lost_s = dict.fromkeys(
-                (m for m in self.machines if m is not one), self.now_s
-            )
+            one.lost_s = dict.fromkeys((m for m in self.machines if m is not one), self.now_s)
 
     def _look_for_coordinator(self, one):
         bosses = [m for m in self.machines if m is not one and m.leads and self.hear(one, m)]
@@ -180,9 +178,8 @@ class World:
 
     def _join(self, one, boss):
         if one.record.has_promised > boss.ballot:
-            if boss.has_formed or boss.memory:
-                if one.record.promised_term != boss.ballot[1]:
-                    boss.end()  # another one was elected
+            if boss.memory and one.record.formed > boss.record.formed:
+                boss.end()  # others have trained without it
                 return
             boss.ballot = (one.record.promised + 1, boss.ballot[1])
         known = newest([boss.record, *(m.record for m in self._there(boss))])
@@ -197,10 +194,14 @@ class World:
     def _there(self, boss):
         return [m for m in self.machines if m is boss or (m.obeys is boss and self.hear(boss, m))]
 
-    def _coordinate(self, one):
+    def _say_who_leads(self, one):
         for other in self.machines:
-            if other.leads and other.ballot < one.ballot and self.hear(one, other):
-                other.end()  # which hears that another one was elected
+            is_older = not other.memory or other.ballot < one.ballot
+            if one.memory and is_older and other.leads and self.hear(one, other):
+                other.end()  # which yields
+
+    def _coordinate(self, one):
+        self._say_who_leads(one)
         there = self._there(one)
         missing = [m for m in self.machines if m not in there]
         for other in missing:
@@ -226,19 +227,24 @@ class World:
     def _form(self, one, there, known):
         if not one.ballot[1]:
             one.ballot = (max(m.record.promised for m in there) + 1, f"t{next(NAMES)}")
+        number = max(one.ballot[0], *(m.record.promised for m in there))
+        if any(m.record.has_promised > one.ballot for m in there):
+            number += 1
+        one.ballot = (number, one.ballot[1])
         one.generation += 1
         one.members = tuple(there)
         peers = [Peer(machine=m.record.machine, number=m.number, host="", port=1) for m in there]
         asked = set()
         ballot, generation, members = one.ballot, one.generation, one.members
         how = {"ballot": ballot, "generation": generation, "members": peers}
+        how["before"] = known_by_all(known)
 
         def take(other):
             if not other.leads and other.obeys is not one:
                 return
             if not may_obey(other.record, ballot) or one.members is not members:
                 return
-            other.record = forming(other.record, known, **how)
+            other.record = forming(other.record, **how)
             asked.add(other)
             if len(asked) == len(there):
                 self._formed(one, members, known)
@@ -254,7 +260,7 @@ class World:
         state = max(held, default=0) or max(m.saved for m in members)
         for other in members:
             other.memory, other.memory_of = state or -1, other.record.formed
-            life, formed = other.life, other.record.formed
+            formed = other.record.formed
             self.post(other, other, lambda o=other, f=formed: self._confirm(o, f))
         one.has_group = one.has_formed = True
 

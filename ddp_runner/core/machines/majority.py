@@ -6,7 +6,7 @@ Each machine keeps a :class:`Record` in its folder. Nothing is read or sent here
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 LEAST_MACHINES = 3  # of two, none has a majority without the other
 
@@ -42,8 +42,8 @@ class Record:
     ballot: int = 0
     term: str = ""
     generation: int = 0
-    members: list[Peer] = field(default_factory=list)
-    before: list[Peer] = field(default_factory=list)
+    members: tuple[Peer, ...] = ()
+    before: tuple[Peer, ...] = ()
 
     @property
     def formed(self) -> Formed:
@@ -116,21 +116,38 @@ def may_form(records: Sequence[Record]) -> bool:
     return has_majority(newest(records), {one.machine for one in records})
 
 
+def known_by_all(record: Record) -> tuple[Peer, ...]:
+    """Return the members of the newest generation that all its machines know, as far as this record says."""
+    return record.before or record.members
+
+
 def forming(
-    record: Record, known: Record, *, ballot: Ballot, generation: int, members: Sequence[Peer]
+    record: Record,
+    *,
+    ballot: Ballot,
+    generation: int,
+    members: Sequence[Peer],
+    before: Sequence[Peer],
 ) -> Record:
-    """Return the record of a machine that is asked to form. ``known``: the newest record of all members."""
+    """Return the record of a machine that is asked to form. ``before``: :func:`known_by_all` of the newest record there."""
     number, term = ballot
     return replace(
         promising(record, ballot),
         ballot=number,
         term=term,
         generation=generation,
-        members=list(members),
-        before=list(known.before or known.members),
+        members=tuple(members),
+        before=tuple(before),
     )
 
 
 def confirmed(record: Record) -> Record:
     """Return the record of a machine whose newest generation trains: all members know it."""
-    return replace(record, before=[])
+    return replace(record, before=())
+
+
+def others_of(record: Record) -> list[Peer]:
+    """Return the other machines that have a say after the newest generation of ``record``, each once."""
+    known = {peer.machine: peer for peer in (*record.before, *record.members)}
+    known.pop(record.machine, None)
+    return list(known.values())
