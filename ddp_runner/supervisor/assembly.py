@@ -374,12 +374,11 @@ class _Here:
         for probe in probes:
             probe.write()
         others = _other_machines(plan, node, place)
-        options = place.meeting.options
         majority = MajorityKeeper(
             plan,
             term=owner.term,
             token=place.meeting.token,
-            at=(options.host, options.port),
+            at=(place.address, place.meeting.options.port),
             number=place.number,
             clock=SYSTEM_CLOCK,
         )

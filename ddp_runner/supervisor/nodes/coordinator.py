@@ -280,13 +280,18 @@ class CoordinatorSupervisor(Supervisor):
             self._look_at_missing(now_s)
             self._look_at_owner(now_s)
             if self._majority is not None:
-                self._majority.say_who_leads(now_s, self._members)
+                self._majority.say_who_leads(now_s, [one for one in self._others if one.is_there])
         super().advance()
 
     @property
     def _members(self) -> list[RemoteNode]:
-        """The other machines that are there, with ranks of this run."""
-        return [node for node in self._others if node.is_there]
+        """The other machines that are there, with ranks that take part in the next generation."""
+        return [
+            node
+            for node in self._others
+            if node.is_there
+            and any(self.world.ranks[rank].membership in IN_WORLD for rank in node.processes)
+        ]
 
     def _may_form(self, generation: int) -> bool:
         majority, there = self._majority, self._members

@@ -355,6 +355,8 @@ class _FollowerLoop:
                     both.register(self._signals, selectors.EVENT_READ)
                     both.select(TICK_S)
                 self._take_signals()
+                if self._votes_meanwhile():
+                    break
                 for content in link.receive():
                     answer = wire.decode(content, FROM_COORDINATOR)
                     if isinstance(answer, (Welcome, Refused)):
@@ -362,6 +364,13 @@ class _FollowerLoop:
         except (LinkLostError, WireError) as error:
             return error
         return LinkLostError(f"no answer within {WELCOME_TIME_S:g} s")
+
+    def _votes_meanwhile(self) -> bool:
+        """Vote while a coordinator that may hang is to answer. Return whether this machine was elected instead."""
+        if self.voting is None or not self.voting.holds:
+            return False
+        self.voting.turn(obeys=False)
+        return self._succeeds()
 
     def _hears_votes_at(self) -> tuple[str, int]:
         """Return the address where this machine hears of votes; an empty one where it hears of none."""
@@ -636,6 +645,8 @@ class _FollowerLoop:
 
     def _succeeds(self) -> bool:
         """Return whether this machine has taken the coordinator's place, which it does where it may."""
+        if self.heir is not None:
+            return True
         follower, welcome, node = self._follower, self._welcome, self._node
         if self.succession is None or follower is None or welcome is None or node is None:
             return False

@@ -12,8 +12,8 @@ from ddp_runner.core.machines.majority import (
     Record,
     confirmed,
     forming,
-    has_majority,
     known_by_all,
+    may_form,
     newest,
     others_of,
     why_no_vote_holds,
@@ -112,9 +112,9 @@ class MajorityKeeper:
         if self._is_new and not self._has_formed:
             return []
         records = self._records(there)
-        known, names = newest(records), {one.machine for one in records}
-        if has_majority(known, names):
+        if may_form(records):
             return []
+        known, names = newest(records), {one.machine for one in records}
         peers = (*known.members, *known.before)
         return sorted({one.number for one in peers if one.machine not in names})
 

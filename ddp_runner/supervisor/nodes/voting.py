@@ -131,7 +131,7 @@ class Voting:
             elif isinstance(message, Vote):
                 if (message.ballot, message.term) == self._ballot:
                     self._votes.add(message.machine)
-            elif may_obey(self.file.read(), (message.ballot, message.term)):
+            else:  # one of an older ballot takes a newer number, or says that it is behind
                 self.leader_at = (message.host, message.port)
                 self._letters.drop(link)
 
