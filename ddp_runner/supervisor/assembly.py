@@ -47,7 +47,6 @@ from ddp_runner.supervisor.nodes.coordinator import (
     NodeTraffic,
     missing_nodes,
 )
-from ddp_runner.supervisor.nodes.majority_keeper import MajorityKeeper
 from ddp_runner.supervisor.nodes.other_nodes import Coordinates, Door, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.outputs import Outputs
@@ -73,7 +72,6 @@ class OtherMachines:
     nodes: tuple[RemoteNode, ...]
     owner: FolderOwner
     probes: tuple[FolderProbe, ...]
-    majority: MajorityKeeper
 
 
 class MakesAgent(Protocol):
@@ -316,6 +314,7 @@ class _Coordinating:
     agent: Coordinator
     shown: Shown
     summary: Callable[[Ending], Summary | None]
+    close: Callable[[], None] = lambda: None
 
 
 def take_over(heir: Heir, *, coordinator: MakesCoordinator | None = None) -> int:
@@ -374,18 +373,8 @@ class _Here:
         for probe in probes:
             probe.write()
         others = _other_machines(plan, node, place)
-        majority = MajorityKeeper(
-            plan,
-            term=owner.term,
-            token=place.meeting.token,
-            at=(place.address, place.meeting.options.port),
-            number=place.number,
-            clock=SYSTEM_CLOCK,
-        )
-        machines = OtherMachines(
-            nodes=tuple(others), owner=owner, probes=tuple(probes), majority=majority
-        )
-        coordinating = self._coordinator(node, machines, coordinator)
+        machines = OtherMachines(nodes=tuple(others), owner=owner, probes=tuple(probes))
+        coordinating = self._coordinator(node, machines, coordinator, place)
         supervisor = coordinating.agent
         links = OtherNodes(
             plan,
@@ -415,13 +404,17 @@ class _Here:
                 )
             finally:
                 links.end((supervisor.ending or ending).event)
-                majority.close()
+                coordinating.close()
                 for probe in probes:
                     probe.remove()
         return ending.exit_code
 
     def _coordinator(
-        self, node: Node, machines: OtherMachines, coordinator: MakesCoordinator | None
+        self,
+        node: Node,
+        machines: OtherMachines,
+        coordinator: MakesCoordinator | None,
+        place: Place,
     ) -> _Coordinating:
         """Return who decides, on this machine, in a run on several."""
         plan, directories = self._plan, self._directories
@@ -454,9 +447,13 @@ class _Here:
             others=machines.nodes,
             owner=machines.owner,
             probes=machines.probes,
-            majority=machines.majority,
         )
-        return _Coordinating(agent=supervisor, shown=run, summary=_summary(run, supervisor))
+        return _Coordinating(
+            agent=supervisor,
+            shown=run,
+            summary=_summary(run, supervisor),
+            close=supervisor.decide_by_majority(place).close,
+        )
 
     def _begun(self, place: Place) -> tuple[Node, FolderOwner]:
         """Return the node of this machine, and the owner that the folder of the checkpoints will have."""

@@ -60,7 +60,7 @@ def why_no_vote_holds(*, least: int, most: int) -> str:
     """Return in words why no majority can decide in such a run; empty if one can.
 
     Each group that trains has ``least`` machines or more: where two such groups may have no machine in common, nothing
-    tells the newer from the older one.
+    says which is the newer one.
     """
     if most < LEAST_MACHINES:
         return "two machines have no majority without each other"

@@ -131,7 +131,6 @@ class CoordinatorSupervisor(Supervisor):
         others: Sequence[RemoteNode],
         owner: FolderOwner,
         probes: Sequence[FolderProbe] = (),
-        majority: MajorityKeeper | None = None,
     ) -> None:
         super().__init__(run, parts)
         self._record = recorder
@@ -150,7 +149,8 @@ class CoordinatorSupervisor(Supervisor):
         self.has_successor = False  # another coordinator has taken the checkpoints
         self._without: tuple[int, ...] = ()  # as it stands in the folder
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
-        self._majority = majority
+        self._plan = plan
+        self._majority: MajorityKeeper | None = None  # None: no majority decides
         self._elected_at = ""  # where another machine coordinates, which a majority has voted for
         self._short_since_s: float | None = None  # of a majority, which nobody trains without
         self._has_parked = False  # whether ranks of others came with a memory
@@ -166,6 +166,18 @@ class CoordinatorSupervisor(Supervisor):
             has_left=self._has_done_all,
             now_s=self._clock.monotonic(),
         )
+
+    def decide_by_majority(self, place: Place) -> MajorityKeeper:
+        """Have a majority decide who coordinates, where it can. ``place``: this machine's; the caller closes the keeper."""
+        self._majority = MajorityKeeper(
+            self._plan,
+            term=self._owner.term,
+            token=place.meeting.token,
+            at=(place.address, place.meeting.options.port),
+            number=place.number,
+            clock=self._clock,
+        )
+        return self._majority
 
     def beat(self, number: int) -> Beat:
         """Return the state of the run, for a node."""

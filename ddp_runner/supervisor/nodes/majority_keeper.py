@@ -26,6 +26,8 @@ from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.system.ballot_file import BallotFile
 
 SAYS_EVERY_S = 1.0  # to machines that are not there, who coordinates
+# For a coordinator that was elected meanwhile to say so, before one that others have left takes them back.
+DOUBTS_S = 5.0
 _KINDS = by_name(Elected | Vote)
 
 
@@ -52,6 +54,7 @@ class MajorityKeeper:
         self._ballot = self._file.read().promised + 1
         self._has_formed = self._is_elected = False
         self._said_s = 0.0
+        self._doubts_since_s = 0.0  # whether another one was elected; 0: it does not
         options = plan.nodes
         is_moved = options.moving_fd is not None
         self.may_decide = not is_moved and not why_no_vote_holds(
@@ -78,11 +81,19 @@ class MajorityKeeper:
         return not has_right or (elected.ballot, elected.term) > self.ballot
 
     def ballot_for(self, hello: Hello) -> int:
-        """Return the number for a machine that has come, which follows no older coordinator than the one it has voted for."""
+        """Return the number for a machine that has come, which follows no older coordinator than the one it has voted for.
+
+        0: it is to come again, as the one that it has voted for may coordinate.
+        """
         if not self.may_decide:
             return 0
         if hello.record is not None and hello.record.has_promised > self.ballot:
-            self._ballot = hello.record.promised + 1
+            now_s = self._clock.monotonic()
+            self._doubts_since_s = self._doubts_since_s or now_s
+            has_right = self._has_formed or self._is_elected
+            if has_right and now_s < self._doubts_since_s + DOUBTS_S:
+                return 0
+            self._ballot, self._doubts_since_s = hello.record.promised + 1, 0.0
         return self._ballot
 
     def is_behind(self, record: Record | None) -> bool:
