@@ -13,7 +13,7 @@ from ddp_runner.core.machines.node_messages import Elected, Generation
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.supervisor.nodes.letters import Letters
-from ddp_runner.supervisor.nodes.majority_keeper import MajorityKeeper
+from ddp_runner.supervisor.nodes.majority_keeper import DOUBTS_S, MajorityKeeper
 from ddp_runner.supervisor.nodes.voting import Voting
 from ddp_runner.system.ballot_file import BallotFile
 from ddp_runner.system.node_link import LinkLostError
@@ -196,3 +196,30 @@ def test_why_no_majority_decides_is_said_in_words(least, most, expected):
     why = why_no_vote_holds(least=least, most=most)
     assert expected in why
     assert bool(why) == bool(expected)
+
+
+def test_a_coordinator_doubts_before_it_takes_back_who_has_voted_for_another(tmp_path):
+    """Whoever was elected has the time to say so; after that it was nobody."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
+    keeper = MajorityKeeper(
+        plan_of(tmp_path), term=TERM, token=TOKEN, clock=clock, at=("127.0.0.1", 1), number=0
+    )
+    voter = SimpleNamespace(record=Record(machine="m1", promised=7, promised_term="b"))
+    assert keeper.ballot_for(voter) == 8  # nothing has formed: there is nothing to doubt
+    keeper.was_elected(3)
+    assert keeper.ballot_for(voter) == 0
+    clock.now_s += DOUBTS_S
+    assert keeper.ballot_for(voter) == 8
+    keeper.close()
+
+
+def test_only_the_newest_memory_that_is_known_is_kept(tmp_path):
+    """A machine that the others have gone on without comes with an older one."""
+    keeper = keeper_in(tmp_path)
+    old, new = (
+        Record(machine=f"m{number}", ballot=1, term=TERM, generation=number) for number in (1, 2)
+    )
+    assert keeper.has_newest(old, [])
+    assert not keeper.has_newest(old, [There(2, new)])
+    assert keeper.has_newest(new, [There(1, old)])
+    keeper.close()
