@@ -294,7 +294,7 @@ class World:
 
     # What happens to machines.
 
-    def harm(self):
+    def harm(self):  # noqa: C901 - one row a harm
         leaders = [one for one in self.machines if one.leads]
         one = self.random.choice(leaders or self.machines)
         if self.random.random() < 0.5:
@@ -307,17 +307,31 @@ class World:
             one.record, one.saved = self.fresh(), 0
         elif what == "start":
             self.restart()
+        elif what == "move":
+            self.cut.clear()
+            self._split(self.random.randint(1, 2))
+            self._lose_disks()
+            self.restart()
         elif what == "cut":
             self.cut |= {frozenset((one.number, m.number)) for m in self.machines if m is not one}
         elif what == "split":
-            side = set(self.random.sample(range(self.count), self.count // 2))
-            self.cut |= {
-                frozenset((a, b)) for a in side for b in range(self.count) if b not in side
-            }
+            self._split(self.count // 2)
         elif what == "link":
             self.cut.add(frozenset(self.random.sample(range(self.count), 2)))
         elif what == "heal":
             self.cut.clear()
+
+    def _split(self, size):
+        """So many machines do not hear the others."""
+        side = set(self.random.sample(range(self.count), size))
+        rest = set(range(self.count)) - side
+        self.cut |= {frozenset((a, b)) for a in side for b in rest}
+
+    def _lose_disks(self):
+        """Some of those that have ended come back with nothing on their disks."""
+        for other in self.machines:
+            if not other.is_alive and self.random.random() < 0.5:
+                other.record, other.saved = self.fresh(), 0
 
     def restart(self):
         """Start who has ended; machine 0 coordinates unless another one that it knows and reaches does."""
@@ -338,14 +352,17 @@ class World:
             self.turn()
 
 
-HARMS = ("kill", "kill", "wipe", "start", "start", "cut", "cut", "split", "link", "heal")
+HARMS = (
+    *("kill", "kill", "wipe", "wipe", "start", "start"),
+    *("cut", "split", "link", "heal", "move", "move", "move"),
+)
 
 
 def schedule(seed):
     """A few harms at random times; then all is well but for who has ended."""
     world = World(seed)
     world.run(world.random.uniform(0.1, 3.0))
-    for _ in range(world.random.randint(1, 7)):
+    for _ in range(world.random.randint(1, 12)):
         world.harm()
         world.run(world.random.choice((0.2, 0.8, 1.6, 4.0)) * world.random.random())
     world.cut.clear()
@@ -355,7 +372,7 @@ def schedule(seed):
     world.run(12.0)
     have = {m.record.machine for m in world.machines if m.memory and m.memory == world.newest}
     known = newest([m.record for m in world.machines])
-    able = world.commits and has_majority(known, have)
+    able = known.members and has_majority(known, have)
     if able and sum(m.is_alive for m in world.machines) >= world.least:
         before = world.commits
         world.run(6.0)
@@ -375,3 +392,40 @@ def test_a_majority_never_lets_two_commit_in_ten_thousand_schedules(first):
     """The same, with the others of ten thousand."""
     for seed in range(first, first + SCHEDULES):
         schedule(seed)
+
+
+def record_of(number=1, *, promised=0, generation=0, members="", before=""):
+    """A record of machines that have one letter each."""
+    groups = [
+        tuple(Peer(machine=one, number=0, host="", port=1) for one in group)
+        for group in (members, before)
+    ]
+    return Record(
+        machine=str(number),
+        promised=promised,
+        promised_term="t",
+        ballot=promised,
+        generation=generation,
+        members=groups[0],
+        before=groups[1],
+    )
+
+
+def test_a_machine_votes_once_and_for_no_older_memory():
+    """A ballot with a greater number, of a candidate whose newest generation is not older."""
+    record = record_of(promised=2, generation=5)
+    assert may_vote(record, (3, "a"), record.formed)
+    assert not may_vote(record, (2, "t"), record.formed)
+    assert not may_vote(record, (3, "a"), (2, "", 4))
+    assert not may_obey(promising(record, (4, "b")), (3, "a"))
+
+
+@pytest.mark.parametrize(
+    ("before", "machines", "expected"),
+    [("", "ab", True), ("", "ad", False), ("cde", "ab", False), ("cde", "abcd", True)],
+)
+def test_a_generation_has_a_majority_of_those_before(before, machines, expected):
+    """Of the newest one, and of the one that all machines know."""
+    known = record_of("a", promised=1, generation=2, members="abc", before=before)
+    there = [known, *(record_of(one) for one in machines if one != "a")]
+    assert may_form(there) is expected

@@ -73,7 +73,7 @@ def may_vote(record: Record, ballot: Ballot, formed: Formed) -> bool:
     """Return whether the machine with ``record`` votes for a candidate whose newest generation is ``formed``."""
     # INVARIANT one-vote: a machine votes once for each ballot, and for no candidate with an older memory than its own
     # generation has. Broken if: two machines are elected in one ballot, or a committed step is left behind.
-    # Guarded by: test_a_majority_never_lets_two_machines_commit.
+    # Guarded by: test_a_machine_votes_once_and_for_no_older_memory.
     return ballot > record.has_promised and formed >= record.formed
 
 
@@ -81,7 +81,7 @@ def may_obey(record: Record, ballot: Ballot) -> bool:
     """Return whether this machine may still form a generation for the coordinator of ``ballot``."""
     # INVARIANT promise-is-kept: a machine that has voted for a coordinator trains for no older one. Broken if: the older one
     # commits a step beside the new one.
-    # Guarded by: test_a_majority_never_lets_two_machines_commit.
+    # Guarded by: test_a_machine_votes_once_and_for_no_older_memory.
     return ballot >= record.has_promised
 
 
@@ -95,7 +95,7 @@ def has_majority(record: Record, machines: Collection[str]) -> bool:
     """Return whether ``machines`` are more than half of those that had the newest generation of ``record``."""
     # INVARIANT majority-of-both: until all machines know a generation, a majority of the one before is needed too. Broken
     # if: machines that know of it and machines that do not each find a majority.
-    # Guarded by: test_a_majority_never_lets_two_machines_commit.
+    # Guarded by: test_a_generation_has_a_majority_of_those_before.
     return all(_is_most(group, machines) for group in (record.members, record.before) if group)
 
 
@@ -112,7 +112,7 @@ def may_form(records: Sequence[Record]) -> bool:
     """Return whether the machines that are there may train together: no others can have gone on without them."""
     # INVARIANT majority-forms: a generation has more than half of the machines of the one before. Broken if: a coordinator
     # that is cut off trains with a minority, while the others elect another one.
-    # Guarded by: test_a_majority_never_lets_two_machines_commit.
+    # Guarded by: test_a_generation_has_a_majority_of_those_before.
     return has_majority(newest(records), {one.machine for one in records})
 
 
