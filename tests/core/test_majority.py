@@ -294,7 +294,7 @@ class World:
 
     # What happens to machines.
 
-    def harm(self):  # noqa: C901 - one row a harm
+    def harm(self):
         leaders = [one for one in self.machines if one.leads]
         one = self.random.choice(leaders or self.machines)
         if self.random.random() < 0.5:
@@ -304,7 +304,7 @@ class World:
             one.end()
         elif what == "wipe":
             one.end()
-            one.record, one.saved = self.fresh(), 0
+            self._lose_disk(one)
         elif what == "start":
             self.restart()
         elif what == "move":
@@ -331,7 +331,14 @@ class World:
         """Some of those that have ended come back with nothing on their disks."""
         for other in self.machines:
             if not other.is_alive and self.random.random() < 0.5:
-                other.record, other.saved = self.fresh(), 0
+                self._lose_disk(other)
+
+    def _lose_disk(self, one):
+        """Unless a majority of the newest generation would be gone: whoever is left then knows nothing of it."""
+        known = newest([m.record for m in self.machines])
+        left = {m.record.machine for m in self.machines if m is not one}
+        if has_majority(known, left):
+            one.record, one.saved = self.fresh(), 0
 
     def restart(self):
         """Start who has ended; machine 0 coordinates unless another one that it knows and reaches does."""
