@@ -39,7 +39,7 @@ _SILENT = "over NCCL, ranks end with their coordinator"
 class Succession:
     """Decides for a follower without a coordinator whether its machine takes that place."""
 
-    def __init__(self, plan: LaunchPlan, *, voting: Voting | None, clock: Clock) -> None:
+    def __init__(self, plan: LaunchPlan, *, clock: Clock, voting: Voting | None = None) -> None:
         """``voting``: this machine's part where a majority decides; None: no majority ever does."""
         assert plan.nodes is not None
         self._voting = voting
