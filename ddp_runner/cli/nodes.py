@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 from ddp_runner.config import to_record
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.identity import is_sealed, shared_settings
+from ddp_runner.core.machines.majority import others_of, why_no_vote_holds
 from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import HIDDEN, masked_words
@@ -37,6 +38,7 @@ from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import moving_endpoint
+from ddp_runner.system.ballot_file import BallotFile
 from ddp_runner.system.code_files import (
     digest_of,
     own_code,
@@ -107,6 +109,12 @@ def train_on_several(
     known = given or shared_token(folder) or b""
     if known and options.moving_fd is None and leads_elsewhere(plan, known):
         door.listening.close()
+        return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=lead)
+    elected = elected_elsewhere(plan, known) if known else None
+    if elected is not None:
+        door.listening.close()
+        host, port = elected
+        plan = replace(plan, nodes=replace(options, host=host, port=port, is_host=False))
         return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=lead)
     try:
         found = meeting(plan, token=given or make_token(folder), silent_s=silent_s)
@@ -269,6 +277,28 @@ def leads_elsewhere(plan: LaunchPlan, token: bytes) -> bool:
         if not is_held or time.monotonic() >= began_s + limit_s:
             return False
         time.sleep(_LOOK_AGAIN_S)
+
+
+def elected_elsewhere(plan: LaunchPlan, token: bytes) -> tuple[str, int] | None:
+    """Return where the machine listens that a majority has elected in this one's place; None if none answers.
+
+    It is looked for among the machines of the newest generation that this one was in.
+    """
+    options = plan.nodes
+    assert options is not None
+    if options.moving_fd is not None or why_no_vote_holds(least=options.least, most=options.most):
+        return None
+    for peer in others_of(BallotFile(Path(plan.settings.run.checkpoint_dir)).read()):
+        where = (peer.host, peer.port)
+        if where == (options.host, options.port):
+            continue
+        with contextlib.suppress(OSError, WrongTokenError):
+            connection = socket.create_connection(where, timeout=_DIAL_S)
+            answer = ask(connection, token=token, limit_s=_ANSWER_S)
+            if answer.run_id == options.run_id:
+                print(f"{peer.host}:{peer.port} was elected: following it", flush=True)
+                return where
+    return None
 
 
 def coordinators_door(options: NodeOptions) -> Door | None:

@@ -314,6 +314,7 @@ class _Coordinating:
     agent: Coordinator
     shown: Shown
     summary: Callable[[Ending], Summary | None]
+    close: Callable[[], None] = lambda: None
 
 
 def take_over(heir: Heir, *, coordinator: MakesCoordinator | None = None) -> int:
@@ -373,7 +374,7 @@ class _Here:
             probe.write()
         others = _other_machines(plan, node, place)
         machines = OtherMachines(nodes=tuple(others), owner=owner, probes=tuple(probes))
-        coordinating = self._coordinator(node, machines, coordinator)
+        coordinating = self._coordinator(node, machines, coordinator, place)
         supervisor = coordinating.agent
         links = OtherNodes(
             plan,
@@ -403,12 +404,17 @@ class _Here:
                 )
             finally:
                 links.end((supervisor.ending or ending).event)
+                coordinating.close()
                 for probe in probes:
                     probe.remove()
         return ending.exit_code
 
     def _coordinator(
-        self, node: Node, machines: OtherMachines, coordinator: MakesCoordinator | None
+        self,
+        node: Node,
+        machines: OtherMachines,
+        coordinator: MakesCoordinator | None,
+        place: Place,
     ) -> _Coordinating:
         """Return who decides, on this machine, in a run on several."""
         plan, directories = self._plan, self._directories
@@ -442,7 +448,12 @@ class _Here:
             owner=machines.owner,
             probes=machines.probes,
         )
-        return _Coordinating(agent=supervisor, shown=run, summary=_summary(run, supervisor))
+        return _Coordinating(
+            agent=supervisor,
+            shown=run,
+            summary=_summary(run, supervisor),
+            close=supervisor.decide_by_majority(place).close,
+        )
 
     def _begun(self, place: Place) -> tuple[Node, FolderOwner]:
         """Return the node of this machine, and the owner that the folder of the checkpoints will have."""

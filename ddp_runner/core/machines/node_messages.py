@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddp_runner.core.machines.majority import Peer, Record
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.wire.events import RunEnds
 from ddp_runner.kernel.wire.packets import by_name
@@ -43,6 +44,7 @@ class Hello:
     ``ranks``: how many it has. ``run_id``: of ``--rdzv-id``. ``meaning``: what the run means, by key;
     it must be the coordinator's. ``versions``: of Python, torch and this package, which must be too.
     ``copied``: as ``parked``, of the newest copy of the state in its memory, which is of step ``copied_step``.
+    ``record``: of the coordinators before, where a majority decides; ``at_host`` and ``at_port``: where it hears of votes.
     """
 
     host: str
@@ -63,6 +65,9 @@ class Hello:
     copied: Parked | None = None
     copied_step: int = EMPTY_STEP
     was_there: bool = False  # this process has been a node of the run before
+    record: Record | None = None
+    at_host: str = ""
+    at_port: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,47 @@ class Welcome:
     host: str = ""
     log_dir: str = ""
     checkpoint_dir: str = ""
+    ballot: int = 0  # the number of the coordinator's; 0: no majority decides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Coordinator -> follower, before the order to form: who has ``generation``, for a machine's Record."""
+
+    ballot: int
+    generation: int
+    members: tuple[Peer, ...]
+    before: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoteWanted:
+    """Follower without a coordinator -> another one: vote for it. ``formed`` and ``generation``: its newest generation."""
+
+    ballot: int
+    term: str
+    formed: int
+    formed_term: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """The answer: this ``machine`` has voted as it was asked."""
+
+    machine: str
+    ballot: int
+    term: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elected:
+    """A coordinator -> a machine that it does not hear: it coordinates, and listens there."""
+
+    ballot: int
+    term: str
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +372,8 @@ class EndWanted:
 FromFollower = (
     Hello
     | Question
+    | VoteWanted
+    | Elected
     | Folders
     | Look
     | Watched
@@ -341,6 +389,8 @@ FromCoordinator = (
     Welcome
     | Answer
     | Refused
+    | Generation
+    | Vote
     | Beat
     | StartRank
     | ToRank

@@ -1,5 +1,7 @@
 """Decides which machine coordinates once the coordinator is lost: one that holds the lock of the shared checkpoint folder.
 
+Where each machine has a folder of its own, :mod:`~.majority` decides.
+
 Nothing is read here: each fact is what a machine has seen itself, at a time of its own clock.
 """
 
@@ -23,19 +25,22 @@ class Arbiter:
 
     ``shares_folder``: this machine has the coordinator's checkpoint folder. ``keeps_locks``: it has seen the coordinator's
     lock on it, so that a lock there holds between machines. ``folder``: its name in log lines. ``otherwise``: why this run
-    cannot have a successor, whatever the folder.
+    cannot have a successor, whatever the folder. ``votes``: a majority of the machines decides.
     """
 
     shares_folder: bool
     keeps_locks: bool
     folder: str = "checkpoint folder"
     otherwise: str = ""
+    votes: bool = False
 
 
 def why_no_successor(arbiter: Arbiter) -> str:
     """Return in words why this machine never takes the coordinator's place; empty if it may."""
     if arbiter.otherwise:
         return arbiter.otherwise
+    if arbiter.votes:
+        return ""
     if not arbiter.shares_folder:
         return f"this machine does not share its {arbiter.folder}"
     if not arbiter.keeps_locks:

@@ -17,6 +17,8 @@ from ddp_runner.kernel.wire.board import Cell
 
 if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
+    from ddp_runner.core.machines.majority import Record
+    from ddp_runner.core.machines.node_messages import Elected, Hello
     from ddp_runner.features.script.rules import ScriptPlan
     from ddp_runner.kernel.parent.rank_handle import RankHandle
     from ddp_runner.kernel.processes.children import Ended
@@ -134,10 +136,19 @@ class ScriptCoordinator(ScriptAgent):
             restarts=len(self._failed),
         )
 
-    def keeps(self, parked: Parked, node: RemoteNode) -> bool:
+    def keeps(self, parked: Parked, node: RemoteNode, record: Record | None) -> bool:
         """Return False: what a script has in memory is of no use to others."""
-        del parked, node
+        del parked, node, record
         return False
+
+    def ballot_for(self, hello: Hello) -> int:
+        """Return 0: no majority decides where a script runs."""
+        del hello
+        return 0
+
+    def hear_elected(self, elected: Elected) -> None:
+        """Ignore it: no majority decides where a script runs."""
+        del elected
 
     def on_node_event(self, event: NodeEvent) -> None:
         """Something has come from another node, or of it."""

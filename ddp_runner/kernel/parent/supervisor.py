@@ -422,6 +422,8 @@ class Supervisor:
             return
         if not self.recorder.may_write and not self._begin():
             return
+        if not self._may_form(self.facts.generation + 1):
+            return
         first = self.world.present[0]
         self._stages.formed(first.ready)
         self.facts.generation += 1
@@ -435,6 +437,11 @@ class Supervisor:
         self._save_request.pass_on()
         if self._stop is not None:
             self.world.stop(Stop(reason=self._stop))
+
+    def _may_form(self, generation: int) -> bool:
+        """Return whether the world may form now, which it does next."""
+        del generation
+        return True
 
     def _begin(self) -> bool:
         """Every rank has built what it trains: the disk may be touched from here on."""

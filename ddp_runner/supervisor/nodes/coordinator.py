@@ -12,7 +12,8 @@ from typing import Protocol
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.machines.node_messages import Beat, Parked
+from ddp_runner.core.machines.majority import Record
+from ddp_runner.core.machines.node_messages import Beat, Elected, Hello, Parked
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.core.machines.nodes import ReturnFacts, keeps_memory, loads_own
 from ddp_runner.core.machines.succession import GoingOn
@@ -43,6 +44,7 @@ from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed
 from ddp_runner.kernel.wire.messages import Ready
+from ddp_runner.supervisor.nodes.majority_keeper import MajorityKeeper
 from ddp_runner.supervisor.nodes.missing_nodes import MissingNodes
 from ddp_runner.supervisor.nodes.node_events import NodeEvents
 from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined, OtherNodes, Place
@@ -80,7 +82,8 @@ class Taken:
     """A coordinator's place that this machine has taken: the folder with its lock and term, and where it listens.
 
     ``before``: what the folder said of the coordinator that was lost; ``without``: the machines that it says now have not the
-    newest memory; ``lost``: the number of that coordinator's machine.
+    newest memory; ``lost``: the number of that coordinator's machine. ``ballot``: the number of the one in which a majority has
+    voted for this machine; 0: none has voted.
     """
 
     owner: FolderOwner
@@ -90,6 +93,7 @@ class Taken:
     listening: socket.socket
     address: str
     lost: int
+    ballot: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +149,14 @@ class CoordinatorSupervisor(Supervisor):
         self.has_successor = False  # another coordinator has taken the checkpoints
         self._without: tuple[int, ...] = ()  # as it stands in the folder
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
+        self._plan = plan
+        self._majority: MajorityKeeper | None = None  # None: no majority decides
+        self._elected_at = ""  # where another machine coordinates, which a majority has voted for
+        self._short_since_s: float | None = None  # of a majority, which nobody trains without
         self._has_parked = False  # whether ranks of others came with a memory
         assert plan.nodes is not None
         self._has_heirs = plan.nodes.moving_fd is None
+        self._majority_wait_s = plan.nodes.join_timeout_s
         self._others = tuple(others)
         self._events = NodeEvents(self, others, least=plan.nodes.least, clock=self._clock)
         self._missing = MissingNodes(
@@ -157,6 +166,18 @@ class CoordinatorSupervisor(Supervisor):
             has_left=self._has_done_all,
             now_s=self._clock.monotonic(),
         )
+
+    def decide_by_majority(self, place: Place) -> MajorityKeeper:
+        """Have a majority decide who coordinates, where it can. ``place``: this machine's; the caller closes the keeper."""
+        self._majority = MajorityKeeper(
+            self._plan,
+            term=self._owner.term,
+            token=place.meeting.token,
+            at=(place.address, place.meeting.options.port),
+            number=place.number,
+            clock=self._clock,
+        )
+        return self._majority
 
     def beat(self, number: int) -> Beat:
         """Return the state of the run, for a node."""
@@ -168,8 +189,29 @@ class CoordinatorSupervisor(Supervisor):
             inexact_reasons=list(self.facts.inexact_reasons),
         )
 
-    def keeps(self, parked: Parked, node: RemoteNode) -> bool:
+    def ballot_for(self, hello: Hello) -> int:
+        """Return the number of the ballot for a machine that comes; 0 has it look for a newer coordinator."""
+        majority = self._majority
+        if majority is None:
+            return 0
+        if majority.is_behind(hello.record):
+            self._elected_at = "another machine"
+            return 0
+        return majority.ballot_for(hello)
+
+    def hear_elected(self, elected: Elected) -> None:
+        """A majority has voted for another machine."""
+        if self._majority is not None and self._majority.yields_to(elected):
+            self._elected_at = f"{elected.host}:{elected.port}"
+
+    def keeps(self, parked: Parked, node: RemoteNode, record: Record | None) -> bool:
         """Return whether the state in memory on a returning node still belongs to this run."""
+        majority = self._majority
+        is_open = majority is not None and record is not None and not self.facts.ever_formed
+        if majority is not None and record is not None and is_open and record.members:
+            same = (parked.term, parked.generation) == (record.term, record.generation)
+            may_resume = self._is_heir or self._settings.run.resume == "auto"
+            return same and may_resume and majority.has_newest(record, self._members)
         before = self._owner_before
         newest = Catalog(Path(self._settings.run.checkpoint_dir)).newest()
         term = parked.term
@@ -193,6 +235,8 @@ class CoordinatorSupervisor(Supervisor):
 
     def succeed(self, heir: Heir) -> None:
         """Take the place of a coordinator that was lost, with the ranks of this machine that have kept their memory."""
+        if self._majority is not None and heir.taken.ballot:
+            self._majority.was_elected(heir.taken.ballot)
         self._is_heir = True
         self._after, self._owner_before = heir.taken.before.term, heir.taken.before
         if heir.taken.before.after:
@@ -226,6 +270,9 @@ class CoordinatorSupervisor(Supervisor):
         self._formed_in = max(self._formed_in, formed.generation)
         super()._on_formed(formed)
         if self.machine.state is RunState.RUNNING:
+            if self._majority is not None:
+                with contextlib.suppress(OSError):  # the record as it was asks for more
+                    self._majority.trains()
             for node in self._others:
                 if all(self.world.ranks[one].state is RankState.TRAINING for one in node.ranks):
                     self._missing.trains(node)
@@ -244,10 +291,58 @@ class CoordinatorSupervisor(Supervisor):
             now_s = self._clock.monotonic()
             self._look_at_missing(now_s)
             self._look_at_owner(now_s)
+            if self._majority is not None:
+                self._majority.say_who_leads(now_s, [one for one in self._others if one.is_there])
         super().advance()
 
+    @property
+    def _members(self) -> list[RemoteNode]:
+        """The other machines that are there, with ranks that take part in the next generation."""
+        return [
+            node
+            for node in self._others
+            if node.is_there
+            and any(self.world.ranks[rank].membership in IN_WORLD for rank in node.processes)
+        ]
+
+    def _may_form(self, generation: int) -> bool:
+        majority, there = self._majority, self._members
+        if majority is None or not majority.decides(there):
+            return True
+        if not self._has_majority():
+            return False
+        try:
+            majority.forms(generation, there)
+        except OSError as error:
+            self.end_at_once(f"{self._owner.folder} cannot be written to: {error}")
+            return False
+        return True
+
+    def _has_majority(self) -> bool:
+        """Return whether enough machines of the newest generation are there; say whom the run waits for."""
+        majority, there = self._majority, self._members
+        if majority is None or not majority.decides(there):
+            return True
+        missing, now_s = majority.missing(there), self._clock.monotonic()
+        if not missing:
+            self._short_since_s = None
+            return True
+        waits_s = self._settings.recovery.node_patience_s + self._majority_wait_s
+        names = ", ".join(f"node {number}" for number in missing)
+        if self._short_since_s is None:
+            self._short_since_s = now_s
+            line = f"no majority of the newest generation's machines is there: waiting for {names}"
+            self.recorder.say(line, level="WARNING")
+        elif now_s > self._short_since_s + waits_s and self.ending is None:
+            line = (
+                f"no majority of the newest generation's machines has come, without {names}: if they"
+                f" are gone for good, remove {majority.path} to go on from the newest checkpoint"
+            )
+            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, line))
+        return False
+
     def _begin(self) -> bool:
-        if not super()._begin():
+        if not self._has_majority() or not super()._begin():
             return False
         try:
             self._without = self._who_is_without()
@@ -270,7 +365,13 @@ class CoordinatorSupervisor(Supervisor):
         if now_s < self._looked_at_owner_s + OWNER_EVERY_S:
             return
         self._looked_at_owner_s = now_s
-        if not self._is_superseded():
+        if self._elected_at:
+            self.has_successor = True
+            line = (
+                f"a majority has elected another coordinator, at {self._elected_at}: this one ends"
+            )
+            self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
+        elif not self._is_superseded():
             if self._has_folder:
                 self._note_who_is_without()
         else:
@@ -289,6 +390,8 @@ class CoordinatorSupervisor(Supervisor):
     def _may_have_heir(self) -> bool:
         """Return True if another machine shares the checkpoint folder and may take this one's place."""
         ready = (handle.ready for handle in self.world.present)
+        if self._majority is not None and self._majority.decides(self._members):
+            return False  # who takes its place has a majority, which this one forms with too
         if not self._has_heirs or any(one is not None and one.ends_in_silence for one in ready):
             return False
         return self._is_heir or any(node.shares_checkpoints for node in self._others)

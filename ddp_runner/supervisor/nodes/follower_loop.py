@@ -19,6 +19,7 @@ from ddp_runner.core.machines.node_messages import (
     FROM_COORDINATOR,
     EndWanted,
     Folders,
+    Generation,
     Hello,
     NodeMessage,
     Refused,
@@ -48,6 +49,7 @@ from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import Heir
 from ddp_runner.supervisor.nodes.follower import Follower
 from ddp_runner.supervisor.nodes.successor import Succession
+from ddp_runner.supervisor.nodes.voting import Voting
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.followed_run import FollowedRun
@@ -64,6 +66,7 @@ END_TIME_S = 60.0  # for ranks that were killed
 REFUSALS_MAX = 3
 # Of the time after which a silent machine is lost: its ranks are ended before anybody takes their place.
 LEASE_SHARE = 0.8
+_OLDER = "this machine has voted for a newer coordinator"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +101,9 @@ def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int] | 
             plan, meeting, signals=signals, selector=selector, display=display, clock=SYSTEM_CLOCK
         )
         if lead is not None:
-            loop.succession = Succession(plan, clock=SYSTEM_CLOCK)
+            if plan.opaque is None:
+                loop.voting = Voting(plan, token=meeting.token, clock=SYSTEM_CLOCK)
+            loop.succession = Succession(plan, voting=loop.voting, clock=SYSTEM_CLOCK)
         try:
             code = loop.run()
             if loop.heir is not None and lead is not None:
@@ -148,6 +153,7 @@ class _FollowerLoop:
         # Asks for GPUs once there are ranks here, of which it then says what they use.
         self._watch: RunWatch | None = None
         self.succession: Succession | None = None  # None: this machine never coordinates
+        self.voting: Voting | None = None  # None: no majority decides
         self._address = ""  # of this machine, as it leads to the coordinator
         self._met_at = ("", 0)  # where the coordinator was met
         self._dialled = 0  # how often somebody was there who was none
@@ -194,6 +200,8 @@ class _FollowerLoop:
             self._watch.close()
         if self._link is not None:
             self._link.close()
+        if self.voting is not None:
+            self.voting.close()
         if self._node is not None:
             self._node.close()
 
@@ -216,7 +224,7 @@ class _FollowerLoop:
             link = self._dial()
             if link is not None:
                 answer = self._greet(link)
-                if isinstance(answer, Welcome):
+                if isinstance(answer, Welcome) and self._may_obey(answer):
                     self._link, self._lost = link, ""
                     self._selector.register(link, selectors.EVENT_READ, (link, None))
                     self._welcomed(answer)
@@ -233,7 +241,7 @@ class _FollowerLoop:
                         raise problem
                     why = str(problem)
                 else:
-                    why = str(answer)
+                    why = str(answer) if isinstance(answer, OSError | WireError) else _OLDER
                     refusals += isinstance(answer, UnprovedError) and self._welcome is None
                 if refusals >= REFUSALS_MAX:
                     raise BadInputError(
@@ -247,6 +255,10 @@ class _FollowerLoop:
                     self._say(f"what answers there is not ready: {why}", level="WARNING")
             self._wait(DIAL_S)
         return self.heir is not None
+
+    def _may_obey(self, welcome: Welcome) -> bool:
+        """Return whether this machine has voted for no newer coordinator."""
+        return self.voting is None or self.voting.may_obey((welcome.ballot, welcome.term))
 
     def _may_look(self, give_up_s: float) -> bool:
         """Return whether to go on looking: until ``give_up_s``, or until a claim of this machine's own is settled."""
@@ -294,6 +306,9 @@ class _FollowerLoop:
                 places.insert(0, owner.at)
         if self._has_claimed:
             return []
+        elected = None if self.voting is None else self.voting.leader_at
+        if elected is not None and elected not in places:
+            places.insert(0, elected)
         first = self._dialled % len(places)
         return [*places[first:], *places[:first]]
 
@@ -310,6 +325,7 @@ class _FollowerLoop:
         """Say who this is, to a coordinator that has proved itself, and hear the answer, or why there is none."""
         mine, options = self._meeting, self._meeting.options
         newest = Catalog(Path(self._plan.settings.run.checkpoint_dir)).newest()
+        at_host, at_port = self._hears_votes_at()
         hello = Hello(
             host=socket.gethostname(),
             supervisor=self._name,
@@ -326,6 +342,9 @@ class _FollowerLoop:
             copied=None if self._follower is None else self._follower.copied,
             copied_step=EMPTY_STEP if self._follower is None else self._follower.copied_step,
             was_there=self._welcome is not None,
+            record=None if self.voting is None else self.voting.record,
+            at_host=at_host,
+            at_port=at_port,
         )
         give_up_s = self._clock.monotonic() + WELCOME_TIME_S
         try:
@@ -336,6 +355,8 @@ class _FollowerLoop:
                     both.register(self._signals, selectors.EVENT_READ)
                     both.select(TICK_S)
                 self._take_signals()
+                if self._votes_meanwhile():
+                    break
                 for content in link.receive():
                     answer = wire.decode(content, FROM_COORDINATOR)
                     if isinstance(answer, (Welcome, Refused)):
@@ -344,8 +365,28 @@ class _FollowerLoop:
             return error
         return LinkLostError(f"no answer within {WELCOME_TIME_S:g} s")
 
+    def _votes_meanwhile(self) -> bool:
+        """Vote while a coordinator that may hang is to answer. Return whether this machine was elected instead."""
+        if self.voting is None or not self.voting.holds:
+            return False
+        self.voting.turn(obeys=False)
+        return self._succeeds()
+
+    def _hears_votes_at(self) -> tuple[str, int]:
+        """Return the address where this machine hears of votes; an empty one where it hears of none."""
+        voting, succession = self.voting, self.succession
+        if voting is None or succession is None or not voting.may_decide:
+            return ("", 0)
+        if voting.door is None:
+            with contextlib.suppress(OSError):
+                address = self._meeting.options.local_addr or self._address
+                voting.open(succession.listen(address))
+        return voting.at
+
     def _welcomed(self, welcome: Welcome) -> None:
         """Become the node that the coordinator says, or a spare one."""
+        if self.voting is not None:
+            self.voting.found()
         if self._welcome is None:
             settings = with_shared(self._plan.settings, welcome.settings)
             self._plan = replace(self._plan, settings=settings, settings_digest=digest(settings))
@@ -481,6 +522,8 @@ class _FollowerLoop:
                 self._hear()
             elif (received := self._node.receive(*key.data)) is not None:
                 self._follower.on_packet(*received)
+        if self.voting is not None:
+            self.voting.turn_in_run(self._follower)
         follower = self._follower  # by now: it may have another number
         self._reap(follower)
         follower.advance()
@@ -526,6 +569,9 @@ class _FollowerLoop:
                 self._ends = message
             elif isinstance(message, Welcome):
                 self._welcomed(message)
+            elif isinstance(message, Generation):
+                if self.voting is not None and self._node is not None:
+                    self.voting.asked_to_form(message, self._node.term)
             else:
                 self._follower.on_node_message(message)
 
@@ -541,6 +587,8 @@ class _FollowerLoop:
 
     def _look_at_processes(self) -> None:
         """Read and reap the processes here while there is no coordinator."""
+        if self.voting is not None:
+            self.voting.turn(obeys=self._link is not None)
         for key, _ in self._selector.select(TICK_S):
             if key.data is None:
                 self._take_signals()
@@ -597,6 +645,8 @@ class _FollowerLoop:
 
     def _succeeds(self) -> bool:
         """Return whether this machine has taken the coordinator's place, which it does where it may."""
+        if self.heir is not None:
+            return True
         follower, welcome, node = self._follower, self._welcome, self._node
         if self.succession is None or follower is None or welcome is None or node is None:
             return False

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.machines.majority import Record
 from ddp_runner.core.machines.node_messages import (
     FROM_FOLLOWER,
     Answer,
     Beat,
+    Elected,
     EndWanted,
     Folders,
     FromRank,
@@ -155,8 +157,14 @@ class Coordinates(Protocol):
     def beat(self, number: int) -> Beat:
         """Return how the run stands, as the answer to look ``number``."""
 
-    def keeps(self, parked: Parked, node: RemoteNode) -> bool:
-        """Return whether what the ranks of a node that comes back have in memory is still of use."""
+    def keeps(self, parked: Parked, node: RemoteNode, record: Record | None) -> bool:
+        """Return whether what the ranks of a node that comes back have in memory is still of use. ``record``: of its Hello."""
+
+    def ballot_for(self, hello: Hello) -> int:
+        """Return the number of its ballot, for the Welcome of a machine that comes; 0 where no majority decides."""
+
+    def hear_elected(self, elected: Elected) -> None:
+        """Another machine says that it was elected."""
 
 
 class OtherNodes:
@@ -407,6 +415,10 @@ class OtherNodes:
             link.send(wire.encode(self._answer()))
             self._drop(link)
             return
+        if isinstance(message, Elected):
+            self._coordinator.hear_elected(message)
+            self._drop(link)
+            return
         if not isinstance(message, Hello):
             raise WireError("it did not say who it is")
         for one in (*self.nodes, *self.spares):
@@ -447,7 +459,7 @@ class OtherNodes:
 
     def _take_in(self, node: RemoteNode, link: NodeLink, hello: Hello) -> NodeJoined:
         keeps_parked, keeps_copied = (
-            kept is not None and self._coordinator.keeps(kept, node)
+            kept is not None and self._coordinator.keeps(kept, node, hello.record)
             for kept in (hello.parked, hello.copied)
         )
         kept = hello.parked or hello.copied
@@ -490,6 +502,7 @@ class OtherNodes:
                 host=socket.gethostname(),
                 log_dir=str(Path(run.log_dir).absolute()),
                 checkpoint_dir=str(Path(run.checkpoint_dir).absolute()),
+                ballot=0 if node.hello is None else self._coordinator.ballot_for(node.hello),
             )
         )
 

@@ -23,11 +23,12 @@ from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.system.clock import Clock
-from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
+from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner, new_term
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import Heir, Taken
 from ddp_runner.supervisor.nodes.follower import Follower
 from ddp_runner.supervisor.nodes.other_nodes import Place
+from ddp_runner.supervisor.nodes.voting import Voting
 from ddp_runner.system import followed_run
 from ddp_runner.system.code_files import digest_of
 from ddp_runner.system.run_directories import RunDirectories
@@ -38,8 +39,10 @@ _SILENT = "over NCCL, ranks end with their coordinator"
 class Succession:
     """Decides for a follower without a coordinator whether its machine takes that place."""
 
-    def __init__(self, plan: LaunchPlan, *, clock: Clock) -> None:
+    def __init__(self, plan: LaunchPlan, *, clock: Clock, voting: Voting | None = None) -> None:
+        """``voting``: this machine's part where a majority decides; None: no majority ever does."""
         assert plan.nodes is not None
+        self._voting = voting
         self._options = plan.nodes
         self._folder = Path(plan.settings.run.checkpoint_dir)
         self._directories = RunDirectories(plan.settings.run)
@@ -83,9 +86,12 @@ class Succession:
             shares_folder=shares_folder,
             keeps_locks=shares_folder and self._directories.are_checkpoints_held(),
             otherwise=self._arbiter.otherwise or _SILENT * (loses_memory and not self._loses_all),
+            votes=not shares_folder and self._voting is not None and self._voting.holds,
         )
         why = why_no_successor(self._arbiter)
         line = f"it must be restarted: {why}" if why else "another machine takes over"
+        if self._arbiter.votes and not why:
+            line = "a majority of the machines has another one take over"
         line = f"if the coordinator is lost, {line}"
         was, self._said = self._said, line
         return "" if line == was else line
@@ -97,6 +103,8 @@ class Succession:
         """
         if why_no_successor(self._arbiter):
             return None
+        if self._arbiter.votes:
+            return self._elected(kept, lost)
         ours = "" if self._taken is None else self._taken.owner.term
         act = self._claim.next(
             self._clock.monotonic(),
@@ -113,6 +121,37 @@ class Succession:
             self._claim.leads()
             return self._taken
         return None
+
+    def _elected(self, kept: Kept | None, lost: int) -> Taken | None:
+        """Stand for election, and return the coordinator's place once a majority has voted for this machine."""
+        voting = self._voting
+        if voting is None or voting.door is None or kept is None or not kept.have_left:
+            return None
+        ballot = voting.stand(kept.term)
+        if ballot is None or not self._directories.hold_checkpoints():
+            return None
+        number, term = ballot
+        there = {peer.number for peer in voting.file.read().members}
+        behind = tuple(one for one in range(self._options.most) if one not in there)
+        without = tuple(sorted({*behind, lost}))
+        owner = FolderOwner(self._folder, term, at=voting.at)
+        try:
+            owner.take(without=without, after=kept.term)
+        except OSError:
+            self._directories.release()
+            return None
+        self._claim.leads()
+        self._taken = Taken(
+            owner=owner,
+            before=Owner(term=kept.term, without=behind),
+            without=without,
+            directories=self._directories,
+            listening=voting.give_door(),
+            address=voting.at[0],
+            lost=lost,
+            ballot=number,
+        )
+        return self._taken
 
     def withdraw(self) -> None:
         """Give up the claim."""
@@ -131,7 +170,9 @@ class Succession:
             if before is None or not is_newest(kept, before):
                 self._directories.release()
                 return
-            listening = self._listen(address)
+            if self._voting is not None:
+                self._voting.close_door()  # its port may be the endpoint's
+            listening = self.listen(address)
         except OSError:
             self._directories.release()
             return
@@ -154,7 +195,7 @@ class Succession:
             return
         self._claim.claimed(self._clock.monotonic())
 
-    def _listen(self, address: str) -> socket.socket:
+    def listen(self, address: str) -> socket.socket:
         """Listen on the endpoint's port, which is open between the machines, or on another one if it is taken."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM)

@@ -1,0 +1,192 @@
+"""A coordinator's part where a majority decides: it forms with one only, and says to others who coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.machines.majority import (
+    Ballot,
+    Peer,
+    Record,
+    confirmed,
+    forming,
+    known_by_all,
+    may_form,
+    newest,
+    others_of,
+    why_no_vote_holds,
+)
+from ddp_runner.core.machines.node_messages import Elected, Generation, Hello, Vote
+from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire.packets import by_name
+from ddp_runner.supervisor.nodes.letters import Letters
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.system.ballot_file import BallotFile
+
+SAYS_EVERY_S = 1.0  # to machines that are not there, who coordinates
+# For a coordinator that was elected meanwhile to say so, before one that others have left takes them back.
+DOUBTS_S = 5.0
+_KINDS = by_name(Elected | Vote)
+
+
+class MajorityKeeper:
+    """Owned by whoever coordinates in ``term``; ``at``: where it listens, ``number``: of its machine."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        *,
+        term: str,
+        token: bytes,
+        at: tuple[str, int],
+        number: int,
+        clock: Clock,
+    ) -> None:
+        assert plan.nodes is not None
+        self._options = plan.nodes
+        self._file = BallotFile(Path(plan.settings.run.checkpoint_dir))
+        self._is_new = plan.settings.run.resume != "auto"  # what was before does not matter
+        self._term, self._at, self._number = term, at, number
+        self._clock = clock
+        self._letters = Letters(token, _KINDS)
+        self._ballot = self._file.read().promised + 1
+        self._has_formed = self._is_elected = False
+        self._said_s = 0.0
+        self._doubts_since_s = 0.0  # whether another one was elected; 0: it does not
+        options = plan.nodes
+        is_moved = options.moving_fd is not None
+        self.may_decide = not is_moved and not why_no_vote_holds(
+            least=options.least, most=options.most
+        )
+
+    @property
+    def path(self) -> Path:
+        """The file of this machine's record."""
+        return self._file.path
+
+    @property
+    def ballot(self) -> Ballot:
+        """The coordinator's."""
+        return (self._ballot, self._term)
+
+    def was_elected(self, number: int) -> None:
+        """Take the number of the ballot in which this machine was elected."""
+        self._ballot, self._is_elected = number, True
+
+    def yields_to(self, elected: Elected) -> bool:
+        """Return whether that coordinator is the newer one, or this one has nothing that could be lost."""
+        has_right = self._has_formed or self._is_elected
+        return not has_right or (elected.ballot, elected.term) > self.ballot
+
+    def ballot_for(self, hello: Hello) -> int:
+        """Return the number for a machine that has come, which follows no older coordinator than the one it has voted for.
+
+        0: it is to come again, as the one that it has voted for may coordinate.
+        """
+        if not self.may_decide:
+            return 0
+        if hello.record is not None and hello.record.has_promised > self.ballot:
+            now_s = self._clock.monotonic()
+            self._doubts_since_s = self._doubts_since_s or now_s
+            has_right = self._has_formed or self._is_elected
+            if has_right and now_s < self._doubts_since_s + DOUBTS_S:
+                return 0
+            self._ballot, self._doubts_since_s = hello.record.promised + 1, 0.0
+        return self._ballot
+
+    def is_behind(self, record: Record | None) -> bool:
+        """Return whether others have trained without this machine, as a machine that has come says."""
+        if record is None or not self.may_decide:
+            return False
+        return self._has_formed and record.formed > self._file.read().formed
+
+    def has_newest(self, record: Record, there: Sequence[RemoteNode]) -> bool:
+        """Return whether the memory of a machine that comes is of the newest generation that anybody here knows."""
+        return record.formed >= newest([*self._records(there), record]).formed
+
+    def decides(self, there: Sequence[RemoteNode]) -> bool:
+        """Return True if a majority decides: each machine has a folder of its own, or it has been so before."""
+        if not self.may_decide:
+            return False
+        own = self._file.read()
+        if own.members:
+            return True
+        records = self._records(there)
+        names = {one.machine for one in records}
+        shares = any(node.shares_checkpoints for node in there)
+        return not shares and len(names) == len(records) == 1 + len(there)
+
+    def missing(self, there: Sequence[RemoteNode]) -> list[int]:
+        """Return the numbers of the machines of which some must come before anybody trains; none: it may be formed."""
+        if self._is_new and not self._has_formed:
+            return []
+        records = self._records(there)
+        if may_form(records):
+            return []
+        known, names = newest(records), {one.machine for one in records}
+        peers = (*known.members, *known.before)
+        return sorted({one.number for one in peers if one.machine not in names})
+
+    def forms(self, generation: int, there: Sequence[RemoteNode]) -> None:
+        """Tell all machines, and the file here, who has the next generation. Raises OSError."""
+        records = self._records(there)
+        own = records[0]
+        host, port = self._at
+        members = [Peer(machine=own.machine, number=self._number, host=host, port=port)]
+        for node in there:
+            if node.hello is not None and node.hello.record is not None:
+                hello, record = node.hello, node.hello.record
+                members.append(
+                    Peer(
+                        machine=record.machine,
+                        number=node.number,
+                        host=hello.at_host,
+                        port=hello.at_port,
+                    )
+                )
+        before = () if self._is_new and not self._has_formed else known_by_all(newest(records))
+        asked = forming(
+            own, ballot=self.ballot, generation=generation, members=members, before=before
+        )
+        self._file.write(asked)
+        order = Generation(
+            ballot=self._ballot,
+            generation=generation,
+            members=asked.members,
+            before=asked.before,
+        )
+        for node in there:
+            node.order(order)
+
+    def trains(self) -> None:
+        """All ranks are in the generation."""
+        own, self._has_formed = self._file.read(), True
+        if own.before and own.term == self._term:
+            self._file.write(confirmed(own))
+
+    def say_who_leads(self, now_s: float, there: Sequence[RemoteNode]) -> None:
+        """Say to the machines that are not there who coordinates, now and then."""
+        list(self._letters.turn())
+        if now_s < self._said_s + SAYS_EVERY_S or not (self._has_formed or self._is_elected):
+            return
+        self._said_s = now_s
+        names = {one.machine for one in self._records(there)}
+        away = [peer for peer in others_of(self._file.read()) if peer.machine not in names]
+        host, port = self._at
+        if away:
+            elected = Elected(ballot=self._ballot, term=self._term, host=host, port=port)
+            self._letters.send(
+                [peer for peer in away if (peer.host, peer.port) != self._at], elected
+            )
+
+    def close(self) -> None:
+        """Hang up."""
+        self._letters.close()
+
+    def _records(self, there: Sequence[RemoteNode]) -> list[Record]:
+        """Return the record of this machine, and of each other one that is there."""
+        hellos = (node.hello for node in there)
+        others = [one.record for one in hellos if one is not None and one.record is not None]
+        return [self._file.read(), *others]

@@ -1,0 +1,63 @@
+"""Three machines with a checkpoint folder of their own each: the coordinator is lost, and two of them choose another one."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.nodes.conftest import Nodes
+from tests.nodes.test_two_nodes import SLOW
+from tests.scenarios.harness import poll
+
+WORDS = (SLOW, "recovery.node_patience_s=300", "save_interval=0")
+LEADS = "this machine coordinates from here on"
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = Nodes(tmp_path, ranks=1)
+    yield made
+    made.end()
+
+
+def start_three(nodes):
+    """A run of three machines that has trained, and in which each knows what follows if the first is lost."""
+    runs = [nodes.start(number, *WORDS, nnodes="2:3") for number in range(3)]
+    runs[0].wait_for_step(12)
+    for run in runs[1:]:
+        assert "if the coordinator is lost, a majority of the machines" in run.console, run.console
+    return runs
+
+
+def elected(others):
+    """The one of them that coordinates, and the other one."""
+    poll(lambda: any(LEADS in run.console for run in others), what="an election")
+    return sorted(others, key=lambda run: LEADS not in run.console)
+
+
+def test_two_of_three_machines_elect_a_coordinator_and_lose_no_step(nodes, one_machine):
+    """The ranks that are left keep their memory, and the same command on the lost machine follows the new one."""
+    first, *others = start_three(nodes)
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    second, third = elected(others)
+    first = nodes.start(0, *WORDS, nnodes="2:3")
+    assert [run.wait() for run in (first, second, third)] == [0, 0, 0], second.console
+    assert "was elected: following it" in first.console
+    assert LEADS not in third.console
+    summary = second.summary()
+    assert (summary["exact"], second.digest) == (True, one_machine(3)), summary
+
+
+def test_a_coordinator_that_was_away_finds_another_one_elected(nodes, one_machine):
+    """It is silent for a while, and ends; nothing that it does counts, and its next start follows the new one."""
+    first, *others = start_three(nodes)
+    first.signal(signal.SIGSTOP)
+    second, third = elected(others)
+    first.signal(signal.SIGCONT)
+    assert first.wait() == 75, first.console
+    assert "a majority has elected another coordinator" in first.console
+    first = nodes.start(0, *WORDS, nnodes="2:3")
+    assert [run.wait() for run in (first, second, third)] == [0, 0, 0], second.console
+    assert second.digest == one_machine(3)

@@ -1,0 +1,225 @@
+"""What a machine does about votes by itself, over real connections: no run is started."""
+
+from __future__ import annotations
+
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_runner.core.machines.majority import Peer, Record, why_no_vote_holds
+from ddp_runner.core.machines.node_messages import Elected, Generation
+from ddp_runner.core.machines.node_options import NodeOptions
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
+from ddp_runner.supervisor.nodes.letters import Letters
+from ddp_runner.supervisor.nodes.majority_keeper import DOUBTS_S, MajorityKeeper
+from ddp_runner.supervisor.nodes.voting import Voting
+from ddp_runner.system.ballot_file import BallotFile
+from ddp_runner.system.node_link import LinkLostError
+
+TOKEN = b"0123456789abcdef"
+OPTIONS = NodeOptions(least=2, most=3, host="127.0.0.1", port=1)
+TERM = "a"
+
+
+def plan_of(folder, *, resume="auto"):
+    run = SimpleNamespace(checkpoint_dir=str(folder), resume=resume)
+    return SimpleNamespace(nodes=OPTIONS, settings=SimpleNamespace(run=run))
+
+
+class Three:
+    """Two followers and the coordinator that they have lost, each with a folder of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.followers = [self.voting(number) for number in (1, 2)]
+        for one in self.followers:
+            one.open(socket.create_server(("127.0.0.1", 0)))
+        self.peers = (
+            Peer(machine="zero", number=0, host="127.0.0.1", port=1),
+            *(
+                Peer(machine=one.file.read().machine, number=number, host=host, port=port)
+                for number, one in enumerate(self.followers, 1)
+                for host, port in (one.at,)
+            ),
+        )
+
+    def voting(self, number):
+        return Voting(plan_of(self.folder / str(number)), token=TOKEN, clock=SYSTEM_CLOCK)
+
+    def form(self, *who, ballot=1, generation=1):
+        order = Generation(ballot=ballot, generation=generation, members=self.peers, before=())
+        for number in who:
+            self.followers[number].asked_to_form(order, TERM)
+
+    def stand(self, number, *, seconds=4.0, obeys=False):
+        """The ballot in which a machine is elected within that time; None: in none."""
+        give_up_s = time.monotonic() + seconds
+        one, other = self.followers[number], self.followers[1 - number]
+        while time.monotonic() < give_up_s:
+            one.turn(obeys=False)
+            other.turn(obeys=obeys)
+            if (ballot := one.stand(TERM)) is not None:
+                return ballot
+            time.sleep(0.01)
+        return None
+
+
+@pytest.fixture
+def three(tmp_path):
+    made = Three(tmp_path)
+    yield made
+    for one in made.followers:
+        one.close()
+
+
+def test_a_machine_is_elected_by_the_vote_of_another(three):
+    """Two of three; both have written the ballot down before anything was said."""
+    three.form(0, 1)
+    ballot = three.stand(0)
+    assert ballot is not None
+    assert ballot[0] == 2
+    assert [one.file.read().has_promised for one in three.followers] == [ballot, ballot]
+
+
+def test_who_hears_its_coordinator_votes_for_nobody(three):
+    """Nor does who lacks the newest generation's memory win."""
+    three.form(0, 1)
+    assert three.stand(0, seconds=1.5, obeys=True) is None
+    three.form(1, generation=2)
+    assert three.stand(0, seconds=1.5) is None
+
+
+def test_what_was_promised_outlasts_the_supervisor(three):
+    """It neither votes again in that ballot nor trains for an older coordinator."""
+    three.form(0, 1)
+    ballot = three.stand(0)
+    again = three.voting(2)
+    assert again.file.read().has_promised == ballot
+    assert not again.may_obey((1, TERM))
+    with pytest.raises(LinkLostError, match="voted for another"):
+        again.asked_to_form(
+            Generation(ballot=1, generation=9, members=three.peers, before=()), TERM
+        )
+    again.close()
+
+
+def test_a_follower_hears_who_was_elected(three):
+    """Also of an older ballot than its own promise: the coordinator takes a newer number for it."""
+    one = three.followers[0]
+    three.form(0, ballot=3)
+    letters = Letters(TOKEN, {})
+    letters.send([three.peers[1]], Elected(ballot=2, term="b", host="10.0.0.1", port=29400))
+    give_up_s = time.monotonic() + 5.0
+    while time.monotonic() < give_up_s and one.leader_at is None:
+        list(letters.turn())
+        one.turn(obeys=False)
+        time.sleep(0.01)
+    assert one.leader_at == ("10.0.0.1", 29400)
+    letters.close()
+
+
+def test_a_stranger_with_another_token_votes_for_nobody(three):
+    """What it says is not read."""
+    three.form(0, 1)
+    letters = Letters(b"another token, 16", {})
+    letters.send([three.peers[1]], Elected(ballot=9, term="b", host="10.0.0.1", port=1))
+    for _ in range(50):
+        list(letters.turn())
+        three.followers[0].turn(obeys=False)
+        time.sleep(0.01)
+    assert three.followers[0].leader_at is None
+    letters.close()
+
+
+class There:
+    """A machine that has come, with its record."""
+
+    def __init__(self, number, record, *, shares=False):
+        self.number, self.shares_checkpoints, self.orders = number, shares, []
+        self.hello = SimpleNamespace(record=record, at_host="127.0.0.1", at_port=number)
+
+    def order(self, message):
+        self.orders.append(message)
+
+
+def keeper_in(folder, *, resume="auto", term=TERM):
+    plan = plan_of(folder, resume=resume)
+    where = {"at": ("127.0.0.1", 1), "number": 0}
+    return MajorityKeeper(plan, term=term, token=TOKEN, clock=SYSTEM_CLOCK, **where)
+
+
+def test_a_coordinator_forms_only_with_a_majority_of_the_generation_before(tmp_path):
+    """A machine with another name, such as one whose folder was removed, does not count."""
+    keeper = keeper_in(tmp_path)
+    there = [There(number, Record(machine=f"m{number}")) for number in (1, 2)]
+    assert keeper.decides(there)
+    assert keeper.missing(there) == []
+    keeper.forms(1, there)
+    keeper.trains()
+    assert [type(one.orders[0]) for one in there] == [Generation, Generation]
+    assert keeper.missing(there[:1]) == []
+    assert keeper.missing([There(1, Record(machine="new"))]) == [1, 2]
+    own = BallotFile(tmp_path).read()
+    assert (len(own.members), own.before, own.term) == (3, (), TERM)
+    keeper.close()
+
+
+def test_a_shared_folder_needs_no_majority(tmp_path):
+    """Its lock decides; two machines with one record are one."""
+    keeper = keeper_in(tmp_path)
+    shares = There(1, Record(machine="m1"), shares=True)
+    assert not keeper.decides([shares, There(2, Record(machine="m2"))])
+    same = [There(number, Record(machine="m1")) for number in (1, 2)]
+    assert not keeper.decides(same)
+    keeper.close()
+
+
+def test_a_coordinator_yields_to_a_newer_one(tmp_path):
+    """One that has formed nothing yields to any that was elected."""
+    keeper = keeper_in(tmp_path)
+    older = Elected(ballot=0, term="z", host="h", port=1)
+    assert keeper.yields_to(older)
+    keeper.was_elected(5)
+    assert not keeper.yields_to(older)
+    assert keeper.yields_to(Elected(ballot=6, term="b", host="h", port=1))
+    keeper.close()
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [(2, 2, "two machines"), (1, 3, "1:3"), (2, 4, "2:4"), (2, 3, ""), (3, 3, "")],
+)
+def test_why_no_majority_decides_is_said_in_words(least, most, expected):
+    """A group that trains must always share a machine with any other one."""
+    why = why_no_vote_holds(least=least, most=most)
+    assert expected in why
+    assert bool(why) == bool(expected)
+
+
+def test_a_coordinator_doubts_before_it_takes_back_who_has_voted_for_another(tmp_path):
+    """Whoever was elected has the time to say so; after that it was nobody."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
+    keeper = MajorityKeeper(
+        plan_of(tmp_path), term=TERM, token=TOKEN, clock=clock, at=("127.0.0.1", 1), number=0
+    )
+    voter = SimpleNamespace(record=Record(machine="m1", promised=7, promised_term="b"))
+    assert keeper.ballot_for(voter) == 8  # nothing has formed: there is nothing to doubt
+    keeper.was_elected(3)
+    assert keeper.ballot_for(voter) == 0
+    clock.now_s += DOUBTS_S
+    assert keeper.ballot_for(voter) == 8
+    keeper.close()
+
+
+def test_only_the_newest_memory_that_is_known_is_kept(tmp_path):
+    """A machine that the others have gone on without comes with an older one."""
+    keeper = keeper_in(tmp_path)
+    old, new = (
+        Record(machine=f"m{number}", ballot=1, term=TERM, generation=number) for number in (1, 2)
+    )
+    assert keeper.has_newest(old, [])
+    assert not keeper.has_newest(old, [There(2, new)])
+    assert keeper.has_newest(new, [There(1, old)])
+    keeper.close()
