@@ -29,7 +29,7 @@ import types
 from array import array
 from pathlib import Path
 
-from ddp_runner import start
+from ddp_runner import installed, start
 from ddp_runner.core.launch_plan import TRAINED
 from ddp_runner.features.script.rules import RANK
 from ddp_runner.kernel.system import parent_death
@@ -44,7 +44,7 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONPATH": str(ROOT),
 }
-# What the command imports on its way: the supervisor, the screens and all that they need.
+# What the command imports on its way, beside the features: the supervisor, the screens and all that they need.
 _PRELOADED = (
     *(
         "ddp_runner.cli.train",
@@ -197,6 +197,7 @@ def _serve(path: str, owner_pid: int) -> None:
     zygote.preload(f"{RANK}:")
     for name in _PRELOADED:
         importlib.import_module(name)
+    installed.parts("parent")
     gc.freeze()
     use_huge_pages()
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.file_hash import ALGORITHMS, PLAIN
@@ -105,15 +106,21 @@ class Manifest(CheckpointFacts):
 
     def to_json(self) -> str:
         """A JSON object, one field a line. Raises TypeError or ValueError if a value has no JSON form."""
-        values = asdict(self)
-        if self.hashed != PLAIN:
-            values["format"] = FORMAT_OF_BLOCKS
-        return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
+        return json.dumps(self._values(), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     def facts(self) -> dict[str, object]:
         """Return the facts without name, size and digest of the file, as plain JSON values."""
-        values: dict[str, object] = json.loads(self.to_json())
+        values: dict[str, object] = json.loads(
+            json.dumps(self._values(), sort_keys=True, allow_nan=False)
+        )
         return {name: value for name, value in values.items() if name not in _ABOUT_THE_FILE}
+
+    def _values(self) -> dict[str, object]:
+        """Return what is written of each field; its mappings and sequences are not copied."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.hashed != PLAIN:
+            values["format"] = FORMAT_OF_BLOCKS
+        return values
 
     @classmethod
     def from_facts(
@@ -125,13 +132,20 @@ class Manifest(CheckpointFacts):
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """The manifest in ``text``. Raises ValueError, saying what is wrong, if it is none."""
-        try:
-            values = from_json(text)
-        except ValueError as error:
-            raise ValueError(f"not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"not a JSON object but {type(values).__name__}")  # noqa: TRY004  # as all garbage
-        return _checked(values)
+        return _of_text(text)
+
+
+@lru_cache(
+    maxsize=64
+)  # a save reads those of all files several times; nobody changes what is in one
+def _of_text(text: str) -> Manifest:
+    try:
+        values = from_json(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"not a JSON object but {type(values).__name__}")  # noqa: TRY004  # as all garbage
+    return _checked(values)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -20,7 +20,7 @@ AVERAGE = ":ema"
 _OPTION = "--stage"
 
 
-@checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", defer_build=True))
 class StagePlace:
     """The stage that settings belong to. ``names``: all stages, in order.
 

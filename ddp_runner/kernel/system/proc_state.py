@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+_STAT_BYTES_MAX = 4096  # 52 numbers and a short name
 _BLINK_S = 1.0  # between two looks: this process may have been stopped with the others
 
 
@@ -53,7 +54,13 @@ def cpu_ticks(pid: int) -> int | None:
 def stat_fields(pid: int | None) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on, see proc(5); empty if the process does not exist."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        number = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return []
-    return text.rpartition(")")[2].split()
+    try:
+        text = os.read(number, _STAT_BYTES_MAX)
+    except OSError:  # it has ended since
+        return []
+    finally:
+        os.close(number)
+    return text.rpartition(b")")[2].decode("ascii", errors="replace").split()
