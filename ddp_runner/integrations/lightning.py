@@ -24,7 +24,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 import ddp_runner
-from ddp_runner.integrations.lightning_limits import OPTIONS, why_not, why_not_options, why_not_version
+from ddp_runner.integrations.lightning_limits import (
+    OPTIONS,
+    why_not,
+    why_not_options,
+    why_not_version,
+)
 from ddp_runner.integrations.lightning_private import Steps, lacking, refuse
 
 if TYPE_CHECKING:

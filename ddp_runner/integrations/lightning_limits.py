@@ -9,7 +9,12 @@ from typing import Any
 VERSIONS = "lightning>=2.6,<2.7"  # as of the extra in pyproject.toml
 OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb")
 _IGNORED = ("process_group_backend", "timeout", "start_method")  # the run makes the group
-_CHANGING = ("StochasticWeightAveraging", "GradientAccumulationScheduler", "Timer", "WeightAveraging")
+_CHANGING = (
+    "StochasticWeightAveraging",
+    "GradientAccumulationScheduler",
+    "Timer",
+    "WeightAveraging",
+)
 _NOT_SUPPORTED = "; in place it is not supported"
 Refused = tuple[str, object, str]  # the name, its value, what is expected
 
@@ -81,7 +86,12 @@ def _why_not_within(trainer: Any, batches: float) -> Refused | None:
     every, accumulated = trainer.val_check_batch, trainer.accumulate_grad_batches
     is_end = every == math.inf or every == batches
     is_across = trainer.check_val_every_n_epoch is None and batches % accumulated
-    if accumulated > 1 and trainer.enable_validation and (every % accumulated or is_across) and not is_end:
+    if (
+        accumulated > 1
+        and trainer.enable_validation
+        and (every % accumulated or is_across)
+        and not is_end
+    ):
         expected = f"must be a multiple of accumulate_grad_batches={accumulated}{_NOT_SUPPORTED}"
         return "val_check_interval", every, expected
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,7 +28,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 import ddp_runner
@@ -54,6 +54,15 @@ _UNBOUNDED = 10**9  # steps
 # Of ModelCheckpoint, what its state_dict() or load_state_dict() leaves out.
 _OF_CHECKPOINT = ("_last_global_step_saved", "_defer_save_until_validation", "current_score")
 _IN_CHECKPOINT = ("epoch", "global_step", "loops", "callbacks", "lr_schedulers")
+# Of a logged value, what an update of it replaces.
+_HELD = (
+    "value",
+    "cumulated_batch_size",
+    "has_reset",
+    "_forward_cache",
+    "_computed",
+    "_update_count",
+)
 _PLAIN = (type(None), bool, int, float, str, Tensor)
 
 
@@ -78,7 +87,7 @@ class _Attributes:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._not_own = frozenset(vars(type(module).__mro__[-1])) | _of_base(module)
+        self._not_own = _of_base(module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return those whose values are plain."""
@@ -93,6 +102,16 @@ class _Attributes:
         for name in self.state_dict().keys() - given.keys():
             delattr(self._module, name)
         vars(self._module).update(given)
+
+
+class _Weights(torch.nn.Module):
+    """The weights and buffers of a module, without what else hangs on it: a LightningModule holds its whole Trainer."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._modules, self._parameters = module._modules, module._parameters  # noqa: SLF001
+        self._buffers = module._buffers  # noqa: SLF001
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set  # noqa: SLF001
 
 
 def _of_base(module: Any) -> frozenset[str]:
@@ -219,9 +238,17 @@ class _EpochInPlace(_TrainingEpochLoop):  # type: ignore[misc]
     def _broadcast_sigterm_tensor(self) -> None:
         """The run itself ends all ranks at the same step."""
 
+    def reset(self) -> None:
+        """Begin a pass; a rank that is replaced within one finds its batches."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint")
+            super().reset()
+
     def advance(self, data_fetcher: Any) -> None:
         """Make one batch; where a step is made again, all of its batches up to this one."""
-        self.restarting = False  # a replaced rank stands where a step begins, and has nothing to go back to
+        self.restarting = (
+            False  # a replaced rank stands where a step begins, and has nothing to go back to
+        )
         after = partial(super().on_advance_end, data_fetcher)
         self.steps.advance(partial(super().advance, data_fetcher), after)
 
@@ -248,23 +275,26 @@ class _ResultsInPlace(_ResultCollection):  # type: ignore[misc]
 class Progress:
     """Keeps Lightning's progress next to model, optimizer and schedulers, as ``run.keep()`` expects it.
 
-    ``between``: as of the last boundary of steps, alike on all ranks. ``counted``: what each rank has logged.
+    ``between``: as of the last boundary of steps, alike on all ranks. ``counted``: what each rank has logged,
+    ``epoch``: in the last whole epoch.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.between: dict[str, Any] = {}
         cells = 1 + _MOST_LOGGED * _CELLS
         self.counted = torch.zeros(world_size, cells, dtype=torch.float64, device=device)
+        self.epoch = torch.zeros_like(self.counted)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values."""
-        return {"between": self.between, "counted": self.counted}
+        return {"between": self.between, "counted": self.counted, "epoch": self.epoch}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Take a state of this process or of another rank."""
         self.between = given["between"]
-        if given["counted"] is not self.counted:
-            self.counted.copy_(given["counted"])
+        for name, own in (("counted", self.counted), ("epoch", self.epoch)):
+            if given[name] is not own:
+                own.copy_(given[name])
 
 
 class Steps:
@@ -284,6 +314,8 @@ class Steps:
         self._is_first = True
         self._progress = Progress(run.world_size, run.device)
         self._keys: list[str] = []  # what all ranks had logged at the last sum
+        self._logged: list[dict[str, Any]] = []  # and how
+        self._of_epoch: list[dict[str, Any]] = []  # the same, of the last whole epoch
         self._noted: Tensor | float = 0.0
         self._metrics_at: list[int] = []  # the updates of the module's metrics, as the step began
         self._files: list[dict[str, Any]] = []  # saved and removed since the last boundary
@@ -316,7 +348,8 @@ class Steps:
             f"scheduler{number}": one.scheduler
             for number, one in enumerate(trainer.lr_scheduler_configs)
         }
-        run.keep(model=self._module, optimizer=optimizer, lightning=self._progress, **schedulers)
+        weights = _Weights(self._module)
+        run.keep(model=weights, optimizer=optimizer, lightning=self._progress, **schedulers)
         own = _Attributes(self._module)
         if own.state_dict():
             run.keep_local(attributes=own)
@@ -416,6 +449,7 @@ class Steps:
         if len(found) > _MOST_LOGGED:
             refuse(("log()", len(found), f"is of more than {_MOST_LOGGED} values in training_step"))
         self._keys = [key for key, _ in found]
+        self._logged = [_meta_of(key, one) for key, one in found]
         mine = torch.zeros_like(self._progress.counted)
         row = mine[self._run.rank]
         row[_NAMES] = zlib.crc32(" ".join(self._keys).encode())
@@ -487,7 +521,9 @@ class Steps:
         if self._run.world_size == 1:
             return []
         asked = [getattr(one, "monitor", None) for one in self._trainer.callbacks]
-        asked += [one.monitor for one in self._trainer.lr_scheduler_configs if one.reduce_on_plateau]
+        asked += [
+            one.monitor for one in self._trainer.lr_scheduler_configs if one.reduce_on_plateau
+        ]
         return sorted(self._unsynced() & {one for one in asked if one})
 
     def _capture(self) -> dict[str, Any]:
@@ -496,7 +532,9 @@ class Steps:
         late = [key for key, one in results.items() if key not in self._keys and one.meta.on_epoch]
         names = [one.meta.name for key, one in results.items() if key in late]
         if not self._is_first and self._held is None and self._keys and late:
-            refuse(("log()", names[0], "is called in on_train_batch_end(); in place it is not kept"))
+            refuse(
+                ("log()", names[0], "is called in on_train_batch_end(); in place it is not kept")
+            )
         between = {
             "loops": copy.deepcopy(self._fit.state_dict()),
             "callbacks": [self._state_of(one) for one in self._trainer.callbacks],
@@ -517,8 +555,12 @@ class Steps:
             "saved": list(self._saved),
             "where": self._where,
         }
+        if self._logged and not results:  # Lightning has reset them: an epoch is over
+            self._of_epoch, self._logged = self._logged, []
+            self._progress.epoch.copy_(self._progress.counted)
+        between["epoch"] = self._of_epoch
         self._files = []
-        return {"between": between, "results": {k: _copy_of(one) for k, one in results.items()}}
+        return {"between": between, "results": {k: _look_of(one) for k, one in results.items()}}
 
     def _state_of(self, callback: Any) -> dict[str, Any]:
         name = type(callback).__name__
@@ -538,16 +580,19 @@ class Steps:
         self._saved, self._where = list(between["saved"]), between["where"]
         self._put_folders()
         self._put(between, is_entered=not self._is_first)
-        own = self._progress.counted[self._run.rank]
-        found: dict[str, Any] = {}
+        own, results = self._progress.counted[self._run.rank], {}
         for meta in between["logged"]:
             if meta["key"] in self._keys:
-                found[meta["key"]] = self._result_of(meta, own[_cells(self._keys.index(meta["key"]))])
-        self._put_results(found)
-        logged = self._trainer._logger_connector  # noqa: SLF001
-        if self._trainer.training and found:
-            logged.on_batch_end_metrics = None
-            logged._callback_metrics.update(self._epoch._results.metrics(True)["callback"])  # noqa: SLF001
+                cells = own[_cells(self._keys.index(meta["key"]))]
+                results[meta["key"]] = _result_of(meta, cells)
+        self._put_results(results)
+        self._logged, self._of_epoch = list(between["logged"]), list(between["epoch"])
+        values = self._trainer._logger_connector._callback_metrics  # noqa: SLF001
+        for number, meta in enumerate(self._of_epoch):
+            one = _result_of(meta, self._progress.epoch[self._run.rank][_cells(number)])
+            if one.meta.on_epoch and not one.meta.sync.should:
+                values[one.meta.name] = values[one.meta.forked_name(False)] = one.compute()
+        values.update(self._epoch._results.metrics(True)["callback"])  # noqa: SLF001
         if self._run.is_first and self._is_first:
             self._make_files(between["files"])
 
@@ -574,21 +619,10 @@ class Steps:
         for key in [key for key in results if key not in found]:
             results[key].reset()
         for key, one in found.items():
-            results[key] = one
-
-    def _result_of(self, meta: dict[str, Any], cells: Tensor) -> Any:
-        """Return what this rank has logged, made of what all ranks know."""
-        given = {k: v for k, v in meta.items() if k not in ("key", "sync", "dtype")}
-        one = _ResultMetric(_Metadata(**{**given, "reduce_fx": given["reduce_fx"]}), is_tensor=True)
-        one.meta.sync = _Sync(_should=meta["sync"], fn=_Sync.no_op)
-        _, value, weight, newest = cells
-        dtype = getattr(torch, meta["dtype"])
-        one.value = value.to(dtype)
-        if one.meta.is_mean_reduction:
-            one.cumulated_batch_size = weight.to(torch.int64)
-        one._forward_cache = newest.to(dtype) if one.meta.on_step else None  # noqa: SLF001
-        one._update_count = 1  # noqa: SLF001
-        return one
+            if isinstance(one, dict):  # of the same process
+                vars(results[key]).update(one)
+            else:
+                results[key] = one
 
     # Files, which rank 0 writes.
 
@@ -620,7 +654,9 @@ class Steps:
             elif not Path(one["path"]).exists() and one["path"] in self._saved:
                 is_whole = "lr_schedulers" in one["parts"]
                 made = trainer._checkpoint_connector.dump_checkpoint(not is_whole)  # noqa: SLF001
-                trainer.strategy.save_checkpoint({**made, **copy.deepcopy(one["parts"])}, one["path"])
+                trainer.strategy.save_checkpoint(
+                    {**made, **copy.deepcopy(one["parts"])}, one["path"]
+                )
         self._files = []
 
     def _checkpoints(self) -> list[Any]:
@@ -705,22 +741,33 @@ def _meta_of(key: str, one: Any) -> dict[str, Any]:
     }
 
 
-def _copy_of(one: Any) -> Any:
-    found = copy.copy(one)
-    found.__dict__ = dict(vars(one))  # its values are replaced, never written
-    return found
+def _result_of(meta: dict[str, Any], cells: Tensor) -> Any:
+    """Return what this rank has logged, made of what all ranks know."""
+    given = {k: v for k, v in meta.items() if k not in ("key", "sync", "dtype")}
+    one = _ResultMetric(_Metadata(**given), is_tensor=True)
+    one.meta.sync = _Sync(_should=meta["sync"], fn=_Sync.no_op)
+    _, value, weight, newest = cells
+    dtype = getattr(torch, meta["dtype"])
+    one.value = value.to(dtype)
+    if one.meta.is_mean_reduction:
+        one.cumulated_batch_size = weight.to(torch.int64)
+    one._forward_cache = newest.to(dtype) if one.meta.on_step else None  # noqa: SLF001
+    one._update_count = 1  # noqa: SLF001
+    return one
+
+
+def _look_of(one: Any) -> dict[str, Any]:
+    """Return what a logged value holds; its values are replaced, never written."""
+    return {name: value for name, value in vars(one).items() if name in _HELD}
 
 
 def _go_on_with_rows(logger: Any) -> None:
     """Have a CSVLogger go on with the file of the process before it, which it would delete."""
     file = Path(logger.log_dir) / "metrics.csv"
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    experiment = logger.experiment
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Experiment logs directory")
+        experiment = logger.experiment
     if text:
         file.write_text(text, encoding="utf-8")
         experiment.metrics_keys = text.splitlines()[0].split(",")
-
-
-def is_loader(value: object) -> bool:
-    """Return whether it is torch's DataLoader."""
-    return isinstance(value, DataLoader)
