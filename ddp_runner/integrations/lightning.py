@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import __version__ as _VERSION
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -75,7 +75,7 @@ class _OfRun(ClusterEnvironment):  # type: ignore[misc]
 
     def node_rank(self) -> int:
         """Return the number of this machine."""
-        return int(os.environ.get("GROUP_RANK", 0))
+        return int(os.environ.get("GROUP_RANK", "0"))
 
 
 class _InPlace(DDPStrategy):  # type: ignore[misc]
@@ -85,7 +85,7 @@ class _InPlace(DDPStrategy):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         run = _run()
-        refuse(why_not_version(_VERSION, lacking()))
+        refuse(why_not_version(lightning.pytorch.__version__, lacking()))
         refuse(why_not_options(options))
         count = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size))
         super().__init__(
@@ -100,7 +100,7 @@ class _InPlace(DDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """This rank's share in training; all samples where it evaluates."""
+        """Give this rank its share in training, and all samples where it evaluates."""
         run, module = _run(), self.lightning_module
         if module is not None and not module.trainer.training:
             return {"num_replicas": 1, "rank": 0}
@@ -175,9 +175,10 @@ class _InPlace(DDPStrategy):  # type: ignore[misc]
 
     def all_gather(self, tensor: Tensor, *args: Any, **named: Any) -> Tensor:
         """Gather within a step; between two this rank's value alone."""
+        found: Tensor = tensor
         if self._is_in_body:
-            return super().all_gather(tensor, *args, **named)
-        return tensor
+            found = super().all_gather(tensor, *args, **named)
+        return found
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
         """Decide with all ranks within a step; between two they decide alike."""

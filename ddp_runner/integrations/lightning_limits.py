@@ -59,6 +59,7 @@ def _of_training(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
     for one in trainer.callbacks:
         kind = next((k.__name__ for k in type(one).__mro__ if k.__name__ in _CHANGING), "")
         yield "callbacks", type(one).__name__, kind, "decides or averages by state that is not kept"
+        yield "save_last", "link", getattr(one, "save_last", None) == "link", "take save_last=True"
         interval = getattr(one, "_train_time_interval", None)
         yield "train_time_interval", interval, interval, "each rank has its own clock"
 
@@ -84,7 +85,7 @@ def why_not_loader(fit: Any) -> Refused | None:
 def _why_not_within(trainer: Any, batches: float) -> Refused | None:
     """Validation is between two steps, not among the batches of one."""
     every, accumulated = trainer.val_check_batch, trainer.accumulate_grad_batches
-    is_end = every == math.inf or every == batches
+    is_end = every in (math.inf, batches)
     is_across = trainer.check_val_every_n_epoch is None and batches % accumulated
     if (
         accumulated > 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,7 +33,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 import ddp_runner
-from ddp_runner.integrations.lightning_limits import Refused, why_not_logged, why_not_loader
+from ddp_runner.integrations.lightning_limits import Refused, why_not_loader, why_not_logged
 
 # What else is looked up by name: the class -> its attributes, which the next version may lack.
 USED: dict[type[Any], tuple[str, ...]] = {
@@ -52,7 +54,12 @@ _CELLS = 4  # of each: whether it is there, its sum, its weight, its value in th
 _NAMES = 0  # the row's first cell: a number made of the names
 _UNBOUNDED = 10**9  # steps
 # Of ModelCheckpoint, what its state_dict() or load_state_dict() leaves out.
-_OF_CHECKPOINT = ("_last_global_step_saved", "_defer_save_until_validation", "current_score")
+_OF_CHECKPOINT = (
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "_defer_save_until_validation",
+    "current_score",
+)
 _IN_CHECKPOINT = ("epoch", "global_step", "loops", "callbacks", "lr_schedulers")
 # Of a logged value, what an update of it replaces.
 _HELD = (
@@ -158,7 +165,7 @@ class _StepBatches:
         self.batch_sampler = getattr(loader, "batch_sampler", None)
 
     def __len__(self) -> int:
-        return -(-self._count // self._accumulate)
+        return math.ceil(self._count / self._accumulate)
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each pass."""
@@ -199,6 +206,8 @@ class _GivenFetcher(_DataFetcher):  # type: ignore[misc]
 
 class _FitInPlace(_FitLoop):  # type: ignore[misc]
     """Lightning's fit loop, which a replaced rank enters where the others stand."""
+
+    _data_fetcher: Any
 
     steps: Steps
 
@@ -651,7 +660,7 @@ class Steps:
             if "parts" not in one:
                 if Path(one["path"]).exists():
                     trainer.strategy.remove_checkpoint(one["path"])
-            elif not Path(one["path"]).exists() and one["path"] in self._saved:
+            elif one["path"] in self._saved:  # of the same content, where it was whole
                 is_whole = "lr_schedulers" in one["parts"]
                 made = trainer._checkpoint_connector.dump_checkpoint(not is_whole)  # noqa: SLF001
                 trainer.strategy.save_checkpoint(
@@ -678,10 +687,11 @@ class Steps:
             one.dirpath = folder
         for logger, version in zip(self._trainer.loggers, self._where["versions"], strict=True):
             if getattr(logger, "_version", version) != version:
+                before = Path(logger.log_dir) if isinstance(logger, CSVLogger) else None
                 logger._version = version  # noqa: SLF001
                 logger._experiment = None  # noqa: SLF001
-                if isinstance(logger, CSVLogger) and self._run.is_first:
-                    _go_on_with_rows(logger)
+                if before is not None and self._run.is_first:
+                    _go_on_with_rows(logger, before)
 
     # The end.
 
@@ -761,8 +771,13 @@ def _look_of(one: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(one).items() if name in _HELD}
 
 
-def _go_on_with_rows(logger: Any) -> None:
-    """Have a CSVLogger go on with the file of the process before it, which it would delete."""
+def _go_on_with_rows(logger: Any, begun: Path) -> None:
+    """Have a CSVLogger go on with the file of the process before it, which it would delete.
+
+    ``begun``: its folder of this process, in which there is no more than what is in the other one.
+    """
+    if {one.name for one in begun.glob("*")} <= {"hparams.yaml"} and begun.exists():
+        shutil.rmtree(begun)
     file = Path(logger.log_dir) / "metrics.csv"
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     with warnings.catch_warnings():

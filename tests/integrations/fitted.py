@@ -111,7 +111,7 @@ def main():
     best = ModelCheckpoint("best", monitor="val_loss", save_top_k=2, save_last=True)
     callbacks = [events, best]
     if "early" in WORDS:
-        callbacks.append(EarlyStopping("val_loss", patience=1, min_delta=10.0))
+        callbacks.append(EarlyStopping("val_loss", patience=2, min_delta=10.0))
     trainer = Trainer(
         strategy=InPlaceDDP(),
         accelerator="cpu",
