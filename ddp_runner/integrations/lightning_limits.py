@@ -106,3 +106,11 @@ def why_not_logged(metrics: Iterable[str], monitors: Iterable[str]) -> Refused |
     for name in monitors:
         return "monitor", name, "differs from rank to rank: log it with sync_dist=True"
     return None
+
+
+def why_not_alike(name: str, value: str) -> Refused:
+    """Return what differs from rank to rank, and would be lost with a rank. ``value``: names of attributes."""
+    if not value:
+        return name, "", "is called with other names on other ranks"
+    expected = "is changed between two steps, by a hook, and then differs from rank to rank"
+    return name, value, f"{expected}{_NOT_SUPPORTED}"

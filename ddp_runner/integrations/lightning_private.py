@@ -33,7 +33,12 @@ from torch import Tensor
 from torchmetrics import Metric
 
 import ddp_runner
-from ddp_runner.integrations.lightning_limits import Refused, why_not_loader, why_not_logged
+from ddp_runner.integrations.lightning_limits import (
+    Refused,
+    why_not_alike,
+    why_not_loader,
+    why_not_logged,
+)
 
 # What else is looked up by name: the class -> its attributes, which the next version may lack.
 USED: dict[type[Any], tuple[str, ...]] = {
@@ -51,7 +56,9 @@ USED: dict[type[Any], tuple[str, ...]] = {
 }
 _MOST_LOGGED = 64  # values of training_step, of which each rank's are known to all
 _CELLS = 4  # of each: whether it is there, its sum, its weight, its value in the newest step
-_NAMES = 0  # the row's first cell: a number made of the names
+_NAMES, _LATE, _FIRST = range(
+    3
+)  # the row's first cells: numbers made of what must be alike on all ranks
 _UNBOUNDED = 10**9  # steps
 # Of ModelCheckpoint, what its state_dict() or load_state_dict() leaves out.
 _OF_CHECKPOINT = (
@@ -90,25 +97,52 @@ def lacking() -> list[str]:
 
 
 class _Attributes:
-    """The plain attributes that a module's own code has given it: lists of outputs, counters. Each rank's own."""
+    """The plain attributes that a module's own code has given it: lists of outputs, counters. Each rank's own.
+
+    Between two steps they are as of the update. What hooks have changed since then is in :meth:`late`.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._not_own = _of_base(module)
+        self._held: dict[str, Any] | None = None
+
+    def live(self) -> dict[str, Any]:
+        """Return those whose values are plain, as they are now."""
+        found = vars(self._module).items()
+        return {k: v for k, v in found if k not in self._not_own and _is_plain(v)}
+
+    def hold(self) -> None:
+        """The update is next."""
+        self._held = copy.deepcopy(self.live())
+
+    def let_go(self) -> None:
+        """A body begins."""
+        self._held = None
+
+    def late(self) -> dict[str, Any]:
+        """Return what has changed since the update."""
+        held = self._held
+        if held is None:
+            return {}
+        live = self.live().items()
+        return {k: copy.deepcopy(v) for k, v in live if k not in held or not _is_same(v, held[k])}
+
+    def put(self, late: dict[str, Any]) -> None:
+        """Make those changes."""
+        vars(self._module).update(copy.deepcopy(late))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return those whose values are plain."""
-        return {
-            name: value
-            for name, value in vars(self._module).items()
-            if name not in self._not_own and _is_plain(value)
-        }
+        """Return what the run keeps of this rank."""
+        return self.live() if self._held is None else self._held
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Take them back; what a step that is made again has added goes."""
-        for name in self.state_dict().keys() - given.keys():
+        for name in self.live().keys() - given.keys():
             delattr(self._module, name)
         vars(self._module).update(given)
+        if self._held is not None:
+            self._held = copy.deepcopy(given)
 
 
 class _Weights(torch.nn.Module):
@@ -132,6 +166,27 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(type(key) is str and _is_plain(one) for key, one in value.items())
     return type(value) in _PLAIN
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+def _as_text(value: Any) -> str:
+    """Plain values as text, tensors with all of their numbers."""
+    if isinstance(value, dict):
+        return str({key: _as_text(one) for key, one in sorted(value.items())})
+    if isinstance(value, (list, tuple)):
+        return str([_as_text(one) for one in value])
+    return str(value.tolist()) if isinstance(value, Tensor) else repr(value)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -290,7 +345,7 @@ class Progress:
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.between: dict[str, Any] = {}
-        cells = 1 + _MOST_LOGGED * _CELLS
+        cells = _FIRST + _MOST_LOGGED * _CELLS
         self.counted = torch.zeros(world_size, cells, dtype=torch.float64, device=device)
         self.epoch = torch.zeros_like(self.counted)
 
@@ -331,6 +386,7 @@ class Steps:
         self._saved: list[str] = []
         self._where: dict[str, Any] = {}  # folders and versions, as rank 0 has chosen them
         self._module = trainer.lightning_module
+        self._attributes = _Attributes(self._module)
         self._metrics = [one for one in self._module.modules() if isinstance(one, Metric)]
         self._take_over()
 
@@ -359,9 +415,8 @@ class Steps:
         }
         weights = _Weights(self._module)
         run.keep(model=weights, optimizer=optimizer, lightning=self._progress, **schedulers)
-        own = _Attributes(self._module)
-        if own.state_dict():
-            run.keep_local(attributes=own)
+        if self._attributes.live():
+            run.keep_local(attributes=self._attributes)
         accumulated = trainer.accumulate_grad_batches
         batches = _StepBatches(fit._combined_loader, int(fit.max_batches), accumulated)  # noqa: SLF001
         total = _UNBOUNDED
@@ -380,7 +435,7 @@ class Steps:
         if self._batches is None:
             assert self._given is not None, "the run has begun"
             if not self._is_first:
-                self._held = self._capture()
+                self._held = self._held or self._capture()
                 if self._epoch.global_step:  # else the ranks have chosen their own folders
                     self._progress.between = self._held["between"]
             self._batches, self._position = next(self._given, None), 0
@@ -388,7 +443,8 @@ class Steps:
             is_older = self._epoch.global_step != self._run.step_number
             if self._batches is not None and not self._is_first and is_older:
                 self._put_between()  # of an older state, on all ranks
-                self._held = None
+            elif self._held is not None:  # what the run has put back is as of the update
+                self._attributes.put(self._held["between"]["late"])
         return self._batches
 
     @property
@@ -408,6 +464,7 @@ class Steps:
     def _begin_body(self) -> None:
         if self._held is None:
             self._held = self._capture()
+        self._attributes.let_go()
         _set_rng_states(self._draws)
         self._noted = 0.0
         self._metrics_at = self._updates()
@@ -454,6 +511,8 @@ class Steps:
     def before_update(self) -> None:
         """Learn what each rank has logged: after the update no rank waits for another."""
         refuse(why_not_logged(self._results_of_metrics(), self._unsynced_monitors()))
+        assert self._held is not None, "a body has begun"
+        self._attributes.hold()
         found = [(key, one) for key, one in sorted(self._results().items()) if one.is_tensor]
         if len(found) > _MOST_LOGGED:
             refuse(("log()", len(found), f"is of more than {_MOST_LOGGED} values in training_step"))
@@ -462,13 +521,18 @@ class Steps:
         mine = torch.zeros_like(self._progress.counted)
         row = mine[self._run.rank]
         row[_NAMES] = zlib.crc32(" ".join(self._keys).encode())
+        row[_LATE] = zlib.crc32(_as_text(self._held["between"]["late"]).encode())
         for number, (_, one) in enumerate(found):
             row[_cells(number)] = _cells_of(one, row.device)
         if self._run.world_size > 1:
             dist.all_reduce(mine)
-        names = mine[:, _NAMES]
-        if not torch.equal(names, names[:1].expand_as(names)):
-            refuse(("log()", "", "is called with other names on other ranks"))
+        late = ", ".join(self._held["between"]["late"])
+        for cell, name, value in (
+            (_NAMES, "log()", ""),
+            (_LATE, type(self._module).__name__, late),
+        ):
+            if not torch.equal(mine[:, cell], mine[:1, cell].expand_as(mine[:, cell])):
+                refuse(why_not_alike(name, value))
         self._progress.counted.copy_(mine)
         for number, (_, one) in enumerate(found):
             if one.meta.on_step and one.meta.sync.should and one._forward_cache is not None:  # noqa: SLF001
@@ -487,9 +551,8 @@ class Steps:
         """Have Lightning stand where the step in hand begins."""
         self._batches, self._position = None, 0
         assert self._held is not None, "a body has begun"
-        held, self._held = self._held, None
-        self._put(held["between"], is_entered=True)
-        self._put_results(held["results"])
+        self._put(self._held["between"], is_entered=True)
+        self._put_results(self._held["results"])
 
     def over_ranks(self, key: str, one: Any) -> Tensor | None:
         """Return the value of an epoch over all ranks; None if it was logged since the last sum."""
@@ -563,6 +626,7 @@ class Steps:
             "files": self._files,
             "saved": list(self._saved),
             "where": self._where,
+            "late": self._attributes.late(),
         }
         if self._logged and not results:  # Lightning has reset them: an epoch is over
             self._of_epoch, self._logged = self._logged, []
@@ -604,6 +668,8 @@ class Steps:
         values.update(self._epoch._results.metrics(True)["callback"])  # noqa: SLF001
         if self._run.is_first and self._is_first:
             self._make_files(between["files"])
+        looks = {key: _look_of(one) for key, one in results.items()}
+        self._held = {"between": between, "results": looks}
 
     def _put(self, between: dict[str, Any], *, is_entered: bool) -> None:
         trainer, fit = self._trainer, self._fit
@@ -622,6 +688,7 @@ class Steps:
         for name, values in between["metrics"].items():
             getattr(logged, name).update(copy.deepcopy(values))
         trainer.should_stop = between["stops"]
+        self._attributes.put(between["late"])
 
     def _put_results(self, found: dict[str, Any]) -> None:
         results = self._epoch._results  # noqa: SLF001
@@ -713,7 +780,7 @@ class Steps:
 
 
 def _cells(number: int) -> slice:
-    return slice(1 + number * _CELLS, 1 + (number + 1) * _CELLS)
+    return slice(_FIRST + number * _CELLS, _FIRST + (number + 1) * _CELLS)
 
 
 def _cells_of(one: Any, device: torch.device) -> Tensor:
