@@ -846,10 +846,10 @@ def _go_on_with_rows(logger: Any, begun: Path) -> None:
     if {one.name for one in begun.glob("*")} <= {"hparams.yaml"} and begun.exists():
         shutil.rmtree(begun)
     file = Path(logger.log_dir) / "metrics.csv"
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    rows = file.read_bytes() if file.exists() else b""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Experiment logs directory")
         experiment = logger.experiment
-    if text:
-        file.write_text(text, encoding="utf-8")
-        experiment.metrics_keys = text.splitlines()[0].split(",")
+    if rows:
+        file.write_bytes(rows)
+        experiment.metrics_keys = rows.splitlines()[0].decode().split(",")

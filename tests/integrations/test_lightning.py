@@ -12,14 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_runner.config import from_flat
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
+from ddp_runner.training.local_runtime import local_runtime
+from ddp_runner.training.own_loop.attached_run import AttachedRun
 from tests.scenarios.conftest import PATIENT, filled_once
 from tests.scenarios.harness import ROOT, Run, poll
 
 pytest.importorskip("lightning", reason="not installed: the extra lightning")
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
+from torchmetrics import MeanMetric
 
 from ddp_runner.integrations import lightning as ours
 from ddp_runner.integrations import lightning_private as private
@@ -213,3 +218,98 @@ def test_the_last_step_of_an_epoch_has_the_batches_that_are_left():
     batches = private._StepBatches(_Combined(), 5, 2)
     assert len(batches) == 3
     assert [[one[0] for one in step] for step in batches] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A run of one rank without a supervisor, which the strategy is to take for one that repairs."""
+    monkeypatch.chdir(tmp_path)
+    settings = from_flat(
+        {
+            "log_dir": str(tmp_path / "logs"),
+            "checkpoint_dir": str(tmp_path / "kept"),
+            "display": "none",
+            "device": "cpu",
+        }
+    )
+    run = AttachedRun(settings, local_runtime(settings, 0, 1), arguments="", on_end=lambda _: None)
+    monkeypatch.setattr(ours, "RUN", run)
+    yield run
+    run._leave()
+
+
+class _Line(LightningModule):
+    """Notes what it hears; ``acc``, a torchmetrics object, is updated where ``counts``."""
+
+    def __init__(self, *, counts=False):
+        super().__init__()
+        seed_everything(3)
+        self.net = torch.nn.Linear(3, 1)
+        self.counts, self.acc, self.events = counts, MeanMetric(), []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if self.counts:
+            self.acc.update(loss)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.events.append((batch_idx, self.trainer.global_step))
+
+    def validation_step(self, batch, batch_idx):
+        self.acc.update(self.net(batch[0]).mean())
+        self.log("value", self.acc)
+
+    def on_train_epoch_end(self):
+        self.events.append("epoch")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted(module, **how):
+    """Return the Trainer that has trained it, on ten batches of two."""
+    rows = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(rows)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        accumulate_grad_batches=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **how,
+    )
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    trainer.fit(module, loader, loader)
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_the_repeated_first_body_is_counted_and_logged_once(alone):
+    """The weights, the values and the hooks' counters are those of Lightning itself."""
+    plain, own = _Line(), _Line()
+    expected, found = fitted(plain, devices=1), fitted(own, strategy=ours._InPlace())
+    assert own.events == plain.events
+    assert torch.equal(own.net.weight, plain.net.weight)
+    assert found.global_step == expected.global_step == 6
+    values = {name: float(one) for name, one in found.callback_metrics.items()}
+    assert values == {name: float(one) for name, one in expected.callback_metrics.items()}
+    assert alone.step_number == 6
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_a_metric_that_training_updates_is_refused(alone):
+    with pytest.raises(BadInputError, match="torchmetrics"):
+        fitted(_Line(counts=True), strategy=ours._InPlace())
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_manual_optimization_is_refused_before_the_first_step(alone):
+    module = _Line()
+    module.automatic_optimization = False
+    with pytest.raises(BadInputError, match="automatic_optimization"):
+        fitted(module, strategy=ours._InPlace())
+    assert module.events == []
