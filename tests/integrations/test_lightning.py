@@ -268,14 +268,15 @@ class _Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fitted(module, **how):
+def fitted(module, *, accumulated=4, **how):
     """Return the Trainer that has trained it, on ten batches of two."""
     rows = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(rows)
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=2,
-        accumulate_grad_batches=4,
+        accumulate_grad_batches=accumulated,
+        use_distributed_sampler=False,  # which shuffles
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -311,5 +312,5 @@ def test_manual_optimization_is_refused_before_the_first_step(alone):
     module = _Line()
     module.automatic_optimization = False
     with pytest.raises(BadInputError, match="automatic_optimization"):
-        fitted(module, strategy=ours._InPlace())
+        fitted(module, accumulated=1, strategy=ours._InPlace())
     assert module.events == []
