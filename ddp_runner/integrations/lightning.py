@@ -30,7 +30,8 @@ from ddp_runner.integrations.lightning_limits import (
     why_not_options,
     why_not_version,
 )
-from ddp_runner.integrations.lightning_private import Steps, lacking, refuse
+from ddp_runner.integrations.lightning_private import Steps, lacking
+from ddp_runner.integrations.lightning_values import refuse
 
 if TYPE_CHECKING:
     from ddp_runner import AttachedRun

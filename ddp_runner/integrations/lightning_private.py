@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -34,10 +33,18 @@ from torchmetrics import Metric
 
 import ddp_runner
 from ddp_runner.integrations.lightning_limits import (
-    Refused,
     why_not_alike,
     why_not_loader,
     why_not_logged,
+)
+from ddp_runner.integrations.lightning_values import (
+    Attributes,
+    Progress,
+    Weights,
+    as_plain,
+    as_text,
+    go_on_with_rows,
+    refuse,
 )
 
 # What else is looked up by name: the class -> its attributes, which the next version may lack.
@@ -77,13 +84,6 @@ _HELD = (
     "_computed",
     "_update_count",
 )
-_PLAIN = (type(None), bool, int, float, str, Tensor)
-
-
-def refuse(refused: Refused | None) -> None:
-    """Raise BadInputError for what is refused."""
-    if refused is not None:
-        raise ddp_runner.BadInputError(*refused)
 
 
 def lacking() -> list[str]:
@@ -94,115 +94,6 @@ def lacking() -> list[str]:
         for name in names
         if not hasattr(kind, name)
     ]
-
-
-class _Attributes:
-    """The plain attributes that a module's own code has given it: lists of outputs, counters. Each rank's own.
-
-    Between two steps they are as of the update. What hooks have changed since then is in :meth:`late`.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._not_own = _of_base(module)
-        self._held: dict[str, Any] | None = None
-
-    def live(self) -> dict[str, Any]:
-        """Return those whose values are plain, as they are now."""
-        found = vars(self._module).items()
-        return {k: v for k, v in found if k not in self._not_own and _is_plain(v)}
-
-    def hold(self) -> None:
-        """The update is next."""
-        self._held = copy.deepcopy(self.live())
-
-    def let_go(self) -> None:
-        """A body begins."""
-        self._held = None
-
-    def late(self) -> dict[str, Any]:
-        """Return what has changed since the update."""
-        held = self._held
-        if held is None:
-            return {}
-        live = self.live().items()
-        return {k: copy.deepcopy(v) for k, v in live if k not in held or not _is_same(v, held[k])}
-
-    def put(self, late: dict[str, Any]) -> None:
-        """Make those changes."""
-        vars(self._module).update(copy.deepcopy(late))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the run keeps of this rank."""
-        return self.live() if self._held is None else self._held
-
-    def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Take them back; what a step that is made again has added goes."""
-        for name in self.live().keys() - given.keys():
-            delattr(self._module, name)
-        vars(self._module).update(given)
-        if self._held is not None:
-            self._held = copy.deepcopy(given)
-
-
-class _Weights(torch.nn.Module):
-    """The weights and buffers of a module, without what else hangs on it: a LightningModule holds its whole Trainer."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self._modules, self._parameters = module._modules, module._parameters  # noqa: SLF001
-        self._buffers = module._buffers  # noqa: SLF001
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set  # noqa: SLF001
-
-
-def _of_base(module: Any) -> frozenset[str]:
-    base = next(one for one in type(module).__mro__ if one.__module__.startswith("lightning."))
-    return frozenset(vars(base()))
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(one) for key, one in value.items())
-    return type(value) in _PLAIN
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
-    return bool(one == other)
-
-
-def _as_text(value: Any) -> str:
-    """Plain values as text, tensors with all of their numbers."""
-    if isinstance(value, dict):
-        return str({key: _as_text(one) for key, one in sorted(value.items())})
-    if isinstance(value, (list, tuple)):
-        return str([_as_text(one) for one in value])
-    return str(value.tolist()) if isinstance(value, Tensor) else repr(value)
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A copy of a state as tensors and plain values. Raises BadInputError where it is none."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _plain(name, one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(name, one) for one in value]
-    if isinstance(value, Path):
-        return str(value)
-    if type(value) not in _PLAIN:
-        kind = type(value).__name__
-        refuse((name, kind, "is in the state_dict() of a callback: only tensors and plain values"))
-    return value
 
 
 class _StepBatches:
@@ -336,31 +227,6 @@ class _ResultsInPlace(_ResultCollection):  # type: ignore[misc]
         return super().metrics(on_step)
 
 
-class Progress:
-    """Keeps Lightning's progress next to model, optimizer and schedulers, as ``run.keep()`` expects it.
-
-    ``between``: as of the last boundary of steps, alike on all ranks. ``counted``: what each rank has logged,
-    ``epoch``: in the last whole epoch.
-    """
-
-    def __init__(self, world_size: int, device: torch.device) -> None:
-        self.between: dict[str, Any] = {}
-        cells = _FIRST + _MOST_LOGGED * _CELLS
-        self.counted = torch.zeros(world_size, cells, dtype=torch.float64, device=device)
-        self.epoch = torch.zeros_like(self.counted)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values."""
-        return {"between": self.between, "counted": self.counted, "epoch": self.epoch}
-
-    def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Take a state of this process or of another rank."""
-        self.between = given["between"]
-        for name, own in (("counted", self.counted), ("epoch", self.epoch)):
-            if given[name] is not own:
-                own.copy_(given[name])
-
-
 class Steps:
     """The run's steps within Lightning's loops. Nothing of a loop is written again: its own methods are called."""
 
@@ -376,7 +242,7 @@ class Steps:
         self._held: dict[str, Any] | None = None  # what a step that is made again begins with
         self.in_body = False  # of a step whose update has not begun
         self._is_first = True
-        self._progress = Progress(run.world_size, run.device)
+        self._progress = Progress(run.world_size, _FIRST + _MOST_LOGGED * _CELLS, run.device)
         self._keys: list[str] = []  # what all ranks had logged at the last sum
         self._logged: list[dict[str, Any]] = []  # and how
         self._of_epoch: list[dict[str, Any]] = []  # the same, of the last whole epoch
@@ -386,7 +252,7 @@ class Steps:
         self._saved: list[str] = []
         self._where: dict[str, Any] = {}  # folders and versions, as rank 0 has chosen them
         self._module = trainer.lightning_module
-        self._attributes = _Attributes(self._module)
+        self._attributes = Attributes(self._module)
         self._metrics = [one for one in self._module.modules() if isinstance(one, Metric)]
         self._take_over()
 
@@ -413,7 +279,7 @@ class Steps:
             f"scheduler{number}": one.scheduler
             for number, one in enumerate(trainer.lr_scheduler_configs)
         }
-        weights = _Weights(self._module)
+        weights = Weights(self._module)
         run.keep(model=weights, optimizer=optimizer, lightning=self._progress, **schedulers)
         if self._attributes.live():
             run.keep_local(attributes=self._attributes)
@@ -521,7 +387,7 @@ class Steps:
         mine = torch.zeros_like(self._progress.counted)
         row = mine[self._run.rank]
         row[_NAMES] = zlib.crc32(" ".join(self._keys).encode())
-        row[_LATE] = zlib.crc32(_as_text(self._held["between"]["late"]).encode())
+        row[_LATE] = zlib.crc32(as_text(self._held["between"]["late"]).encode())
         for number, (_, one) in enumerate(found):
             row[_cells(number)] = _cells_of(one, row.device)
         if self._run.world_size > 1:
@@ -614,7 +480,7 @@ class Steps:
             "fx": logged._current_fx,  # noqa: SLF001
             "metrics": {
                 name: {
-                    key: _plain(key, one)
+                    key: as_plain(key, one)
                     for key, one in getattr(logged, name).items()
                     if key not in unsynced
                 }
@@ -637,10 +503,10 @@ class Steps:
 
     def _state_of(self, callback: Any) -> dict[str, Any]:
         name = type(callback).__name__
-        state = {"state": _plain(name, callback.state_dict())}
+        state = {"state": as_plain(name, callback.state_dict())}
         if isinstance(callback, ModelCheckpoint):
             state["more"] = {
-                one: _plain(name, getattr(callback, one))
+                one: as_plain(name, getattr(callback, one))
                 for one in _OF_CHECKPOINT
                 if hasattr(callback, one)
             }
@@ -705,7 +571,7 @@ class Steps:
     def saves(self, checkpoint: dict[str, Any], path: Any) -> None:
         """A checkpoint of Lightning's is saved: the others know what was in it beside the weights."""
         parts = {key: checkpoint[key] for key in _IN_CHECKPOINT if key in checkpoint}
-        self._files.append({"path": str(path), "parts": _plain("checkpoint", parts)})
+        self._files.append({"path": str(path), "parts": as_plain("checkpoint", parts)})
         if str(path) not in self._saved:
             self._saved.append(str(path))
 
@@ -758,7 +624,7 @@ class Steps:
                 logger._version = version  # noqa: SLF001
                 logger._experiment = None  # noqa: SLF001
                 if before is not None and self._run.is_first:
-                    _go_on_with_rows(logger, before)
+                    go_on_with_rows(logger, before)
 
     # The end.
 
@@ -836,20 +702,3 @@ def _result_of(meta: dict[str, Any], cells: Tensor) -> Any:
 def _look_of(one: Any) -> dict[str, Any]:
     """Return what a logged value holds; its values are replaced, never written."""
     return {name: value for name, value in vars(one).items() if name in _HELD}
-
-
-def _go_on_with_rows(logger: Any, begun: Path) -> None:
-    """Have a CSVLogger go on with the file of the process before it, which it would delete.
-
-    ``begun``: its folder of this process, in which there is no more than what is in the other one.
-    """
-    if {one.name for one in begun.glob("*")} <= {"hparams.yaml"} and begun.exists():
-        shutil.rmtree(begun)
-    file = Path(logger.log_dir) / "metrics.csv"
-    rows = file.read_bytes() if file.exists() else b""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Experiment logs directory")
-        experiment = logger.experiment
-    if rows:
-        file.write_bytes(rows)
-        experiment.metrics_keys = rows.splitlines()[0].decode().split(",")

@@ -28,6 +28,7 @@ from torchmetrics import MeanMetric
 
 from ddp_runner.integrations import lightning as ours
 from ddp_runner.integrations import lightning_private as private
+from ddp_runner.integrations import lightning_values as values
 
 SCRIPT = Path(__file__).with_name("fitted.py")
 KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -183,14 +184,14 @@ class _Counting(LightningModule):
 
 def test_attributes_are_kept_as_of_the_update_and_later_changes_apart():
     module = _Counting()
-    kept = private._Attributes(module)
+    kept = values.Attributes(module)
     module.seen, module.outputs = 3, [1.0]
     kept.hold()
     module.outputs.clear()
     assert kept.state_dict() == {"seen": 3, "outputs": [1.0]}
     assert kept.late() == {"outputs": []}
     other = _Counting()
-    replaced = private._Attributes(other)
+    replaced = values.Attributes(other)
     replaced.load_state_dict(kept.state_dict())
     replaced.put(kept.late())
     assert (other.seen, other.outputs) == (3, [])
@@ -296,8 +297,8 @@ def test_the_repeated_first_body_is_counted_and_logged_once(alone):
     assert own.events == plain.events
     assert torch.equal(own.net.weight, plain.net.weight)
     assert found.global_step == expected.global_step == 6
-    values = {name: float(one) for name, one in found.callback_metrics.items()}
-    assert values == {name: float(one) for name, one in expected.callback_metrics.items()}
+    logged = {name: float(one) for name, one in found.callback_metrics.items()}
+    assert logged == {name: float(one) for name, one in expected.callback_metrics.items()}
     assert alone.step_number == 6
 
 
