@@ -660,15 +660,10 @@ def _cells_of(one: Any, device: torch.device) -> Tensor:
 
 def _reduced(one: Any, values: Tensor) -> Tensor:
     """Reduce the ranks' values as Lightning does."""
-    if one.meta.is_max_reduction:
-        found = values.max()
-    elif one.meta.is_min_reduction:
-        found = values.min()
-    elif one.meta.is_sum_reduction:
-        found = values.sum()
-    else:
+    if one.meta.is_mean_reduction:
         return values.sum().to(one.value.dtype) / len(values)
-    return found.to(one.value.dtype)
+    found: Tensor = one.meta.reduce_fx(values).to(one.value.dtype)
+    return found
 
 
 def _meta_of(key: str, one: Any) -> dict[str, Any]:
