@@ -1,0 +1,173 @@
+"""What a LightningModule and its callbacks hold, as values that a run keeps. No private name of Lightning is used."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ddp_runner
+from ddp_runner.integrations.lightning_limits import Refused
+
+_PLAIN = (type(None), bool, int, float, str, Tensor)
+
+
+def refuse(refused: Refused | None) -> None:
+    """Raise BadInputError for what is refused."""
+    if refused is not None:
+        raise ddp_runner.BadInputError(*refused)
+
+
+class Attributes:
+    """The plain attributes that a module's own code has given it: lists of outputs, counters. Each rank's own.
+
+    Between two steps they are as of the update. What hooks have changed since then is in :meth:`late`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._not_own = _of_base(module)
+        self._held: dict[str, Any] | None = None
+
+    def live(self) -> dict[str, Any]:
+        """Return those whose values are plain, as they are now."""
+        found = vars(self._module).items()
+        return {k: v for k, v in found if k not in self._not_own and _is_plain(v)}
+
+    def hold(self) -> None:
+        """The update is next."""
+        self._held = copy.deepcopy(self.live())
+
+    def let_go(self) -> None:
+        """A body begins."""
+        self._held = None
+
+    def late(self) -> dict[str, Any]:
+        """Return what has changed since the update."""
+        held = self._held
+        if held is None:
+            return {}
+        live = self.live().items()
+        return {k: copy.deepcopy(v) for k, v in live if k not in held or not _is_same(v, held[k])}
+
+    def put(self, late: dict[str, Any]) -> None:
+        """Make those changes."""
+        vars(self._module).update(copy.deepcopy(late))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the run keeps of this rank."""
+        return self.live() if self._held is None else self._held
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        """Take them back; what a step that is made again has added goes."""
+        for name in self.live().keys() - given.keys():
+            delattr(self._module, name)
+        vars(self._module).update(given)
+        if self._held is not None:
+            self._held = copy.deepcopy(given)
+
+
+class Weights(torch.nn.Module):
+    """The weights and buffers of a module, without what else hangs on it: a LightningModule holds its whole Trainer."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._modules, self._parameters = module._modules, module._parameters  # noqa: SLF001
+        self._buffers = module._buffers  # noqa: SLF001
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set  # noqa: SLF001
+
+
+def as_plain(name: str, value: Any) -> Any:
+    """A copy of a state as tensors and plain values. Raises BadInputError where it is none."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: as_plain(name, one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(name, one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
+    if type(value) not in _PLAIN:
+        kind = type(value).__name__
+        refuse((name, kind, "is in the state_dict() of a callback: only tensors and plain values"))
+    return value
+
+
+def as_text(value: Any) -> str:
+    """Plain values as text, tensors with all of their numbers."""
+    if isinstance(value, dict):
+        return str({key: as_text(one) for key, one in sorted(value.items())})
+    if isinstance(value, (list, tuple)):
+        return str([as_text(one) for one in value])
+    return str(value.tolist()) if isinstance(value, Tensor) else repr(value)
+
+
+def _of_base(module: Any) -> frozenset[str]:
+    base = next(one for one in type(module).__mro__ if one.__module__.startswith("lightning."))
+    return frozenset(vars(base()))
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(one) for key, one in value.items())
+    return type(value) in _PLAIN
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+class Progress:
+    """Keeps Lightning's progress next to model, optimizer and schedulers, as ``run.keep()`` expects it.
+
+    ``between``: as of the last boundary of steps, alike on all ranks. ``counted``: what each rank has logged,
+    ``epoch``: in the last whole epoch.
+    """
+
+    def __init__(self, world_size: int, cells: int, device: torch.device) -> None:
+        self.between: dict[str, Any] = {}
+        self.counted = torch.zeros(world_size, cells, dtype=torch.float64, device=device)
+        self.epoch = torch.zeros_like(self.counted)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values."""
+        return {"between": self.between, "counted": self.counted, "epoch": self.epoch}
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        """Take a state of this process or of another rank."""
+        self.between = given["between"]
+        for name, own in (("counted", self.counted), ("epoch", self.epoch)):
+            if given[name] is not own:
+                own.copy_(given[name])
+
+
+def go_on_with_rows(logger: Any, begun: Path) -> None:
+    """Have a CSVLogger go on with the file of the process before it, which it would delete.
+
+    ``begun``: its folder of this process, in which there is no more than what is in the other one.
+    """
+    if {one.name for one in begun.glob("*")} <= {"hparams.yaml"} and begun.exists():
+        shutil.rmtree(begun)
+    file = Path(logger.log_dir) / "metrics.csv"
+    rows = file.read_bytes() if file.exists() else b""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Experiment logs directory")
+        experiment = logger.experiment
+    if rows:
+        file.write_bytes(rows)
+        experiment.metrics_keys = rows.splitlines()[0].decode().split(",")

@@ -1,0 +1,317 @@
+"""Lightning's Trainer in place: as plain torchrun trains with it, also where ranks are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_runner.config import from_flat
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
+from ddp_runner.training.local_runtime import local_runtime
+from ddp_runner.training.own_loop.attached_run import AttachedRun
+from tests.scenarios.conftest import PATIENT, filled_once
+from tests.scenarios.harness import ROOT, Run, poll
+
+pytest.importorskip("lightning", reason="not installed: the extra lightning")
+
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torchmetrics import MeanMetric
+
+from ddp_runner.integrations import lightning as ours
+from ddp_runner.integrations import lightning_private as private
+from ddp_runner.integrations import lightning_values as values
+
+SCRIPT = Path(__file__).with_name("fitted.py")
+KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+RAISE = "raise RuntimeError('a cosmic ray')"
+WAIT = "import time; open('it_waits', 'w').close(); time.sleep(3)"
+NEEDS = "accumulate midway bf16 early"
+
+# --- whole runs ---
+
+
+@pytest.fixture(scope="session")
+def of_torchrun(tmp_path_factory, worker_id):
+    """The folder in which plain torchrun and Lightning's own DDPStrategy have trained, by the words of the script."""
+
+    def of(words):
+        def make(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            subprocess.run(
+                [*command, "--nproc-per-node", "2", SCRIPT, *words.split()],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                check=True,
+                timeout=280,
+            )
+
+        return filled_once(tmp_path_factory, worker_id, make, ("lightning", words))
+
+    return of
+
+
+def run_script(folder, words, **how):
+    options = ("--preload", "lightning.pytorch", "save_every_steps=9", *PATIENT)
+    places = ("-l", folder / "logs", "-c", folder / "checkpoints")
+    return Run(folder, *places, *options, SCRIPT, *words.split(), task=None, verb="run", **how)
+
+
+def plant(folder, **places):
+    for place, text in places.items():
+        rank, step, where = place.split("_")
+        (folder / f"harm_{rank[1:]}_{step[1:]}_{where}").write_text(text)
+
+
+def _flat(value, path=""):
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _flat(one, f"{path}.{key}")
+    else:
+        yield path, value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def assert_as_torchrun(folder, plain):
+    """Weights, optimizer, counters, logged values, LR and files of both ranks."""
+    for rank in (0, 1):
+        found, expected = (
+            dict(_flat(torch.load(at / f"final_{rank}.pt", weights_only=False)))
+            for at in (folder, plain)
+        )
+        assert [name for name in expected if found[name] != expected[name]] == []
+        facts = [json.loads((at / f"facts_{rank}.json").read_text()) for at in (folder, plain)]
+        assert facts[0] == facts[1]
+    saved = [{one.name: one for one in (at / "best").iterdir()} for at in (folder, plain)]
+    assert saved[0].keys() == saved[1].keys()
+    for name, path in saved[0].items():
+        own, other = (torch.load(one, weights_only=False) for one in (path, saved[1][name]))
+        assert dict(_flat(own["state_dict"])) == dict(_flat(other["state_dict"]))
+        assert (own["epoch"], own["global_step"]) == (other["epoch"], other["global_step"])
+
+
+def assert_exact(run, faults):
+    summary = run.summary()
+    assert summary["exact"], summary["inexact_reasons"]
+    assert len(summary["faults"]) == faults, summary["faults"]
+    assert sum(one["steps_lost"] for one in summary["faults"]) == 0
+
+
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_ranks_are_lost_and_the_weights_are_those_of_torchrun(tmp_path, of_torchrun):
+    """In forward, backward, before the update, in a callback, amid a save and in the last validation."""
+    plant(
+        tmp_path,
+        r0_s1_forward=KILL,
+        r1_s2_optimizer=RAISE,
+        r1_s4_callback=KILL,
+        r0_s5_save=KILL,
+        r1_s7_backward=KILL,
+        r0_s10_validation=KILL,
+    )
+    with run_script(tmp_path, "") as run:
+        assert run.wait() == 0, run.console
+    assert not [*tmp_path.glob("harm_*")]
+    assert_as_torchrun(tmp_path, of_torchrun(""))
+    assert_exact(run, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_accumulated_steps_are_repaired_and_training_ends_early(tmp_path, of_torchrun):
+    """With bf16, clipping and validation amid an epoch; a rank dies in the validation that ends training."""
+    plant(
+        tmp_path,
+        r1_s1_forward=KILL,
+        r0_s2_backward=KILL,
+        r1_s2_save=KILL,
+        r0_s3_optimizer=RAISE,
+        r0_s4_validation=KILL,
+    )
+    with run_script(tmp_path, NEEDS) as run:
+        assert run.wait() == 0, run.console
+    assert not [*tmp_path.glob("harm_*")]
+    assert_as_torchrun(tmp_path, of_torchrun(NEEDS))
+    assert_exact(run, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_a_run_is_stopped_and_the_same_command_resumes(tmp_path, of_torchrun):
+    """By Ctrl-C amid the second epoch; then rank 0 is lost."""
+    plant(tmp_path, r0_s6_forward=WAIT, r0_s8_backward=KILL)
+    with run_script(tmp_path, "") as run:
+        poll((tmp_path / "it_waits").exists, what="a step")
+        run.signal(signal.SIGINT)
+        assert run.wait() == ExitCode.INTERRUPTED, run.console
+    with run_script(tmp_path, "") as run:
+        assert run.wait() == 0, run.console
+    assert_as_torchrun(tmp_path, of_torchrun(""))
+    assert_exact(run, 1)
+
+
+# --- in one process ---
+
+
+def test_without_a_supervisor_it_is_lightnings_own_strategy():
+    assert ours.RUN is None
+    assert ours.InPlaceDDP is DDPStrategy
+
+
+def test_lightning_has_the_names_that_are_used(monkeypatch):
+    """Of the installed version; what has moved is named."""
+    assert private.lacking() == []
+    monkeypatch.delattr(private._EpochInPlace.__mro__[1], "_broadcast_sigterm_tensor")
+    assert private.lacking() == ["_TrainingEpochLoop._broadcast_sigterm_tensor"]
+
+
+class _Counting(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.outputs, self.opened = 0, [], open  # the last is no value
+
+
+def test_attributes_are_kept_as_of_the_update_and_later_changes_apart():
+    module = _Counting()
+    kept = values.Attributes(module)
+    module.seen, module.outputs = 3, [1.0]
+    kept.hold()
+    module.outputs.clear()
+    assert kept.state_dict() == {"seen": 3, "outputs": [1.0]}
+    assert kept.late() == {"outputs": []}
+    other = _Counting()
+    replaced = values.Attributes(other)
+    replaced.load_state_dict(kept.state_dict())
+    replaced.put(kept.late())
+    assert (other.seen, other.outputs) == (3, [])
+    kept.let_go()
+    assert kept.state_dict() == {"seen": 3, "outputs": []}
+
+
+class _Loader(list):
+    """Seven batches."""
+
+    dataset = ()
+
+
+class _Combined:
+    """As Lightning's, of one loader."""
+
+    def __init__(self):
+        self.flattened = [_Loader(range(7))]
+
+    def __iter__(self):
+        return ((batch, at, 0) for at, batch in enumerate(self.flattened[0]))
+
+
+def test_the_last_step_of_an_epoch_has_the_batches_that_are_left():
+    batches = private._StepBatches(_Combined(), 5, 2)
+    assert len(batches) == 3
+    assert [[one[0] for one in step] for step in batches] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A run of one rank without a supervisor, which the strategy is to take for one that repairs."""
+    monkeypatch.chdir(tmp_path)
+    settings = from_flat(
+        {
+            "log_dir": str(tmp_path / "logs"),
+            "checkpoint_dir": str(tmp_path / "kept"),
+            "display": "none",
+            "device": "cpu",
+        }
+    )
+    run = AttachedRun(settings, local_runtime(settings, 0, 1), arguments="", on_end=lambda _: None)
+    monkeypatch.setattr(ours, "RUN", run)
+    yield run
+    run._leave()
+
+
+class _Line(LightningModule):
+    """Notes what it hears; ``acc``, a torchmetrics object, is updated where ``counts``."""
+
+    def __init__(self, *, counts=False):
+        super().__init__()
+        seed_everything(3)
+        self.net = torch.nn.Linear(3, 1)
+        self.counts, self.acc, self.events = counts, MeanMetric(), []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if self.counts:
+            self.acc.update(loss)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.events.append((batch_idx, self.trainer.global_step))
+
+    def validation_step(self, batch, batch_idx):
+        self.acc.update(self.net(batch[0]).mean())
+        self.log("value", self.acc)
+
+    def on_train_epoch_end(self):
+        self.events.append("epoch")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted(module, *, accumulated=4, **how):
+    """Return the Trainer that has trained it, on ten batches of two."""
+    rows = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(rows)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        accumulate_grad_batches=accumulated,
+        use_distributed_sampler=False,  # which shuffles
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **how,
+    )
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    trainer.fit(module, loader, loader)
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_the_repeated_first_body_is_counted_and_logged_once(alone):
+    """The weights, the values and the hooks' counters are those of Lightning itself."""
+    plain, own = _Line(), _Line()
+    expected, found = fitted(plain, devices=1), fitted(own, strategy=ours._InPlace())
+    assert own.events == plain.events
+    assert torch.equal(own.net.weight, plain.net.weight)
+    assert found.global_step == expected.global_step == 6
+    logged = {name: float(one) for name, one in found.callback_metrics.items()}
+    assert logged == {name: float(one) for name, one in expected.callback_metrics.items()}
+    assert alone.step_number == 6
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_a_metric_that_training_updates_is_refused(alone):
+    with pytest.raises(BadInputError, match="torchmetrics"):
+        fitted(_Line(counts=True), strategy=ours._InPlace())
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_manual_optimization_is_refused_before_the_first_step(alone):
+    module = _Line()
+    module.automatic_optimization = False
+    with pytest.raises(BadInputError, match="automatic_optimization"):
+        fitted(module, accumulated=1, strategy=ours._InPlace())
+    assert module.events == []
