@@ -28,8 +28,10 @@ import torch.distributed as dist
 import transformers
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import get_last_checkpoint
 
 import ddp_runner
 from ddp_runner.integrations.transformers_limits import (
@@ -67,6 +69,7 @@ _STATE_FILE = "trainer_state.json"  # the last one that Trainer writes into a ch
 _PLAIN = (type(None), bool, int, float, str, Tensor)
 _DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank has measured its own
 _SAVED_WAIT_S = 120.0
+_SEEDS_OF_EPOCH = 1_000_003
 _LOSS, _FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
 
 # The run that this process is a rank of, if a supervisor has started it. Trainer is to see one process, whose
@@ -100,30 +103,72 @@ def _refuse(refused: tuple[str, object, str] | None) -> None:
 
 
 class _StepBatches:
-    """The batches of each step as accelerate shares them out: a list of as many as are accumulated."""
+    """The batches of each step as accelerate shares them out: a list of as many as are accumulated.
 
-    def __init__(self, loader: Any, accumulate: int) -> None:
+    ``first``: returns the step of Trainer's checkpoint with which the run has begun. A pass begins there in its epoch
+    and ends there in the next one, so all passes have the same number of steps.
+    """
+
+    def __init__(
+        self, loader: Any, accumulate: int, *, seed: int, first: Callable[[], int]
+    ) -> None:
         self.dataset = loader.dataset
         self._loader = loader
         self._accumulate = accumulate
-        self._epoch = 0
+        self._seed = seed
+        self._first = first
+        self._pass = 0
 
     def __len__(self) -> int:
         return max(1, -(-len(self._loader) // self._accumulate))
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each pass."""
-        self._epoch = epoch
+        self._pass = epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
+        if not _has_length(self._loader):
+            whole = (one for one in self._of_epoch(self._pass) if len(one) == self._accumulate)
+            yield from whole
+            return
+        epochs, offset = divmod(self._first(), len(self))
+        yield from islice(self._of_epoch(self._pass + epochs), offset, None)
+        if offset:
+            yield from islice(self._of_epoch(self._pass + epochs + 1), offset)
+
+    def _of_epoch(self, epoch: int) -> Iterator[list[Any]]:
         loader = self._loader
         base = getattr(loader, "base_dataloader", loader)
         if base.persistent_workers:
             base._iterator = None  # noqa: SLF001 - they would go on with their own random numbers
-        loader.set_epoch(self._epoch)
+        loader.set_epoch(epoch)
+        if epoch != self._pass and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        sampler = _sampler_of(loader)
+        if isinstance(sampler, LengthGroupedSampler):  # it would draw from this rank's generator
+            sampler.generator = torch.Generator().manual_seed(self._seed + epoch)
+        is_stream = isinstance(self.dataset, IterableDataset)
+        seed = self._seed + epoch * _SEEDS_OF_EPOCH
+        if is_stream:  # all ranks read all of it, and it may draw its order
+            transformers.set_seed(seed)
         drawn = iter(loader)
         while found := list(islice(drawn, self._accumulate)):
             yield found
+            if is_stream:
+                seed += 1
+                transformers.set_seed(seed)
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except TypeError:
+        return False
+
+
+def _sampler_of(loader: Any) -> Any:
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
 
 
 class _Progress:
@@ -139,10 +184,15 @@ class _Progress:
         self.counted = torch.zeros(world_size, 4, dtype=torch.float64, device=device)
         self._between = "{}"
         self._history: list[str] = []  # each entry as text: an entry is written once
+        self._histories = "[]"  # all of them, written again only where one has come
+        self.first = (
+            trainer.state.global_step
+        )  # the step of Trainer's checkpoint that the run has begun with
         self._not_own = _names_of(transformers.Trainer) | _names_of(_InPlace)
         # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
         self._at_first = copy.deepcopy(self._own())
         self._changed: set[str] = set()
+        self._summed: tuple[Tensor, Any] | None = None  # a sum that has begun
         self.is_new = True  # this process has no state yet
         self.saved: list[int] = []  # the steps of which Trainer has saved a checkpoint
         self._began_s = (
@@ -157,6 +207,8 @@ class _Progress:
             "epoch": float(state.epoch or 0.0),
             "counted": self.counted,
             "between": self._between,
+            "history": self._histories,
+            "first": self.first,
             "own": self._own(),
         }
 
@@ -167,7 +219,8 @@ class _Progress:
         trainer.state.epoch = float(given["epoch"])
         if given["counted"] is not self.counted:
             self.counted.copy_(given["counted"])
-        self._between = given["between"]
+        self._between, self._histories = given["between"], given["history"]
+        self.first = int(given["first"])
         own = given["own"]
         if self.is_new and (found := json.loads(self._between)):
             own = {name: own[name] for name in found["changed"]}
@@ -179,8 +232,9 @@ class _Progress:
 
     def _own(self) -> dict[str, Any]:
         """The attributes that a subclass of Trainer has added, where they are plain: its ``compute_loss`` may count."""
-        found = vars(self._trainer).items()
-        return {k: v for k, v in found if k not in self._not_own and _is_plain(v)}
+        found = vars(self._trainer)
+        own = {name: found[name] for name in sorted(found.keys() - self._not_own)}
+        return {name: value for name, value in own.items() if _is_plain(value)}
 
     def _changed_names(self) -> list[str]:
         own, first = self._own(), self._at_first
@@ -200,16 +254,25 @@ class _Progress:
         """Return how long this rank has trained, in all of its processes."""
         return time.monotonic() - self._began_s
 
-    def sum_up(self) -> None:
-        """Learn, within a step, what each rank has counted."""
+    def begin_sum(self) -> None:
+        """Begin to learn, within a step, what each rank has counted."""
         trainer = self._trainer
         mine = torch.zeros_like(self.counted)
         mine[self._rank, _LOSS] = trainer._tr_loss  # noqa: SLF001 - as above
         mine[self._rank, _FLOS] = trainer.current_flos
         mine[self._rank, _SECONDS] = self.seconds
         mine[self._rank, _PRESENT] = 1.0
-        _sum_over_ranks(mine)
-        self.counted.copy_(mine)
+        self._summed = mine, _begin_sum_over_ranks(mine)
+
+    def sum_up(self) -> None:
+        """Learn what each rank has counted, once all have given theirs."""
+        if self._summed is None:
+            self.begin_sum()
+        assert self._summed is not None, "it has begun"
+        (summed, work), self._summed = self._summed, None
+        if work is not None:
+            work.wait()
+        self.counted.copy_(summed)
 
     def losses(self) -> Tensor:
         """Return the sum of losses of each rank that is there, as gathering them would."""
@@ -227,9 +290,11 @@ class _Progress:
         entries = state.pop("log_history")
         if len(entries) < len(self._history):
             self._history.clear()
-        self._history += [
-            _as_json(_without_durations(one)) for one in entries[len(self._history) :]
-        ]
+        if len(entries) != len(self._history) or not entries:
+            self._history += [
+                _as_json(_without_durations(one)) for one in entries[len(self._history) :]
+            ]
+            self._histories = f"[{', '.join(self._history)}]"
         found = {
             "state": state,
             "total": trainer._total_loss_scalar,  # noqa: SLF001 - as above
@@ -240,15 +305,16 @@ class _Progress:
             "saved": self.saved,
             "changed": self._changed_names(),
         }
-        self._between = f'{_as_json(found)[:-1]}, "history": [{", ".join(self._history)}]}}'
+        self._between = _as_json(found)
 
     def put_between(self) -> None:
         """Have Trainer stand where the held boundary stands; its callbacks as its own resume has them."""
         trainer, found = self._trainer, json.loads(self._between)
         if not found:
             return
-        self._history = [_as_json(one) for one in found["history"]]
-        vars(trainer.state).update(found["state"], log_history=found["history"])
+        history = json.loads(self._histories)
+        self._history = [_as_json(one) for one in history]
+        vars(trainer.state).update(found["state"], log_history=history)
         trainer.control.should_training_stop = found["stops"]
         callbacks = trainer.callback_handler.callbacks
         for callback, state in zip(self._callbacks(), found["callbacks"], strict=False):
@@ -309,6 +375,12 @@ def _sum_over_ranks(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+def _begin_sum_over_ranks(tensor: Tensor) -> Any:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.all_reduce(tensor, async_op=True)
+    return None
+
+
 class _Draws:
     """The random generators as a batch has left them: what Trainer draws before the step begins is drawn aside."""
 
@@ -356,6 +428,8 @@ class _InPlace(_Base):  # type: ignore[misc]
         state.process_index = state.local_process_index = run.rank
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
+        if accelerator.dataloader_config.dispatch_batches is None:  # else rank 0 would send streams
+            accelerator.dataloader_config.dispatch_batches = False
         unwrapped = accelerator.unwrap_model
         accelerator.no_sync = lambda model: model.no_sync()
         accelerator.unwrap_model = lambda model, *args, **named: unwrapped(
@@ -370,9 +444,9 @@ class _InPlace(_Base):  # type: ignore[misc]
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train as Trainer does; a run that goes on ignores Trainer's checkpoints, as its own are newer."""
-        _refuse(why_not(self, searches=trial is not None))
-        self._resumes = bool(resume_from_checkpoint)
+        """Train as Trainer does; a run that is resumed ignores Trainer's checkpoints, as its own are newer."""
+        _refuse(why_not(self, searches=trial is not None, resumes=bool(resume_from_checkpoint)))
+        self._resumed = resume_from_checkpoint or None
         handler = self.callback_handler
         handler.call_event = self._notified_once(handler.call_event)
         self._sharing.enter_context(self._shared_out(_run().world_size))
@@ -387,7 +461,15 @@ class _InPlace(_Base):  # type: ignore[misc]
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Take in the loader of this rank's share, which a subclass may have made in its own way."""
         self._sharing.close()
-        kinds = (SeedableRandomSampler, SequentialSampler)
+        kinds = (
+            SeedableRandomSampler,
+            SequentialSampler,
+            LengthGroupedSampler,
+            IterableDataset,
+        )
+        is_stream = not _has_length(dataloader)
+        if is_stream and self._resumed:
+            _refuse(why_not(self, resumes=True, is_stream=True))
         _refuse(why_not_loader(dataloader, kinds, world_size=_run().world_size))
         self._loader = dataloader
         return super().set_initial_training_values(args, dataloader)
@@ -401,8 +483,10 @@ class _InPlace(_Base):  # type: ignore[misc]
     ) -> tuple[int, int]:
         """Draw the first batch: a replaced rank learns from it where the others stand."""
         run = _run()
-        super()._init_training_state(max_steps, num_update_steps_per_epoch, *more)
-        self._prepared = super()._prepare_for_training(max_steps, self._loader, None)
+        given = (max_steps, num_update_steps_per_epoch, *more)
+        why_not_resumed = self._begin_with(self._resumed, *given)
+        if why_not_resumed is not None:
+            self._begin_with(None, *given)
         model, loader = self._prepared
         options = {"find_unused_parameters": bool(self.args.ddp_find_unused_parameters)}
         if self.args.ddp_bucket_cap_mb is not None:
@@ -418,13 +502,45 @@ class _InPlace(_Base):  # type: ignore[misc]
             scheduler=self.lr_scheduler,
             trainer=self._progress,
         )
-        batches = _StepBatches(loader, self.args.gradient_accumulation_steps)
+        batches = _StepBatches(
+            loader,
+            self.args.gradient_accumulation_steps,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            first=lambda: self._progress.first,
+        )
         self._given = run.steps(batches, max_steps=max_steps)
         self._is_at_end = self._draw() is None
-        if run.step_number == 0:
-            _refuse(why_not(self, resumes=self._resumes))
+        if run.step_number == 0 and why_not_resumed is not None:
+            raise why_not_resumed
         self._progress.put_between()
-        return run.step_number // num_update_steps_per_epoch, 0
+        return self._made() // num_update_steps_per_epoch, 0
+
+    def _made(self) -> int:
+        """Return the number of steps that are made, as Trainer counts them."""
+        return int(_run().step_number + self._progress.first)
+
+    def _begin_with(self, resumed: str | bool | None, *given: Any) -> Exception | None:
+        """Begin with a checkpoint of Trainer's, or with nothing. Return what is wrong with the checkpoint.
+
+        A replaced rank does the same and then gets the state of the others: a checkpoint that is incomplete or was
+        deleted since does not matter to it.
+        """
+        max_steps, steps_per_epoch, epochs, _, *more = given
+        try:
+            if resumed is True:
+                resumed = get_last_checkpoint(self.args.output_dir)
+                if resumed is None:
+                    expected = f"there is no checkpoint in {self.args.output_dir}"
+                    _refuse(("resume_from_checkpoint", True, expected))
+            if resumed is not None:
+                self._load_from_checkpoint(resumed)
+            super()._init_training_state(max_steps, steps_per_epoch, epochs, resumed, *more)
+            self._prepared = super()._prepare_for_training(max_steps, self._loader, resumed)
+        except Exception as error:
+            if resumed is None:
+                raise
+            return error
+        return None
 
     def _prepare_for_training(self, *args: Any, **named: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Give what is prepared already."""
@@ -435,17 +551,18 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     # The bounds of a step.
 
-    def _draw(self) -> list[Any] | None:
-        """Give the batches of the step in hand; None once training has ended."""
+    def _draw(self, *, begins: bool = False) -> list[Any] | None:
+        """Give the batches of the step in hand, which begins at once or is left for later; None once training has ended."""
         run = _run()
         if self._batches is None:
             assert self._given is not None, "the run has begun"
             if hasattr(self, "_tr_loss"):
                 self._progress.take_between()
             self._batches = next(self._given, None)
-            self._draws = _Draws(run.device) if self._batches is not None else None
+            is_left = self._batches is not None and not begins
+            self._draws = _Draws(run.device) if is_left else None
             self._progress.is_new = False
-            if self.state.global_step != run.step_number:  # of an older state, on all ranks
+            if self.state.global_step != self._made():  # of an older state, on all ranks
                 self._progress.put_between()
         return self._batches
 
@@ -466,9 +583,12 @@ class _InPlace(_Base):  # type: ignore[misc]
             if self._draw() is None or self.control.should_training_stop:
                 self.control.should_training_stop = True
                 return
-            made = run.step_number - epoch * num_update_steps_per_epoch
+            made = self._made() - epoch * num_update_steps_per_epoch
+            if self._made() >= self.state.max_steps:  # the run has begun with a checkpoint
+                self.control.should_training_stop = True
+                return
             if not 0 <= made < num_update_steps_per_epoch:
-                raise RuntimeError(f"the run is at step {run.step_number}, out of epoch {epoch}")
+                raise RuntimeError(f"the run is at step {self._made()}, out of epoch {epoch}")
             where = {
                 "train_dataloader": _nothing(),
                 "resume_from_checkpoint": "the run" if made else None,
@@ -493,7 +613,7 @@ class _InPlace(_Base):  # type: ignore[misc]
     ) -> tuple[list[Any], Any]:
         """Begin a step with the batches that the run gives, instead of those of Trainer's iterator."""
         del epoch_iterator, num_batches
-        batches = self._draw()
+        batches = self._draw(begins=True)
         if batches is None:
             self.control.should_training_stop = True
             return [], None
@@ -503,8 +623,8 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     def _begin(self) -> None:
         """The step of the batch that was drawn begins."""
-        assert self._draws is not None, "of the batch"
-        self._draws.put_back()
+        if self._draws is not None:
+            self._draws.put_back()
         self._batches = self._draws = None
         _run().begin_step()
         self._is_in_step, self._called = True, 0
@@ -534,6 +654,10 @@ class _InPlace(_Base):  # type: ignore[misc]
             _run().note(loss=self._noted)
         return found
 
+    def _clip_grad_norm(self, *args: Any, **named: Any) -> Any:
+        self._progress.begin_sum()
+        return super()._clip_grad_norm(*args, **named)
+
     def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
         found = super()._get_grad_norm(*args, **named)
         self._progress.sum_up()  # before the update: after it no rank waits for another
@@ -546,7 +670,8 @@ class _InPlace(_Base):  # type: ignore[misc]
             _run().end_step()
             self._notified = 0
         logged = self._globalstep_last_logged
-        super()._maybe_log_save_evaluate(self._progress.losses(), *args, **named)
+        losses = self._progress.losses() if self.control.should_log else tr_loss
+        super()._maybe_log_save_evaluate(losses, *args, **named)
         if self._globalstep_last_logged != logged:
             tr_loss.zero_()
             self._progress.forget(_LOSS)
@@ -627,7 +752,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         """Have the run end where Trainer has ended, which may be before its last step."""
         run = _run()
         while not run.has_ended and self._draw() is not None:
-            if self.state.global_step >= self.state.max_steps:
+            if self.state.global_step >= self.state.max_steps and not self._progress.first:
                 raise RuntimeError("the last step was taken back")
             run.stop()
             try:
