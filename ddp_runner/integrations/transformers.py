@@ -69,6 +69,7 @@ _STATE_FILE = "trainer_state.json"  # the last one that Trainer writes into a ch
 _PLAIN = (type(None), bool, int, float, str, Tensor)
 _DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank has measured its own
 _SAVED_WAIT_S = 120.0
+_THEIRS = transformers.Trainer
 _SEEDS_OF_EPOCH = 1_000_003
 _LOSS, _FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
 
@@ -188,7 +189,7 @@ class _Progress:
         self.first = (
             trainer.state.global_step
         )  # the step of Trainer's checkpoint that the run has begun with
-        self._not_own = _names_of(transformers.Trainer) | _names_of(_InPlace)
+        self._not_own = _names_of(_THEIRS) | _names_of(_InPlace)
         # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
         self._at_first = copy.deepcopy(self._own())
         self._changed: set[str] = set()
@@ -788,4 +789,9 @@ def _run() -> ddp_runner.AttachedRun:
     return RUN
 
 
-Trainer = in_place(transformers.Trainer)
+def take_name() -> None:
+    """Have ``from transformers import Trainer`` give this one, in a script that ``run --in-place`` starts."""
+    transformers.Trainer = transformers.trainer.Trainer = Trainer
+
+
+Trainer = in_place(_THEIRS)

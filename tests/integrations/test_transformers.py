@@ -82,7 +82,9 @@ def of_torchrun(tmp_path_factory, worker_id):
 def run_script(folder, words, ranks=2, **how):
     options = ("--preload", "transformers.trainer", "save_every_steps=9", *PATIENT)
     places = ("-n", str(ranks), "-l", folder / "logs", "-c", folder / "checkpoints")
-    return Run(folder, *places, *options, SCRIPT, *words.split(), task=None, verb="run", **how)
+    by_name = ["--in-place"] if "by_name" in words else []
+    words = [*by_name, SCRIPT, *words.split()]
+    return Run(folder, *places, *options, *words, task=None, verb="run", **how)
 
 
 def plant(folder, **places):
@@ -144,9 +146,14 @@ def test_fine_tuning_is_stopped_resumed_and_ends_early(tmp_path, of_torchrun):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("words", "is_known"), [("stream short", True), ("grouped", False)])
+@pytest.mark.parametrize(
+    ("words", "is_known"), [("stream short by_name", True), ("grouped", False)]
+)
 def test_other_orders_of_data_survive_a_kill(tmp_path, of_torchrun, words, is_known):
-    """A stream is shared out as under torchrun. Groups by length are drawn in an order that only the run has."""
+    """A stream is shared out as under torchrun; `--in-place` finds the Trainer of a script that imports it by name.
+
+    Groups by length are drawn in an order that only the run has.
+    """
     kept, plain = tmp_path / "kept", tmp_path / "plain"
     for folder in (kept, plain):
         folder.mkdir()

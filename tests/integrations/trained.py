@@ -18,9 +18,12 @@ from transformers import (
     set_seed,
 )
 
-from ddp_runner.integrations.transformers import Trainer
-
 WORDS = sys.argv[1:]
+if "by_name" in WORDS:
+    from transformers import Trainer
+else:
+    from ddp_runner.integrations.transformers import Trainer
+
 CHOSEN = {
     "accumulate": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
     "cosine": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
