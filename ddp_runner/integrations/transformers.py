@@ -9,13 +9,9 @@ Trainer sees one process: each rank's share of the data, sums over ranks and who
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import inspect
 import json
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -29,7 +25,6 @@ import transformers
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -40,6 +35,7 @@ from ddp_runner.integrations.transformers_limits import (
     why_not_made,
     why_not_version,
 )
+from ddp_runner.integrations.transformers_progress import FLOS, LOSS, Progress, sum_over_ranks
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -64,14 +60,10 @@ _ENTERED_BY = (
     "set_initial_training_values",
     "store_flos",
 )
-_OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
 _STATE_FILE = "trainer_state.json"  # the last one that Trainer writes into a checkpoint
-_PLAIN = (type(None), bool, int, float, str, Tensor)
-_DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank has measured its own
 _SAVED_WAIT_S = 120.0
 _THEIRS = transformers.Trainer
 _SEEDS_OF_EPOCH = 1_000_003
-_LOSS, _FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
 
 # The run that this process is a rank of, if a supervisor has started it. Trainer is to see one process, whose
 # TrainingArguments would otherwise form a process group by these variables.
@@ -172,214 +164,11 @@ def _sampler_of(loader: Any) -> Any:
     return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
 
 
-class _Progress:
-    """Keeps what Trainer counts next to model, optimizer and scheduler, as ``run.keep()`` expects it.
-
-    What changes between steps only is held as of the last boundary, so that a step which is made again does not
-    change it. ``counted``: of each rank by its number, as all ranks know it since the last sum.
-    """
-
-    def __init__(self, trainer: Any, world_size: int, rank: int, device: torch.device) -> None:
-        self._trainer = trainer
-        self._rank = rank
-        self.counted = torch.zeros(world_size, 4, dtype=torch.float64, device=device)
-        self._between = "{}"
-        self._history: list[str] = []  # each entry as text: an entry is written once
-        self._histories = "[]"  # all of them, written again only where one has come
-        self.first = (
-            trainer.state.global_step
-        )  # the step of Trainer's checkpoint that the run has begun with
-        self._not_own = _names_of(_THEIRS) | _names_of(_InPlace)
-        # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
-        self._at_first = copy.deepcopy(self._own())
-        self._changed: set[str] = set()
-        self._summed: tuple[Tensor, Any] | None = None  # a sum that has begun
-        self.is_new = True  # this process has no state yet
-        self.saved: list[int] = []  # the steps of which Trainer has saved a checkpoint
-        self._began_s = (
-            time.monotonic()
-        )  # less what the processes of this rank before this one have taken
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values."""
-        state = self._trainer.state
-        return {
-            "step": state.global_step,
-            "epoch": float(state.epoch or 0.0),
-            "counted": self.counted,
-            "between": self._between,
-            "history": self._histories,
-            "first": self.first,
-            "own": self._own(),
-        }
-
-    def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Take a state back: of this process where a step is made again, or of another rank."""
-        trainer = self._trainer
-        trainer.state.global_step = int(given["step"])
-        trainer.state.epoch = float(given["epoch"])
-        if given["counted"] is not self.counted:
-            self.counted.copy_(given["counted"])
-        self._between, self._histories = given["between"], given["history"]
-        self.first = int(given["first"])
-        own = given["own"]
-        if self.is_new and (found := json.loads(self._between)):
-            own = {name: own[name] for name in found["changed"]}
-        elif not self.is_new:
-            for name in self._own().keys() - own.keys():  # of a step that is made again
-                delattr(trainer, name)
-        vars(trainer).update(own)
-        self.put_counted()
-
-    def _own(self) -> dict[str, Any]:
-        """The attributes that a subclass of Trainer has added, where they are plain: its ``compute_loss`` may count."""
-        found = vars(self._trainer)
-        own = {name: found[name] for name in sorted(found.keys() - self._not_own)}
-        return {name: value for name, value in own.items() if _is_plain(value)}
-
-    def _changed_names(self) -> list[str]:
-        own, first = self._own(), self._at_first
-        self._changed |= {k for k, v in own.items() if k not in first or not _is_same(v, first[k])}
-        return sorted(self._changed & own.keys())
-
-    def put_counted(self) -> None:
-        """Have this rank's own counts be those that are known of it."""
-        trainer, own = self._trainer, self.counted[self._rank]
-        if hasattr(trainer, "_tr_loss"):
-            trainer._tr_loss.fill_(own[_LOSS])  # noqa: SLF001 - in all of this file: Trainer's loop is its own
-        trainer.current_flos = float(own[_FLOS])
-        self._began_s = time.monotonic() - float(own[_SECONDS])
-
-    @property
-    def seconds(self) -> float:
-        """Return how long this rank has trained, in all of its processes."""
-        return time.monotonic() - self._began_s
-
-    def begin_sum(self) -> None:
-        """Begin to learn, within a step, what each rank has counted."""
-        trainer = self._trainer
-        mine = torch.zeros_like(self.counted)
-        mine[self._rank, _LOSS] = trainer._tr_loss  # noqa: SLF001 - as above
-        mine[self._rank, _FLOS] = trainer.current_flos
-        mine[self._rank, _SECONDS] = self.seconds
-        mine[self._rank, _PRESENT] = 1.0
-        self._summed = mine, _begin_sum_over_ranks(mine)
-
-    def sum_up(self) -> None:
-        """Learn what each rank has counted, once all have given theirs."""
-        if self._summed is None:
-            self.begin_sum()
-        assert self._summed is not None, "it has begun"
-        (summed, work), self._summed = self._summed, None
-        if work is not None:
-            work.wait()
-        self.counted.copy_(summed)
-
-    def losses(self) -> Tensor:
-        """Return the sum of losses of each rank that is there, as gathering them would."""
-        present = self.counted[:, _PRESENT] > 0
-        return self.counted[present, _LOSS].float()
-
-    def forget(self, what: int) -> None:
-        """Begin to count again."""
-        self.counted[:, what] = 0.0
-
-    def take_between(self) -> None:
-        """Hold what Trainer has changed up to this boundary, alike on all ranks."""
-        trainer = self._trainer
-        state = {k: v for k, v in vars(trainer.state).items() if k not in _OF_PROCESS}
-        entries = state.pop("log_history")
-        if len(entries) < len(self._history):
-            self._history.clear()
-        if len(entries) != len(self._history) or not entries:
-            self._history += [
-                _as_json(_without_durations(one)) for one in entries[len(self._history) :]
-            ]
-            self._histories = f"[{', '.join(self._history)}]"
-        found = {
-            "state": state,
-            "total": trainer._total_loss_scalar,  # noqa: SLF001 - as above
-            "logged": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
-            "initial": trainer._initial_global_step,  # noqa: SLF001 - as above
-            "stops": trainer.control.should_training_stop,
-            "callbacks": [one.state() for one in self._callbacks()],
-            "saved": self.saved,
-            "changed": self._changed_names(),
-        }
-        self._between = _as_json(found)
-
-    def put_between(self) -> None:
-        """Have Trainer stand where the held boundary stands; its callbacks as its own resume has them."""
-        trainer, found = self._trainer, json.loads(self._between)
-        if not found:
-            return
-        history = json.loads(self._histories)
-        self._history = [_as_json(one) for one in history]
-        vars(trainer.state).update(found["state"], log_history=history)
-        trainer.control.should_training_stop = found["stops"]
-        callbacks = trainer.callback_handler.callbacks
-        for callback, state in zip(self._callbacks(), found["callbacks"], strict=False):
-            callbacks[callbacks.index(callback)] = type(callback).from_state(state)
-        self.saved, self._changed = found["saved"], set(found["changed"])
-        trainer._total_loss_scalar = found["total"]  # noqa: SLF001 - as above
-        trainer._globalstep_last_logged = found["logged"]  # noqa: SLF001 - as above
-        trainer._initial_global_step = found["initial"]  # noqa: SLF001 - as above
-
-    def _callbacks(self) -> list[Any]:
-        callbacks = self._trainer.callback_handler.callbacks
-        return [one for one in callbacks if isinstance(one, ExportableState)]
-
-
-@functools.cache
-def _names_of(kind: type[Any]) -> frozenset[str]:
-    """The names that the methods of a class use of ``self``; in the class itself, without those above."""
-    return frozenset(re.findall(r"\bself\.(\w+)", inspect.getsource(kind)))
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(_is_plain(one) for one in value)
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(one) for key, one in value.items())
-    return type(value) in _PLAIN
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
-    return bool(one == other)
-
-
-def _without_durations(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not name.endswith(_DURATIONS)}
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, default=float)
-
-
 def _write_as_a_save_does(model: Any) -> None:
     """Change a model's configuration on all ranks as ``save_pretrained()`` would later do, on rank 0 alone."""
     if isinstance(model, transformers.PreTrainedModel):
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
-
-
-def _sum_over_ranks(tensor: Tensor) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
-
-
-def _begin_sum_over_ranks(tensor: Tensor) -> Any:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return dist.all_reduce(tensor, async_op=True)
-    return None
 
 
 class _Draws:
@@ -495,7 +284,9 @@ class _InPlace(_Base):  # type: ignore[misc]
         self._net = self.model_wrapped = run.ddp(model, **options)
         if self.args.save_strategy != "no":
             _write_as_a_save_does(self.model)
-        self._progress = _Progress(self, run.world_size, run.rank, run.device)
+        self._progress = Progress(
+            self, run.world_size, run.rank, run.device, classes=(_THEIRS, _InPlace)
+        )
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         run.keep(
             model=self.model,
@@ -636,7 +427,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         is_shared = self._is_in_step and self.args.average_tokens_across_devices
         if isinstance(found, Tensor) and is_shared:
             counted = found.double()
-            _sum_over_ranks(counted)
+            sum_over_ranks(counted)
             found = counted.to(found.dtype)
         return found
 
@@ -675,7 +466,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         super()._maybe_log_save_evaluate(losses, *args, **named)
         if self._globalstep_last_logged != logged:
             tr_loss.zero_()
-            self._progress.forget(_LOSS)
+            self._progress.forget(LOSS)
 
     def _notified_once(self, call_event: Callable[..., Any]) -> Callable[..., Any]:
         """``call_event`` of the callbacks, which leaves out what they were notified of a step that is made again."""
@@ -705,9 +496,9 @@ class _InPlace(_Base):  # type: ignore[misc]
         if self._given is None:
             super().store_flos()
             return
-        self.state.total_flos += float(self._progress.counted[:, _FLOS].sum())
+        self.state.total_flos += float(self._progress.counted[:, FLOS].sum())
         self.current_flos = 0
-        self._progress.forget(_FLOS)
+        self._progress.forget(FLOS)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as Trainer does, on rank 0; its last file says that the others are whole."""
