@@ -53,6 +53,7 @@ class LoopPlan:
 
     ``path`` of a file is absolute; exactly one of ``path`` and ``module`` is not empty. ``source`` is what the file held
     at launch: a replaced rank runs that. Of a module it is empty. ``preload``: what the zygote imports ahead.
+    ``in_place``: by the name of transformers' Trainer it finds the one that attaches.
     """
 
     path: str
@@ -60,6 +61,7 @@ class LoopPlan:
     arguments: tuple[str, ...]
     source: bytes = b""
     preload: tuple[str, ...] = ()
+    in_place: bool = False
 
     @property
     def name(self) -> str:

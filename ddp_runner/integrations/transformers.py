@@ -9,13 +9,9 @@ Trainer sees one process: each rank's share of the data, sums over ranks and who
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import inspect
 import json
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -28,8 +24,9 @@ import torch.distributed as dist
 import transformers
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
-from transformers.trainer_callback import ExportableState
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import get_last_checkpoint
 
 import ddp_runner
 from ddp_runner.integrations.transformers_limits import (
@@ -38,6 +35,7 @@ from ddp_runner.integrations.transformers_limits import (
     why_not_made,
     why_not_version,
 )
+from ddp_runner.integrations.transformers_progress import FLOS, LOSS, Progress, sum_over_ranks
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -62,12 +60,10 @@ _ENTERED_BY = (
     "set_initial_training_values",
     "store_flos",
 )
-_OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
 _STATE_FILE = "trainer_state.json"  # the last one that Trainer writes into a checkpoint
-_PLAIN = (type(None), bool, int, float, str, Tensor)
-_DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank has measured its own
 _SAVED_WAIT_S = 120.0
-_LOSS, _FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
+_THEIRS = transformers.Trainer
+_SEEDS_OF_EPOCH = 1_000_003
 
 # The run that this process is a rank of, if a supervisor has started it. Trainer is to see one process, whose
 # TrainingArguments would otherwise form a process group by these variables.
@@ -100,201 +96,72 @@ def _refuse(refused: tuple[str, object, str] | None) -> None:
 
 
 class _StepBatches:
-    """The batches of each step as accelerate shares them out: a list of as many as are accumulated."""
+    """The batches of each step as accelerate shares them out: a list of as many as are accumulated.
 
-    def __init__(self, loader: Any, accumulate: int) -> None:
+    ``first``: returns the step of Trainer's checkpoint with which the run has begun. A pass begins there in its epoch
+    and ends there in the next one, so all passes have the same number of steps.
+    """
+
+    def __init__(
+        self, loader: Any, accumulate: int, *, seed: int, first: Callable[[], int]
+    ) -> None:
         self.dataset = loader.dataset
         self._loader = loader
         self._accumulate = accumulate
-        self._epoch = 0
+        self._seed = seed
+        self._first = first
+        self._pass = 0
 
     def __len__(self) -> int:
         return max(1, -(-len(self._loader) // self._accumulate))
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each pass."""
-        self._epoch = epoch
+        self._pass = epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
+        if not _has_length(self._loader):
+            whole = (one for one in self._of_epoch(self._pass) if len(one) == self._accumulate)
+            yield from whole
+            return
+        epochs, offset = divmod(self._first(), len(self))
+        yield from islice(self._of_epoch(self._pass + epochs), offset, None)
+        if offset:
+            yield from islice(self._of_epoch(self._pass + epochs + 1), offset)
+
+    def _of_epoch(self, epoch: int) -> Iterator[list[Any]]:
         loader = self._loader
         base = getattr(loader, "base_dataloader", loader)
         if base.persistent_workers:
             base._iterator = None  # noqa: SLF001 - they would go on with their own random numbers
-        loader.set_epoch(self._epoch)
+        loader.set_epoch(epoch)
+        if epoch != self._pass and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        sampler = _sampler_of(loader)
+        if isinstance(sampler, LengthGroupedSampler):  # it would draw from this rank's generator
+            sampler.generator = torch.Generator().manual_seed(self._seed + epoch)
+        is_stream = isinstance(self.dataset, IterableDataset)
+        seed = self._seed + epoch * _SEEDS_OF_EPOCH
+        if is_stream:  # all ranks read all of it, and it may draw its order
+            transformers.set_seed(seed)
         drawn = iter(loader)
         while found := list(islice(drawn, self._accumulate)):
             yield found
+            if is_stream:
+                seed += 1
+                transformers.set_seed(seed)
 
 
-class _Progress:
-    """Keeps what Trainer counts next to model, optimizer and scheduler, as ``run.keep()`` expects it.
-
-    What changes between steps only is held as of the last boundary, so that a step which is made again does not
-    change it. ``counted``: of each rank by its number, as all ranks know it since the last sum.
-    """
-
-    def __init__(self, trainer: Any, world_size: int, rank: int, device: torch.device) -> None:
-        self._trainer = trainer
-        self._rank = rank
-        self.counted = torch.zeros(world_size, 4, dtype=torch.float64, device=device)
-        self._between = "{}"
-        self._history: list[str] = []  # each entry as text: an entry is written once
-        self._not_own = _names_of(transformers.Trainer) | _names_of(_InPlace)
-        # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
-        self._at_first = copy.deepcopy(self._own())
-        self._changed: set[str] = set()
-        self.is_new = True  # this process has no state yet
-        self.saved: list[int] = []  # the steps of which Trainer has saved a checkpoint
-        self._began_s = (
-            time.monotonic()
-        )  # less what the processes of this rank before this one have taken
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values."""
-        state = self._trainer.state
-        return {
-            "step": state.global_step,
-            "epoch": float(state.epoch or 0.0),
-            "counted": self.counted,
-            "between": self._between,
-            "own": self._own(),
-        }
-
-    def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Take a state back: of this process where a step is made again, or of another rank."""
-        trainer = self._trainer
-        trainer.state.global_step = int(given["step"])
-        trainer.state.epoch = float(given["epoch"])
-        if given["counted"] is not self.counted:
-            self.counted.copy_(given["counted"])
-        self._between = given["between"]
-        own = given["own"]
-        if self.is_new and (found := json.loads(self._between)):
-            own = {name: own[name] for name in found["changed"]}
-        elif not self.is_new:
-            for name in self._own().keys() - own.keys():  # of a step that is made again
-                delattr(trainer, name)
-        vars(trainer).update(own)
-        self.put_counted()
-
-    def _own(self) -> dict[str, Any]:
-        """The attributes that a subclass of Trainer has added, where they are plain: its ``compute_loss`` may count."""
-        found = vars(self._trainer).items()
-        return {k: v for k, v in found if k not in self._not_own and _is_plain(v)}
-
-    def _changed_names(self) -> list[str]:
-        own, first = self._own(), self._at_first
-        self._changed |= {k for k, v in own.items() if k not in first or not _is_same(v, first[k])}
-        return sorted(self._changed & own.keys())
-
-    def put_counted(self) -> None:
-        """Have this rank's own counts be those that are known of it."""
-        trainer, own = self._trainer, self.counted[self._rank]
-        if hasattr(trainer, "_tr_loss"):
-            trainer._tr_loss.fill_(own[_LOSS])  # noqa: SLF001 - in all of this file: Trainer's loop is its own
-        trainer.current_flos = float(own[_FLOS])
-        self._began_s = time.monotonic() - float(own[_SECONDS])
-
-    @property
-    def seconds(self) -> float:
-        """Return how long this rank has trained, in all of its processes."""
-        return time.monotonic() - self._began_s
-
-    def sum_up(self) -> None:
-        """Learn, within a step, what each rank has counted."""
-        trainer = self._trainer
-        mine = torch.zeros_like(self.counted)
-        mine[self._rank, _LOSS] = trainer._tr_loss  # noqa: SLF001 - as above
-        mine[self._rank, _FLOS] = trainer.current_flos
-        mine[self._rank, _SECONDS] = self.seconds
-        mine[self._rank, _PRESENT] = 1.0
-        _sum_over_ranks(mine)
-        self.counted.copy_(mine)
-
-    def losses(self) -> Tensor:
-        """Return the sum of losses of each rank that is there, as gathering them would."""
-        present = self.counted[:, _PRESENT] > 0
-        return self.counted[present, _LOSS].float()
-
-    def forget(self, what: int) -> None:
-        """Begin to count again."""
-        self.counted[:, what] = 0.0
-
-    def take_between(self) -> None:
-        """Hold what Trainer has changed up to this boundary, alike on all ranks."""
-        trainer = self._trainer
-        state = {k: v for k, v in vars(trainer.state).items() if k not in _OF_PROCESS}
-        entries = state.pop("log_history")
-        if len(entries) < len(self._history):
-            self._history.clear()
-        self._history += [
-            _as_json(_without_durations(one)) for one in entries[len(self._history) :]
-        ]
-        found = {
-            "state": state,
-            "total": trainer._total_loss_scalar,  # noqa: SLF001 - as above
-            "logged": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
-            "initial": trainer._initial_global_step,  # noqa: SLF001 - as above
-            "stops": trainer.control.should_training_stop,
-            "callbacks": [one.state() for one in self._callbacks()],
-            "saved": self.saved,
-            "changed": self._changed_names(),
-        }
-        self._between = f'{_as_json(found)[:-1]}, "history": [{", ".join(self._history)}]}}'
-
-    def put_between(self) -> None:
-        """Have Trainer stand where the held boundary stands; its callbacks as its own resume has them."""
-        trainer, found = self._trainer, json.loads(self._between)
-        if not found:
-            return
-        self._history = [_as_json(one) for one in found["history"]]
-        vars(trainer.state).update(found["state"], log_history=found["history"])
-        trainer.control.should_training_stop = found["stops"]
-        callbacks = trainer.callback_handler.callbacks
-        for callback, state in zip(self._callbacks(), found["callbacks"], strict=False):
-            callbacks[callbacks.index(callback)] = type(callback).from_state(state)
-        self.saved, self._changed = found["saved"], set(found["changed"])
-        trainer._total_loss_scalar = found["total"]  # noqa: SLF001 - as above
-        trainer._globalstep_last_logged = found["logged"]  # noqa: SLF001 - as above
-        trainer._initial_global_step = found["initial"]  # noqa: SLF001 - as above
-
-    def _callbacks(self) -> list[Any]:
-        callbacks = self._trainer.callback_handler.callbacks
-        return [one for one in callbacks if isinstance(one, ExportableState)]
-
-
-@functools.cache
-def _names_of(kind: type[Any]) -> frozenset[str]:
-    """The names that the methods of a class use of ``self``; in the class itself, without those above."""
-    return frozenset(re.findall(r"\bself\.(\w+)", inspect.getsource(kind)))
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(_is_plain(one) for one in value)
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(one) for key, one in value.items())
-    return type(value) in _PLAIN
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except TypeError:
         return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
-    return bool(one == other)
 
 
-def _without_durations(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not name.endswith(_DURATIONS)}
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, default=float)
+def _sampler_of(loader: Any) -> Any:
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
 
 
 def _write_as_a_save_does(model: Any) -> None:
@@ -302,11 +169,6 @@ def _write_as_a_save_does(model: Any) -> None:
     if isinstance(model, transformers.PreTrainedModel):
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
-
-
-def _sum_over_ranks(tensor: Tensor) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
 
 
 class _Draws:
@@ -356,6 +218,8 @@ class _InPlace(_Base):  # type: ignore[misc]
         state.process_index = state.local_process_index = run.rank
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
+        if accelerator.dataloader_config.dispatch_batches is None:  # else rank 0 would send streams
+            accelerator.dataloader_config.dispatch_batches = False
         unwrapped = accelerator.unwrap_model
         accelerator.no_sync = lambda model: model.no_sync()
         accelerator.unwrap_model = lambda model, *args, **named: unwrapped(
@@ -370,9 +234,9 @@ class _InPlace(_Base):  # type: ignore[misc]
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train as Trainer does; a run that goes on ignores Trainer's checkpoints, as its own are newer."""
-        _refuse(why_not(self, searches=trial is not None))
-        self._resumes = bool(resume_from_checkpoint)
+        """Train as Trainer does; a run that is resumed ignores Trainer's checkpoints, as its own are newer."""
+        _refuse(why_not(self, searches=trial is not None, resumes=bool(resume_from_checkpoint)))
+        self._resumed = resume_from_checkpoint or None
         handler = self.callback_handler
         handler.call_event = self._notified_once(handler.call_event)
         self._sharing.enter_context(self._shared_out(_run().world_size))
@@ -387,7 +251,15 @@ class _InPlace(_Base):  # type: ignore[misc]
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Take in the loader of this rank's share, which a subclass may have made in its own way."""
         self._sharing.close()
-        kinds = (SeedableRandomSampler, SequentialSampler)
+        kinds = (
+            SeedableRandomSampler,
+            SequentialSampler,
+            LengthGroupedSampler,
+            IterableDataset,
+        )
+        is_stream = not _has_length(dataloader)
+        if is_stream and self._resumed:
+            _refuse(why_not(self, resumes=True, is_stream=True))
         _refuse(why_not_loader(dataloader, kinds, world_size=_run().world_size))
         self._loader = dataloader
         return super().set_initial_training_values(args, dataloader)
@@ -401,8 +273,10 @@ class _InPlace(_Base):  # type: ignore[misc]
     ) -> tuple[int, int]:
         """Draw the first batch: a replaced rank learns from it where the others stand."""
         run = _run()
-        super()._init_training_state(max_steps, num_update_steps_per_epoch, *more)
-        self._prepared = super()._prepare_for_training(max_steps, self._loader, None)
+        given = (max_steps, num_update_steps_per_epoch, *more)
+        why_not_resumed = self._begin_with(self._resumed, *given)
+        if why_not_resumed is not None:
+            self._begin_with(None, *given)
         model, loader = self._prepared
         options = {"find_unused_parameters": bool(self.args.ddp_find_unused_parameters)}
         if self.args.ddp_bucket_cap_mb is not None:
@@ -410,7 +284,9 @@ class _InPlace(_Base):  # type: ignore[misc]
         self._net = self.model_wrapped = run.ddp(model, **options)
         if self.args.save_strategy != "no":
             _write_as_a_save_does(self.model)
-        self._progress = _Progress(self, run.world_size, run.rank, run.device)
+        self._progress = Progress(
+            self, run.world_size, run.rank, run.device, classes=(_THEIRS, _InPlace)
+        )
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         run.keep(
             model=self.model,
@@ -418,13 +294,45 @@ class _InPlace(_Base):  # type: ignore[misc]
             scheduler=self.lr_scheduler,
             trainer=self._progress,
         )
-        batches = _StepBatches(loader, self.args.gradient_accumulation_steps)
+        batches = _StepBatches(
+            loader,
+            self.args.gradient_accumulation_steps,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            first=lambda: self._progress.first,
+        )
         self._given = run.steps(batches, max_steps=max_steps)
         self._is_at_end = self._draw() is None
-        if run.step_number == 0:
-            _refuse(why_not(self, resumes=self._resumes))
+        if run.step_number == 0 and why_not_resumed is not None:
+            raise why_not_resumed
         self._progress.put_between()
-        return run.step_number // num_update_steps_per_epoch, 0
+        return self._made() // num_update_steps_per_epoch, 0
+
+    def _made(self) -> int:
+        """Return the number of steps that are made, as Trainer counts them."""
+        return int(_run().step_number + self._progress.first)
+
+    def _begin_with(self, resumed: str | bool | None, *given: Any) -> Exception | None:
+        """Begin with a checkpoint of Trainer's, or with nothing. Return what is wrong with the checkpoint.
+
+        A replaced rank does the same and then gets the state of the others: a checkpoint that is incomplete or was
+        deleted since does not matter to it.
+        """
+        max_steps, steps_per_epoch, epochs, _, *more = given
+        try:
+            if resumed is True:
+                resumed = get_last_checkpoint(self.args.output_dir)
+                if resumed is None:
+                    expected = f"there is no checkpoint in {self.args.output_dir}"
+                    _refuse(("resume_from_checkpoint", True, expected))
+            if resumed is not None:
+                self._load_from_checkpoint(resumed)
+            super()._init_training_state(max_steps, steps_per_epoch, epochs, resumed, *more)
+            self._prepared = super()._prepare_for_training(max_steps, self._loader, resumed)
+        except Exception as error:
+            if resumed is None:
+                raise
+            return error
+        return None
 
     def _prepare_for_training(self, *args: Any, **named: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Give what is prepared already."""
@@ -435,17 +343,18 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     # The bounds of a step.
 
-    def _draw(self) -> list[Any] | None:
-        """Give the batches of the step in hand; None once training has ended."""
+    def _draw(self, *, begins: bool = False) -> list[Any] | None:
+        """Give the batches of the step in hand, which begins at once or is left for later; None once training has ended."""
         run = _run()
         if self._batches is None:
             assert self._given is not None, "the run has begun"
             if hasattr(self, "_tr_loss"):
                 self._progress.take_between()
             self._batches = next(self._given, None)
-            self._draws = _Draws(run.device) if self._batches is not None else None
+            is_left = self._batches is not None and not begins
+            self._draws = _Draws(run.device) if is_left else None
             self._progress.is_new = False
-            if self.state.global_step != run.step_number:  # of an older state, on all ranks
+            if self.state.global_step != self._made():  # of an older state, on all ranks
                 self._progress.put_between()
         return self._batches
 
@@ -466,9 +375,12 @@ class _InPlace(_Base):  # type: ignore[misc]
             if self._draw() is None or self.control.should_training_stop:
                 self.control.should_training_stop = True
                 return
-            made = run.step_number - epoch * num_update_steps_per_epoch
+            made = self._made() - epoch * num_update_steps_per_epoch
+            if self._made() >= self.state.max_steps:  # the run has begun with a checkpoint
+                self.control.should_training_stop = True
+                return
             if not 0 <= made < num_update_steps_per_epoch:
-                raise RuntimeError(f"the run is at step {run.step_number}, out of epoch {epoch}")
+                raise RuntimeError(f"the run is at step {self._made()}, out of epoch {epoch}")
             where = {
                 "train_dataloader": _nothing(),
                 "resume_from_checkpoint": "the run" if made else None,
@@ -493,7 +405,7 @@ class _InPlace(_Base):  # type: ignore[misc]
     ) -> tuple[list[Any], Any]:
         """Begin a step with the batches that the run gives, instead of those of Trainer's iterator."""
         del epoch_iterator, num_batches
-        batches = self._draw()
+        batches = self._draw(begins=True)
         if batches is None:
             self.control.should_training_stop = True
             return [], None
@@ -503,8 +415,8 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     def _begin(self) -> None:
         """The step of the batch that was drawn begins."""
-        assert self._draws is not None, "of the batch"
-        self._draws.put_back()
+        if self._draws is not None:
+            self._draws.put_back()
         self._batches = self._draws = None
         _run().begin_step()
         self._is_in_step, self._called = True, 0
@@ -515,7 +427,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         is_shared = self._is_in_step and self.args.average_tokens_across_devices
         if isinstance(found, Tensor) and is_shared:
             counted = found.double()
-            _sum_over_ranks(counted)
+            sum_over_ranks(counted)
             found = counted.to(found.dtype)
         return found
 
@@ -534,6 +446,10 @@ class _InPlace(_Base):  # type: ignore[misc]
             _run().note(loss=self._noted)
         return found
 
+    def _clip_grad_norm(self, *args: Any, **named: Any) -> Any:
+        self._progress.begin_sum()
+        return super()._clip_grad_norm(*args, **named)
+
     def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
         found = super()._get_grad_norm(*args, **named)
         self._progress.sum_up()  # before the update: after it no rank waits for another
@@ -546,10 +462,11 @@ class _InPlace(_Base):  # type: ignore[misc]
             _run().end_step()
             self._notified = 0
         logged = self._globalstep_last_logged
-        super()._maybe_log_save_evaluate(self._progress.losses(), *args, **named)
+        losses = self._progress.losses() if self.control.should_log else tr_loss
+        super()._maybe_log_save_evaluate(losses, *args, **named)
         if self._globalstep_last_logged != logged:
             tr_loss.zero_()
-            self._progress.forget(_LOSS)
+            self._progress.forget(LOSS)
 
     def _notified_once(self, call_event: Callable[..., Any]) -> Callable[..., Any]:
         """``call_event`` of the callbacks, which leaves out what they were notified of a step that is made again."""
@@ -579,9 +496,9 @@ class _InPlace(_Base):  # type: ignore[misc]
         if self._given is None:
             super().store_flos()
             return
-        self.state.total_flos += float(self._progress.counted[:, _FLOS].sum())
+        self.state.total_flos += float(self._progress.counted[:, FLOS].sum())
         self.current_flos = 0
-        self._progress.forget(_FLOS)
+        self._progress.forget(FLOS)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as Trainer does, on rank 0; its last file says that the others are whole."""
@@ -627,7 +544,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         """Have the run end where Trainer has ended, which may be before its last step."""
         run = _run()
         while not run.has_ended and self._draw() is not None:
-            if self.state.global_step >= self.state.max_steps:
+            if self.state.global_step >= self.state.max_steps and not self._progress.first:
                 raise RuntimeError("the last step was taken back")
             run.stop()
             try:
@@ -663,4 +580,9 @@ def _run() -> ddp_runner.AttachedRun:
     return RUN
 
 
-Trainer = in_place(transformers.Trainer)
+def take_name() -> None:
+    """Have ``from transformers import Trainer`` give this one, in a script that ``run --in-place`` starts."""
+    transformers.Trainer = transformers.trainer.Trainer = Trainer
+
+
+Trainer = in_place(_THEIRS)

@@ -7,7 +7,7 @@ from typing import Any
 
 VERSIONS = "transformers>=5.24,<6"  # as of the extra in pyproject.toml
 _LOWEST = (5, 24)
-_SAMPLING = ("random", "sequential")
+_SAMPLING = ("random", "sequential", "group_by_length")
 Refused = tuple[str, object, str]  # the name, its value, what is expected
 
 
@@ -21,20 +21,25 @@ def why_not_version(version: str, lacking: Iterable[str]) -> Refused | None:
     return "transformers", version, f"Trainer is repaired in place with {VERSIONS}{lacks}"
 
 
-def why_not(trainer: Any, *, resumes: bool = False, searches: bool = False) -> Refused | None:
-    """The first of a Trainer's arguments that is not supported in place; None where all are.
+def why_not(
+    trainer: Any, *, resumes: bool = False, is_stream: bool = False, searches: bool = False
+) -> Refused | None:
+    """Return the first of a Trainer's arguments that is not supported in place; None if all are.
 
-    ``resumes``: a run that begins is given one of Trainer's checkpoints. ``searches``: a trial of a search.
+    ``resumes``: it is given one of Trainer's checkpoints. ``is_stream``: its data has no length. ``searches``: a
+    trial of a search.
     """
     for name, value, is_refused, expected in (*_of_training(trainer), *_of_data(trainer)):
         if is_refused:
             return name, value, f"{expected}; in place it is not supported"
-    if resumes:
-        return (
-            "resume_from_checkpoint",
-            "",
-            "a run that begins takes no checkpoint of Trainer's: its own are resumed by `run --resume`",
+    if resumes and is_stream:
+        expected = "the place in data without a length is not in it: `run --resume` resumes the run"
+        return "resume_from_checkpoint", "", expected
+    if resumes and trainer.args.ignore_data_skip:
+        expected = (
+            "a run that resumes at a step takes the data of that step; in place it is not supported"
         )
+        return "ignore_data_skip", True, expected
     if searches:
         return "hyperparameter_search()", "", "trains several times, and one run is one training"
     return None
@@ -91,13 +96,7 @@ def _of_data(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
         sampling not in _SAMPLING,
         f"take {' or '.join(_SAMPLING)}",
     )
-    is_map = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    yield (
-        "train_dataset",
-        type(data).__name__,
-        data is not None and not is_map,
-        "has no __len__ and __getitem__",
-    )
+    yield "train_dataset", type(data).__name__, hasattr(data, "__next__"), "gives its samples once"
     yield "accelerator_config.split_batches", True, config.split_batches, "cuts batches up"
     yield (
         "accelerator_config.dispatch_batches",
@@ -127,6 +126,9 @@ def why_not_loader(loader: Any, samplers: tuple[type, ...], *, world_size: int) 
 
     ``samplers``: kinds that give the same order on every rank.
     """
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, samplers) and getattr(dataset, "num_processes", 1) == world_size:
+        return None  # a stream, of which each rank takes its share
     batches = getattr(loader, "batch_sampler", None)
     inner = getattr(batches, "batch_sampler", batches)
     shared_out = world_size == 1 or getattr(batches, "num_processes", 1) == world_size

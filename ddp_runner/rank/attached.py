@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from ddp_runner import installed
@@ -14,6 +15,8 @@ from ddp_runner.kernel.wire.fork_specs import RankSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.rank import attach, trained
 from ddp_runner.rank.main_program import run_as_main
+
+_IN_PLACE = "ddp_runner.integrations.transformers"  # no rank of another kind needs the library
 
 
 def ahead(modules: str) -> Ahead:
@@ -36,6 +39,8 @@ def run(request: Fork, descriptors: list[int]) -> int:
     program = request.spec.program
     assert program is not None
     source = Path(program.source).read_bytes() if program.source else None
+    if program.in_place:
+        import_module(_IN_PLACE).take_name()
 
     def failed(error: BaseException) -> None:
         if not attach.has_ended():

@@ -51,7 +51,11 @@ def node_plan(plan: LaunchPlan) -> NodePlan:
         program=None
         if loop is None
         else Program(
-            path=loop.path, module=loop.module, arguments=tuple(loop.arguments), source=""
+            path=loop.path,
+            module=loop.module,
+            arguments=tuple(loop.arguments),
+            source="",
+            in_place=loop.in_place,
         ),
         source=b"" if loop is None else loop.source,
     )

@@ -29,7 +29,9 @@ AROUND = {
     "store_port": 5, "preload": ("p",), "memory_slots": ("m", "n"), "local_slots": ("l",), "has_saver": True,
     "saver_trouble": "d",
 }  # fmt: skip
-PROGRAM = specs.Program(path="a.py", module="", arguments=("--x", "1"), source="/proc/1/fd/9")
+PROGRAM = specs.Program(
+    path="a.py", module="", arguments=("--x", "1"), source="/proc/1/fd/9", in_place=True
+)
 CALL = {"path": "a.py", "arguments": ["--x", "1"], "is_program": False, "attempt": 2}
 RANK = specs.RankSpec(**AROUND, loads=True, resume="auto", injections_left={0: 2}, log_seal="s")
 SPECS = {

@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace as Namespace
 
@@ -26,6 +29,10 @@ transformers = pytest.importorskip("transformers", reason="not installed: the ex
 pytest.importorskip("accelerate", reason="not installed: the extra transformers")
 
 from ddp_runner.integrations import transformers as ours  # noqa: E402 - needs the library
+from ddp_runner.integrations.transformers_progress import (  # noqa: E402 - as above
+    Progress,
+    without_durations,
+)
 
 SCRIPT = Path(__file__).with_name("trained.py")
 KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -37,10 +44,10 @@ FINE_TUNING = "early best lora bf16 checkpointing own_loader predict"
 # --- whole runs ---
 
 
-def saved_by(folder):
-    """What each rank has at its end: tensors, and the facts that Trainer gives."""
+def saved_by(folder, ranks=2):
+    """Return what each rank has at its end: tensors, and the facts that Trainer gives."""
     found = []
-    for rank in (0, 1):
+    for rank in range(ranks):
         state = torch.load(folder / f"final_{rank}.pt", weights_only=False)
         facts = json.loads((folder / f"facts_{rank}.json").read_text())
         found.append((dict(_flat(state)), facts))
@@ -59,27 +66,30 @@ def _flat(value, path=""):
 def of_torchrun(tmp_path_factory, worker_id):
     """What plain torchrun and transformers' own Trainer save, by the words of the script; it lies in a folder."""
 
-    def of(words):
+    def of(words, ranks=2):
         def make(folder):
             folder.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             subprocess.run(
-                [*command, "--nproc-per-node", "2", SCRIPT, *words.split()],
+                [*command, "--nproc-per-node", str(ranks), SCRIPT, *words.split()],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 check=True,
                 timeout=280,
             )
 
-        return filled_once(tmp_path_factory, worker_id, make, ("torchrun", words))
+        return filled_once(tmp_path_factory, worker_id, make, ("torchrun", words, str(ranks)))
 
     return of
 
 
-def run_script(folder, words, **how):
+def run_script(folder, words, ranks=2, **how):
     options = ("--preload", "transformers.trainer", "save_every_steps=9", *PATIENT)
-    places = ("-l", folder / "logs", "-c", folder / "checkpoints")
-    return Run(folder, *places, *options, SCRIPT, *words.split(), task=None, verb="run", **how)
+    options += ("--max-restarts", "100")
+    places = ("-n", str(ranks), "-l", folder / "logs", "-c", folder / "checkpoints")
+    by_name = ["--in-place"] if "by_name" in words else []
+    words = [*by_name, SCRIPT, *words.split()]
+    return Run(folder, *places, *options, *words, task=None, verb="run", **how)
 
 
 def plant(folder, **places):
@@ -88,9 +98,9 @@ def plant(folder, **places):
         (folder / f"harm_{rank[1:]}_{step[1:]}_{where}").write_text(text)
 
 
-def assert_as_torchrun(folder, plain):
+def assert_as_torchrun(folder, plain, ranks=2):
     for (state, facts), (expected, expected_facts) in zip(
-        saved_by(folder), saved_by(plain), strict=True
+        saved_by(folder, ranks), saved_by(plain, ranks), strict=True
     ):
         assert facts == expected_facts
         assert [k for k in expected if state[k] != expected[k]] == []
@@ -122,7 +132,7 @@ def test_ranks_are_lost_and_the_weights_are_those_of_torchrun(tmp_path, of_torch
     assert folders[0] == folders[1] == ["checkpoint-2", "checkpoint-6"]
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_fine_tuning_is_stopped_resumed_and_ends_early(tmp_path, of_torchrun):
     """Adapters, bf16, recomputed activations; Ctrl-C, then rank 0 lost in the save before the end."""
@@ -137,6 +147,78 @@ def test_fine_tuning_is_stopped_resumed_and_ends_early(tmp_path, of_torchrun):
     assert not [*tmp_path.glob("harm_*")]
     assert_as_torchrun(tmp_path, of_torchrun(FINE_TUNING))
     assert run.summary()["exact"], run.summary()["inexact_reasons"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("words", "is_known"), [("stream short by_name", True), ("grouped", False)]
+)
+def test_other_orders_of_data_survive_a_kill(tmp_path, of_torchrun, words, is_known):
+    """A stream is shared out as under torchrun; `--in-place` finds the Trainer of a script that imports it by name.
+
+    Groups by length are drawn in an order that only the run has.
+    """
+    kept, plain = tmp_path / "kept", tmp_path / "plain"
+    for folder in (kept, plain):
+        folder.mkdir()
+    plant(kept, r1_s2_forward=KILL, r0_s5_backward=KILL)
+    with run_script(kept, words) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact"], run.summary()["inexact_reasons"]
+    assert len(run.summary()["faults"]) == 2
+    if is_known:
+        assert_losses_of_torchrun(kept, of_torchrun(words))
+        return
+    with run_script(plain, words) as run:
+        assert run.wait() == 0, run.console
+    assert_as_torchrun(kept, plain)
+
+
+def assert_losses_of_torchrun(folder, plain):
+    """Compare all but Trainer's count of epochs: a stream's passes are one epoch."""
+    for (state, facts), (expected, others) in zip(saved_by(folder), saved_by(plain), strict=True):
+        assert [k for k in expected if state[k] != expected[k]] == []
+        logged = [[one.get("loss") for one in each["history"]] for each in (facts, others)]
+        assert logged[0] == logged[1]
+
+
+MOMENTS = ("forward", "backward", "update", "callback", "log", "evaluate", "save")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fifteen_kills_at_random_moments(tmp_path, of_torchrun, ranks):
+    """Whichever rank is killed wherever in a step, weights and logs are those of torchrun, or of a run without kills."""
+    words = "accumulate cosine best long"
+    dice = random.Random(ranks)
+    late = -1  # the rank whose replacement begins behind the callbacks of its next step
+    for step in range(1, 16):
+        moments = MOMENTS if step % 2 == 0 else MOMENTS[:4]  # of others only each second step
+        where = dice.choice(moments)
+        rank = 0 if where == "save" else dice.randrange(ranks)
+        if rank == late:
+            where = "forward"
+        plant(tmp_path, **{f"r{rank}_s{step}_{where}": KILL})
+        late = rank if where in ("update", "callback") else -1
+    with run_script(tmp_path, words, ranks) as run:
+        assert run.wait(timeout_s=1500) == 0, run.console
+    assert not [*tmp_path.glob("harm_*")]
+    if ranks == 2:
+        plain = of_torchrun(words)
+    else:  # a mean of three gradients is rounded in another order than DDP's own
+        plain = tmp_path / "plain"
+        plain.mkdir()
+        with run_script(plain, words, ranks) as undisturbed:
+            assert undisturbed.wait() == 0, undisturbed.console
+    assert_as_torchrun(tmp_path, plain, ranks)
+    summary = run.summary()
+    assert summary["exact"], summary["inexact_reasons"]
+    assert len(summary["faults"]) == 15, summary["faults"]
+    assert sum(one["steps_lost"] for one in summary["faults"]) == 0
+    kinds = [one.name.rpartition("_")[2] for one in tmp_path.glob("done_*")]
+    print(ranks, Counter(kinds))
 
 
 # --- in one process ---
@@ -188,7 +270,7 @@ class _Events(transformers.TrainerCallback):
         self.events.append(("end", state.global_step))
 
 
-def made(kind, events=None, **arguments):
+def made(kind, events=None, train_dataset=None, **arguments):
     transformers.set_seed(3)
     config = transformers.GPT2Config(
         vocab_size=20,
@@ -214,7 +296,7 @@ def made(kind, events=None, **arguments):
     return kind(
         model=transformers.GPT2LMHeadModel(config),
         args=transformers.TrainingArguments(**given),
-        train_dataset=_Rows(),
+        train_dataset=train_dataset or _Rows(),
         eval_dataset=_Rows(),
         data_collator=_collated,
         callbacks=[events] if events else None,
@@ -264,14 +346,64 @@ def test_the_repeated_first_body_is_reported_and_counted_once(alone, options):
     trainer.train()
     assert events.events == plain_events.events
     assert trainer.seen == plain.seen
+    assert_same_training(trainer, plain)
+    assert trainer._progress._changed == {"seen"}
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    """Five batches of two, without a length."""
+
+    def __iter__(self):
+        rows = _Rows()
+        yield from (rows[index] for index in range(10))
+
+
+def test_a_stream_begins_again_where_it_ends(alone):
+    """As with Trainer itself; a partly filled step at its end is left out."""
+    plain = made(transformers.Trainer, train_dataset=_Stream(), max_steps=7)
+    plain.train()
+    events = _Events()
+    trainer = made(
+        ours.in_place(transformers.Trainer), events, train_dataset=_Stream(), max_steps=7
+    )
+    trainer.train()
+    losses = [[one.get("loss") for one in each.state.log_history] for each in (trainer, plain)]
+    assert losses[0] == losses[1]
+    assert [step for event, step in events.events if event == "end"] == [*range(1, 8)]
+    with pytest.raises(BadInputError, match="data without a length"):
+        made(ours.in_place(transformers.Trainer), train_dataset=_Stream()).train(
+            resume_from_checkpoint="out"
+        )
+
+
+@pytest.mark.parametrize("resumed", ["out/checkpoint-3", True], ids=["path", "newest"])
+def test_a_run_begins_with_a_checkpoint_of_trainer(alone, resumed):
+    """Amid an epoch of four steps. Its weights, log and best metric are those of Trainer's own resume."""
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9, "eval_strategy": "steps"}
+    options |= {"eval_steps": 3, "metric_for_best_model": "eval_loss"}
+    early = transformers.EarlyStoppingCallback(early_stopping_patience=9)
+    made(transformers.Trainer, early, **{**options, "max_steps": 3}).train()
+    plain = made(transformers.Trainer, early, **options, load_best_model_at_end=True)
+    plain.train(resume_from_checkpoint="out/checkpoint-3")
+    for path in ("out/checkpoint-6", "out/checkpoint-9"):
+        shutil.rmtree(path)
+    events = _Events()
+    trainer = made(ours.in_place(_Counting), events, **options, load_best_model_at_end=True)
+    trainer.add_callback(transformers.EarlyStoppingCallback(early_stopping_patience=9))
+    trained = trainer.train(resume_from_checkpoint=resumed)
+    assert trained.global_step == 9
+    assert [step for event, step in events.events if event == "begin"] == [*range(3, 9)]
+    assert_same_training(trainer, plain)
+    assert trainer.state.best_global_step == plain.state.best_global_step
+
+
+def assert_same_training(trainer, plain):
     history = [
-        [ours._without_durations(one) for one in each.state.log_history]
-        for each in (trainer, plain)
+        [without_durations(one) for one in each.state.log_history] for each in (trainer, plain)
     ]
     assert history[0] == history[1]
     weights = plain.model.state_dict()
     assert all(torch.equal(one, weights[k]) for k, one in trainer.model.state_dict().items())
-    assert trainer._progress._changed == {"seen"}
 
 
 def test_without_a_supervisor_an_error_of_a_step_is_raised(alone):
@@ -288,8 +420,8 @@ def test_what_is_not_supported_is_refused_before_the_first_step(alone):
     trainer = made(ours.in_place(_Counting))
     with pytest.raises(BadInputError, match=r"hyperparameter_search\(\)"):
         trainer.hyperparameter_search()
-    with pytest.raises(BadInputError, match="resume_from_checkpoint"):
-        trainer.train(resume_from_checkpoint="out/checkpoint-2")
+    with pytest.raises(BadInputError, match="there is no checkpoint in out"):
+        trainer.train(resume_from_checkpoint=True)
     assert not hasattr(trainer, "seen")
 
 
@@ -333,11 +465,23 @@ class _Loader:
         return iter(range(10 * self.epoch, 10 * self.epoch + 7))
 
 
+def _batches(first):
+    return ours._StepBatches(_Loader(), 3, seed=0, first=lambda: first)
+
+
 def test_the_last_step_of_an_epoch_has_the_batches_that_are_left():
-    batches = ours._StepBatches(_Loader(), 3)
+    batches = _batches(first=0)
     batches.set_epoch(1)
     assert len(batches) == 3
     assert [*batches] == [[10, 11, 12], [13, 14, 15], [16]]
+
+
+def test_a_pass_from_a_checkpoint_ends_amid_the_next_epoch():
+    """At step 4 of epochs of three steps: the run's first pass begins at the second step of epoch 1."""
+    batches = _batches(first=4)
+    assert [*batches] == [[13, 14, 15], [16], [20, 21, 22]]
+    batches.set_epoch(1)
+    assert [*batches] == [[23, 24, 25], [26], [30, 31, 32]]
 
 
 def _progress(rank):
@@ -357,7 +501,9 @@ def _progress(rank):
         _globalstep_last_logged=0,
         _initial_global_step=0,
     )
-    return trainer, ours._Progress(trainer, 2, rank, torch.device("cpu"))
+    return trainer, Progress(
+        trainer, 2, rank, torch.device("cpu"), classes=(ours._THEIRS, ours._InPlace)
+    )
 
 
 def test_a_replaced_rank_gets_its_own_counts_and_what_steps_have_changed():
@@ -368,6 +514,7 @@ def test_a_replaced_rank_gets_its_own_counts_and_what_steps_have_changed():
     source.callback_handler.callbacks[0].early_stopping_patience_counter = 2
     kept.counted[:, 0] = torch.tensor([0.25, 0.75])
     kept.saved.append(2)
+    kept.first = 3
     kept.take_between()
     replaced, progress = _progress(rank=1)
     progress.load_state_dict(kept.state_dict())
@@ -378,4 +525,4 @@ def test_a_replaced_rank_gets_its_own_counts_and_what_steps_have_changed():
     assert replaced.state.log_history == [{"loss": 2.0}, {"eval_loss": 3.0}]
     assert (replaced._total_loss_scalar, replaced._globalstep_last_logged) == (1.5, 4)
     assert replaced.callback_handler.callbacks[0].early_stopping_patience_counter == 2
-    assert progress.saved == [2]
+    assert (progress.saved, progress.first) == ([2], 3)

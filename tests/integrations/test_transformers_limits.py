@@ -67,7 +67,7 @@ def test_an_ordinary_trainer_is_taken():
         ("include_num_input_tokens_seen", {"include_num_input_tokens_seen": "all"}),
         ("optim", {"optim": Namespace(value="adalomo")}),
         ("optim", {"optim": "galore_adamw_layerwise"}),
-        ("train_sampling_strategy", {"train_sampling_strategy": "group_by_length"}),
+        ("train_sampling_strategy", {"train_sampling_strategy": "batch_rebalance"}),
         ("train_dataset", {"of_trainer": {"train_dataset": iter([1])}}),
         ("accelerator_config.split_batches", {"config": {"split_batches": True}}),
         ("accelerator_config.dispatch_batches", {"config": {"dispatch_batches": True}}),
@@ -94,9 +94,12 @@ def test_what_the_constructor_would_refuse_in_other_words_is_refused_first():
     assert why_not_made(Namespace(deepspeed=None, fsdp="full_shard"))[0] == "fsdp"
 
 
-def test_a_run_that_begins_takes_no_checkpoint_of_trainer_s():
-    assert why_not(trainer(), resumes=True)[0] == "resume_from_checkpoint"
-    assert why_not(trainer(), searches=True)[0] == "hyperparameter_search()"
+def test_a_checkpoint_of_trainer_has_a_place_in_the_data():
+    ordinary = trainer(ignore_data_skip=False)
+    assert why_not(ordinary, resumes=True) is None
+    assert why_not(ordinary, resumes=True, is_stream=True)[0] == "resume_from_checkpoint"
+    assert why_not(trainer(ignore_data_skip=True), resumes=True)[0] == "ignore_data_skip"
+    assert why_not(ordinary, searches=True)[0] == "hyperparameter_search()"
 
 
 @pytest.mark.parametrize("version", ["4.57.3", "5.23.1", "6.0", "junk"])
@@ -125,5 +128,9 @@ def test_a_loader_that_is_not_shared_out_is_refused():
     )
     assert why_not_loader(own, (_Known,), world_size=1) is None
     assert why_not_loader(shared, (_Known,), world_size=2) is None
+    stream = Namespace(dataset=_Known())
+    stream.dataset.num_processes = 2
+    assert why_not_loader(stream, (_Known,), world_size=2) is None
+    assert "all samples" in why_not_loader(stream, (), world_size=2)[2]
     assert "all samples" in why_not_loader(own, (_Known,), world_size=2)[2]
     assert "differ from rank to rank" in why_not_loader(own, (), world_size=1)[2]

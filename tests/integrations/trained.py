@@ -8,7 +8,7 @@ import os
 import sys
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -18,9 +18,12 @@ from transformers import (
     set_seed,
 )
 
-from ddp_runner.integrations.transformers import Trainer
-
 WORDS = sys.argv[1:]
+if "by_name" in WORDS:
+    from transformers import Trainer
+else:
+    from ddp_runner.integrations.transformers import Trainer
+
 CHOSEN = {
     "accumulate": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
     "cosine": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
@@ -37,6 +40,9 @@ CHOSEN = {
     },
     "epochs": {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"},
     "bf16": {"bf16": True},
+    "grouped": {"train_sampling_strategy": "group_by_length"},
+    "long": {"max_steps": 16},
+    "short": {"max_steps": 7},
     "checkpointing": {"activation_checkpointing": True},
     "workers": {"dataloader_num_workers": 1},
     "plateau": {
@@ -64,6 +70,16 @@ class Tokens(Dataset):
         if not self.is_even:
             labels[self.lengths[index] :] = -100  # so that ranks have different numbers of tokens
         return {"input_ids": row, "labels": labels}
+
+
+class Stream(IterableDataset):
+    """The same without a length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        yield from (self.rows[index] for index in range(len(self.rows)))
 
 
 def rank():
@@ -99,6 +115,7 @@ class Events(TrainerCallback):
 
     def on_step_end(self, args, state, control, **named):
         self._write("end", state)
+        harm("callback")
 
     def on_log(self, args, state, control, logs, **named):
         if "loss" in logs:
@@ -119,9 +136,12 @@ class Own(Trainer):
         return self.accelerator.prepare(batches)
 
     def compute_loss(self, model, inputs, *args, **named):
-        if model.training:
-            harm("forward")
-        return super().compute_loss(model, inputs, *args, **named)
+        if not model.training:
+            return super().compute_loss(model, inputs, *args, **named)
+        harm("forward")
+        loss = super().compute_loss(model, inputs, *args, **named)
+        loss.register_hook(lambda _: harm("backward"))
+        return loss
 
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
@@ -167,10 +187,11 @@ def main():
         callbacks.append(
             EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)
         )
+    rows = Tokens(30, seed=1)
     trainer = Own(
         model=model,
         args=TrainingArguments(**arguments),
-        train_dataset=Tokens(30, seed=1),
+        train_dataset=Stream(rows) if "stream" in WORDS else rows,
         eval_dataset=Tokens(8, seed=2, is_even=True),
         callbacks=callbacks,
     )

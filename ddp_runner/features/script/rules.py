@@ -62,6 +62,7 @@ class ScriptPlan:
     marks_lines: bool = False
     role: str = "default"
     rdzv_id: str = ""
+    in_place: bool = False
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import textwrap
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -383,8 +384,12 @@ def _script(words: _Words) -> ScriptPlan:
             raise BadInputError("--no-python", path, "no program of this name can be run")
     elif not may_be_run(module):
         raise BadInputError("-m", module, "no module of this name is found from here")
+    if "--in-place" in words.own and find_spec("transformers") is None:
+        expected = "needs transformers: pip install 'ddp_runner[transformers]'"
+        raise BadInputError("--in-place", "", expected)
     shown, marks_lines = _shown(words.own)
     return ScriptPlan(
+        in_place="--in-place" in words.own,
         path=path,
         module=module,
         is_program=is_program,

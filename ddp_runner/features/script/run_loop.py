@@ -25,8 +25,11 @@ _ATTACHING = "ddp_runner.integrations."
 
 
 def attaches(script: ScriptPlan) -> bool:
-    """Return whether the program's own file calls ``ddp_runner.attach()``, or imports what does, as far as its text says."""
-    return not script.is_program and calls_attach(source_of(script))
+    """Return whether the program's own file calls ``ddp_runner.attach()``, or imports what does, as far as its text says.
+
+    With ``--in-place`` its Trainer calls it.
+    """
+    return script.in_place or (not script.is_program and calls_attach(source_of(script)))
 
 
 def calls_attach(source: bytes) -> bool:
@@ -96,6 +99,7 @@ def with_loop(plan: LaunchPlan, script: ScriptPlan) -> LaunchPlan:
             arguments=script.arguments,
             source=b"" if script.module else source_of(script),
             preload=script.preload,
+            in_place=script.in_place,
         ),
     )
 

@@ -52,6 +52,10 @@ OWN_OPTIONS = (
         says="modules to import once, before the ranks are forked, such as transformers",
     ),
     Option(
+        "--in-place",
+        says="repair transformers' Trainer in place, in a script that imports it by its name",
+    ),
+    Option(
         "--master-addr",
         metavar="HOST",
         says="host of the endpoint on several machines: the same as --rdzv-endpoint HOST:PORT with "
@@ -124,7 +128,7 @@ OF_TASKS = {
 # What means nothing of a program that is no Python of ours to run.
 PYTHON_ONLY = (
     *("--module", "--hang-timeout", "--preload", "--from-scratch", "--plain-saves"),
-    "--mixed-precision",
+    *("--mixed-precision", "--in-place"),
 )
 # Of torchrun, with no meaning here, or none that could be kept. Values that say what is so in any case are taken.
 REFUSED = {

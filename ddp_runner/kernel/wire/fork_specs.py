@@ -67,12 +67,16 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A user's program whose loop attaches. ``source``: the path of what it held at launch; empty: of no file."""
+    """A user's program whose loop attaches. ``source``: the path of what it held at launch; empty: of no file.
+
+    ``in_place``: its imports of transformers' Trainer give the one that attaches.
+    """
 
     path: str
     module: str
     arguments: tuple[str, ...]
     source: str
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,3 +98,16 @@ def test_stages_of_a_loop_are_refused_on_several_machines_too(plan_in, tmp_path)
     (tmp_path / "stages.yaml").write_text("stages:\n  - name: one\n    max_steps: 3\n")
     with pytest.raises(BadInputError, match="stages: are for"):
         plan_in("node0", options=("--config", str(tmp_path / "stages.yaml")))
+
+
+def test_in_place_is_for_a_script_that_names_trainer(plan_in, monkeypatch):
+    """The script's text calls no attach(): its Trainer does. Without the library it is refused."""
+    program = "from transformers import Trainer\n"
+    monkeypatch.setattr(run_command, "find_spec", lambda name: name)
+    (plan, script), _ = plan_in("node0", program=program, options=("--in-place",))
+    assert (plan.loop.in_place, script) == (True, None)
+    (plan, script), _ = plan_in("node1", program=program)
+    assert plan.loop is None
+    monkeypatch.setattr(run_command, "find_spec", lambda name: None)
+    with pytest.raises(BadInputError, match=r"--in-place: needs transformers: pip install"):
+        plan_in("node2", program=program, options=("--in-place",))

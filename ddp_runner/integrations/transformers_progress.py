@@ -1,0 +1,236 @@
+"""The counts of a Trainer next to model, optimizer and schedule, as a run keeps them and a replaced rank gets them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import re
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.trainer_callback import ExportableState
+
+_OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+_PLAIN = (type(None), bool, int, float, str, Tensor)
+_DURATIONS = ("_runtime", "_per_second", "_time")  # in log entries: each rank has measured its own
+LOSS, FLOS, _SECONDS, _PRESENT = range(4)  # what each rank has counted by itself
+
+
+def sum_over_ranks(tensor: Tensor) -> None:
+    """Sum a tensor over the ranks that are there."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+
+
+def begin_sum_over_ranks(tensor: Tensor) -> Any:
+    """Begin to sum it; return what to wait for, or None of one rank."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.all_reduce(tensor, async_op=True)
+    return None
+
+
+class Progress:
+    """Keeps what Trainer counts next to model, optimizer and scheduler, as ``run.keep()`` expects it.
+
+    What changes between steps only is held as of the last boundary, so that a step which is made again does not
+    change it. ``counted``: of each rank by its number, as all ranks know it since the last sum.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        world_size: int,
+        rank: int,
+        device: torch.device,
+        *,
+        classes: tuple[type[Any], ...],
+    ) -> None:
+        """``classes``: Trainer's own ones. Attributes that they name are not a subclass's."""
+        self._trainer = trainer
+        self._rank = rank
+        self.counted = torch.zeros(world_size, 4, dtype=torch.float64, device=device)
+        self._between = "{}"
+        self._history: list[str] = []  # each entry as text: an entry is written once
+        self._histories = "[]"  # all of them, written again only where one has come
+        self.first = (
+            trainer.state.global_step
+        )  # the step of Trainer's checkpoint that the run has begun with
+        self._not_own = frozenset().union(*map(_names_of, classes))
+        # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
+        self._at_first = copy.deepcopy(self._own())
+        self._changed: set[str] = set()
+        self._summed: tuple[Tensor, Any] | None = None  # a sum that has begun
+        self.is_new = True  # this process has no state yet
+        self.saved: list[int] = []  # the steps of which Trainer has saved a checkpoint
+        self._began_s = (
+            time.monotonic()
+        )  # less what the processes of this rank before this one have taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values."""
+        state = self._trainer.state
+        return {
+            "step": state.global_step,
+            "epoch": float(state.epoch or 0.0),
+            "counted": self.counted,
+            "between": self._between,
+            "history": self._histories,
+            "first": self.first,
+            "own": self._own(),
+        }
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        """Take a state back: of this process where a step is made again, or of another rank."""
+        trainer = self._trainer
+        trainer.state.global_step = int(given["step"])
+        trainer.state.epoch = float(given["epoch"])
+        if given["counted"] is not self.counted:
+            self.counted.copy_(given["counted"])
+        self._between, self._histories = given["between"], given["history"]
+        self.first = int(given["first"])
+        own = given["own"]
+        if self.is_new and (found := json.loads(self._between)):
+            own = {name: own[name] for name in found["changed"]}
+        elif not self.is_new:
+            for name in self._own().keys() - own.keys():  # of a step that is made again
+                delattr(trainer, name)
+        vars(trainer).update(own)
+        self.put_counted()
+
+    def _own(self) -> dict[str, Any]:
+        """The attributes that a subclass of Trainer has added, where they are plain: its ``compute_loss`` may count."""
+        found = vars(self._trainer)
+        own = {name: found[name] for name in sorted(found.keys() - self._not_own)}
+        return {name: value for name, value in own.items() if _is_plain(value)}
+
+    def _changed_names(self) -> list[str]:
+        own, first = self._own(), self._at_first
+        self._changed |= {k for k, v in own.items() if k not in first or not _is_same(v, first[k])}
+        return sorted(self._changed & own.keys())
+
+    def put_counted(self) -> None:
+        """Have this rank's own counts be those that are known of it."""
+        trainer, own = self._trainer, self.counted[self._rank]
+        if hasattr(trainer, "_tr_loss"):
+            trainer._tr_loss.fill_(own[LOSS])  # noqa: SLF001 - in all of this file: Trainer's loop is its own
+        trainer.current_flos = float(own[FLOS])
+        self._began_s = time.monotonic() - float(own[_SECONDS])
+
+    @property
+    def seconds(self) -> float:
+        """Return how long this rank has trained, in all of its processes."""
+        return time.monotonic() - self._began_s
+
+    def begin_sum(self) -> None:
+        """Begin to learn, within a step, what each rank has counted."""
+        trainer = self._trainer
+        mine = torch.zeros_like(self.counted)
+        mine[self._rank, LOSS] = trainer._tr_loss  # noqa: SLF001 - as above
+        mine[self._rank, FLOS] = trainer.current_flos
+        mine[self._rank, _SECONDS] = self.seconds
+        mine[self._rank, _PRESENT] = 1.0
+        self._summed = mine, begin_sum_over_ranks(mine)
+
+    def sum_up(self) -> None:
+        """Learn what each rank has counted, once all have given theirs."""
+        if self._summed is None:
+            self.begin_sum()
+        assert self._summed is not None, "it has begun"
+        (summed, work), self._summed = self._summed, None
+        if work is not None:
+            work.wait()
+        self.counted.copy_(summed)
+
+    def losses(self) -> Tensor:
+        """Return the sum of losses of each rank that is there, as gathering them would."""
+        present = self.counted[:, _PRESENT] > 0
+        return self.counted[present, LOSS].float()
+
+    def forget(self, what: int) -> None:
+        """Begin to count again."""
+        self.counted[:, what] = 0.0
+
+    def take_between(self) -> None:
+        """Hold what Trainer has changed up to this boundary, alike on all ranks."""
+        trainer = self._trainer
+        state = {k: v for k, v in vars(trainer.state).items() if k not in _OF_PROCESS}
+        entries = state.pop("log_history")
+        if len(entries) < len(self._history):
+            self._history.clear()
+        if len(entries) != len(self._history) or not entries:
+            self._history += [
+                _as_json(without_durations(one)) for one in entries[len(self._history) :]
+            ]
+            self._histories = f"[{', '.join(self._history)}]"
+        found = {
+            "state": state,
+            "total": trainer._total_loss_scalar,  # noqa: SLF001 - as above
+            "logged": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
+            "initial": trainer._initial_global_step,  # noqa: SLF001 - as above
+            "stops": trainer.control.should_training_stop,
+            "callbacks": [one.state() for one in self._callbacks()],
+            "saved": self.saved,
+            "changed": self._changed_names(),
+        }
+        self._between = _as_json(found)
+
+    def put_between(self) -> None:
+        """Have Trainer stand where the held boundary stands; its callbacks as its own resume has them."""
+        trainer, found = self._trainer, json.loads(self._between)
+        if not found:
+            return
+        history = json.loads(self._histories)
+        self._history = [_as_json(one) for one in history]
+        vars(trainer.state).update(found["state"], log_history=history)
+        trainer.control.should_training_stop = found["stops"]
+        callbacks = trainer.callback_handler.callbacks
+        for callback, state in zip(self._callbacks(), found["callbacks"], strict=False):
+            callbacks[callbacks.index(callback)] = type(callback).from_state(state)
+        self.saved, self._changed = found["saved"], set(found["changed"])
+        trainer._total_loss_scalar = found["total"]  # noqa: SLF001 - as above
+        trainer._globalstep_last_logged = found["logged"]  # noqa: SLF001 - as above
+        trainer._initial_global_step = found["initial"]  # noqa: SLF001 - as above
+
+    def _callbacks(self) -> list[Any]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [one for one in callbacks if isinstance(one, ExportableState)]
+
+
+@functools.cache
+def _names_of(kind: type[Any]) -> frozenset[str]:
+    """The names that the methods of a class use of ``self``; in the class itself, without those above."""
+    return frozenset(re.findall(r"\bself\.(\w+)", inspect.getsource(kind)))
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(_is_plain(one) for one in value)
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(one) for key, one in value.items())
+    return type(value) in _PLAIN
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+def without_durations(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of the log without times, which differ from rank to rank."""
+    return {name: value for name, value in entry.items() if not name.endswith(_DURATIONS)}
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, default=float)
