@@ -184,7 +184,9 @@ def test_links_and_names_in_documents_lead_somewhere(path):
 def test_each_page_is_in_the_menu_under_its_title():
     """Who follows a link finds the page again in the menu."""
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    entries = {file: title for title, file in re.findall(r"^ +- (.+): (\S+\.md)$", menu, re.M)}
+    entries = {
+        file: title for title, file in re.findall(r"^ +- (.+): (\S+\.md)$", menu, re.MULTILINE)
+    }
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert entries.keys() == pages
     for file, title in entries.items():

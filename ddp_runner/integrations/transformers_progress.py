@@ -60,7 +60,7 @@ class Progress:
         self.first = (
             trainer.state.global_step
         )  # the step of Trainer's checkpoint that the run has begun with
-        self._not_own = frozenset().union(*map(_names_of, classes))
+        self._not_own = frozenset().union(*(_names_of(one) for one in classes))
         # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
         self._at_first = copy.deepcopy(self._own())
         self._changed: set[str] = set()
