@@ -35,7 +35,7 @@ ROWS = [
     (RUN, "--multi_gpu train.py", "!--multi_gpu: unknown option"),
     (TRAIN, "--num_processes 2 --mixed_precision fp16", "run.nproc_per_node=2; optim.precision=fp16"),
     (TRAIN, "--mixed_precision no", "optim.precision=fp32"),
-    (TRAIN, "--dynamo_backend inductor", "!here that is compile=true, by torch's own backend"),
+    (TRAIN, "--dynamo_backend inductor", "!here that is compile=true, with torch's default backend"),
     (TRAIN, "--use_cpu", "!--cpu trains on the CPU"),
     (FILE, "num_processes: 2|mixed_precision: 'no'", "run.nproc_per_node=2; optim.precision=fp32"),
     (FILE, "distributed_type: MULTI_GPU", "!here that is mode=auto, single, data_parallel or distributed"),

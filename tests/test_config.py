@@ -527,7 +527,7 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             [("warn_share", "0.95")],
             (
                 "memory.warn_share, react_share, limit_share=0.95, 0.9, 0.98: "
-                "must grow from each to the next"
+                "must increase in this order"
             ),
         ),
         (
@@ -650,7 +650,7 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             [("init_from", "hf://me")],
             "--init-from=hf://me: must be hf://USER/NAME, or hf://USER/NAME@REVISION",
         ),
-        ([("log_dir", "")], "--log-dir: must be the path of a folder of its own"),
+        ([("log_dir", "")], "--log-dir: must be the path of a separate folder"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(pairs, message, tmp_path, monkeypatch):
@@ -724,7 +724,7 @@ def test_a_path_that_leads_to_no_file_and_no_folder_is_refused(tmp_path, monkeyp
     os.mkfifo("pipe")
     Path("loop").symlink_to("loop")
     for path, reason in (
-        ("pipe", "is no file and no folder"),
+        ("pipe", "is neither a file nor a folder"),
         ("loop", "cannot be read: Too many levels of symbolic links"),
     ):
         with pytest.raises(BadInputError, match=reason):

@@ -73,25 +73,35 @@ IS_NOT_SO = [
     (SEVERAL, "machine_rank", 0, "this machine is number 1: leave it out"),
     (JOINING, "node_rank", 0, "machines are numbered as they join: the option --node-rank R"),
     (TRAIN, "master_addr", "10.0.0.1", "the ranks of one machine find each other: leave it out"),
-    (RUN, "main_process_ip", "h", "find each other: leave it out; --nnodes N has more"),
+    (
+        RUN,
+        "main_process_ip",
+        "h",
+        "find each other: leave it out, or use --nnodes N for several machines",
+    ),
     (SEVERAL, "master_addr", "other", "the ranks of this run meet at node0:29400: leave it out"),
     (SEVERAL, "init_method", "tcp://node0:1", "the ranks of this run meet at node0:29400"),
     (LAUNCHED, "rdzv_endpoint", "x:2", "the ranks of this run meet at node0:29500: leave it out"),
     (TRAIN, "init_method", "file:///tmp/x", "ranks meet at a store of the run: leave it out"),
-    (TRAIN, "world_size", 4, "this run has 2 ranks: --nproc-per-node N says how many"),
-    (SEVERAL, "world_size", 2, "this run has 4 ranks: --nproc-per-node N says how many, of each"),
+    (TRAIN, "world_size", 4, "this run has 2 ranks: set the number with --nproc-per-node N"),
+    (
+        SEVERAL,
+        "world_size",
+        2,
+        "this run has 4 ranks: set the number with --nproc-per-node N, of each",
+    ),
     (LAUNCHED, "world_size", 2, "this run has 4 ranks, as it was started: leave it out"),
     (TRAIN, "rank", 1, "this command starts all ranks (2) and numbers them: leave it out"),
     (LAUNCHED, "local_rank", 0, "this process was started as 1: leave it out"),
-    (TRAIN, "enable_distributed", False, "this run is distributed: mode=single asks for one rank"),
+    (TRAIN, "enable_distributed", False, "this run is distributed: use mode=single for one rank"),
     (TRAIN, "enable_data_parallel", True, "this run is distributed: mode=data_parallel asks"),
     (OVER_TWO, "enable_distributed", True, "this run is data_parallel: mode=distributed asks"),
-    (RUN, "enable_distributed", "off", "here each rank is a process: leave it out"),
+    (RUN, "enable_distributed", "off", "each rank is a process: leave it out"),
     (TRAIN, "enable_distributed", "maybe", "must be true or false"),
-    (TRAIN, "test_model", True, "this run trains; train's option --dry-run only tries"),
+    (TRAIN, "test_model", True, "this run trains; use train's option --dry-run for a dry run"),
     (RUN, "test_model", True, "train has the option --dry-run for a task; a script has none here"),
     (TRAIN, "config_name", "c", "the settings are those of a/b.yaml: the option --config FILE"),
-    (RUN, "config_name", "c", "no file is read: the option --config FILE reads one"),
+    (RUN, "config_name", "c", "no file is read: use the option --config FILE"),
 ]
 
 
@@ -228,4 +238,4 @@ def test_a_stage_alone_is_one_of_the_presets(tmp_path, monkeypatch):
         planned("--preset", "two", "--config", "run.yaml")
     with pytest.raises(BadInputError) as caught:
         planned("init_from=scratch_next_token")
-    assert "here that is init_from=scratch, with stage=next_token" in str(caught.value)
+    assert "use init_from=scratch, with stage=next_token" in str(caught.value)

@@ -219,7 +219,7 @@ def test_the_name_that_is_offered_is_free(tmp_path, monkeypatch):
     exact = from_flat({"log_dir": "my logs", "checkpoint_dir": "c"})
     assert own_folder(exact) == "-c c-2 -l 'my logs-2'"
     line = ways_on(Settings(), old={"run.seed": 1}, new={"run.seed": 2}, world_size=2)
-    assert line.startswith("three ways on: --name bytes-4 ")
+    assert line.startswith("choose one: --name bytes-4 ")
     assert "; --resume none " in line
     assert line.endswith("the old settings: --seed 1")
 
@@ -231,7 +231,7 @@ def test_checkpoints_of_before_there_were_names_are_pointed_out(tmp_path, monkey
     Path("checkpoints").mkdir()
     Path("checkpoints/step_00000009.pt").touch()
     (note,) = check_relations(Settings())
-    assert "-c checkpoints -l logs goes on with it" in note
+    assert "-c checkpoints -l logs resumes it" in note
     old = resolve(command_line=[("--checkpoint-dir", "checkpoints"), ("--log-dir", "logs")])
     assert check_relations(old.settings) == ()
     Path("checkpoints/bytes").mkdir()

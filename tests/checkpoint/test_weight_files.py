@@ -149,7 +149,7 @@ def test_a_folder_with_one_file_of_weights_is_that_file(tmp_path):
 
 
 WRONG_INDEX = {
-    "no JSON": ("{", "is no JSON"),
+    "no JSON": ("{", "is not JSON"),
     "no map": ("{}", "has no weight_map"),
     "a path": ('{"weight_map": {"w": "../a.safetensors"}}', "is no file beside it"),
     "lost shard": ('{"weight_map": {"w": "z.safetensors"}}', "lacks z.safetensors"),

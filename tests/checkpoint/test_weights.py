@@ -127,7 +127,7 @@ class RunsCode:
 
 MADE_BY_CODE = "made_by_code"
 CODE = "holds objects that could run code; refused"
-NONE = "is no file of tensors"
+NONE = "is not a file of tensors"
 
 
 def _zip(path):
@@ -166,8 +166,8 @@ WRONG = {
     "a pickle": (lambda path: path.write_bytes(pickle.dumps({"w": RunsCode()})), CODE),
     "an old pickle": (lambda path: path.write_bytes(pickle.dumps(RunsCode(), 0)), CODE),
     "a plain pickle": (lambda path: path.write_bytes(pickle.dumps({"w": 1})), NONE),
-    "a pipe": (os.mkfifo, "is no regular file"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
+    "a pipe": (os.mkfifo, "is not a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
     "an empty folder": (Path.mkdir, "is a folder without checkpoints"),
     "a loop": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
     "a flipped bit": (_damage, "its SHA-256 is not the one in its manifest"),

@@ -434,7 +434,7 @@ def test_a_save_without_memory_or_thread_costs_a_warning(tmp_path, error):
     assert tried == [1, 3]
     assert saved == [3]
     assert log.count(f"could not be written ({type(error).__name__}") == 1
-    assert "training goes on, without the next 1 checkpoints" in log
+    assert "training continues; skipping the next checkpoint" in log
 
 
 def _save_with_a_bug(me, folder):

@@ -128,14 +128,14 @@ def test_the_highest_of_a_loss_is_never_the_best(name, wanted, loss):
         (
             "TwoTask",
             "bach/sise",
-            r"did you mean bach/size\? There are: auto, train_loss, all/loss,",
+            r"did you mean bach/size\? available: auto, train_loss, all/loss,",
         ),
         (
             "TwoTask",
             "validation_loss",
-            r"no evaluation gives such a figure; .*all/size, bach/double",
+            r"no such metric; .*all/size, bach/double",
         ),
-        ("OneTask", "accuracy", "There are: auto, train_loss, validation_loss, validation_double"),
+        ("OneTask", "accuracy", "available: auto, train_loss, validation_loss, validation_double"),
         ("Task", "validation_loss", "the task gives no validation data: give some, or take train"),
     ],
 )

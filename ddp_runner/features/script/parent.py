@@ -555,7 +555,7 @@ class ScriptAgent:
         lines = (
             *self.plan.notes,
             f"{self._who()}, {threads} threads each",
-            f"what they write: {self._files.folder(self._attempt.number)}/rank_<r>.log",
+            f"output: {self._files.folder(self._attempt.number)}/rank_<r>.log",
         )
         self.recorder.record(
             events.RunBegins(

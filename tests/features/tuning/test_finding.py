@@ -144,7 +144,7 @@ def test_the_largest_batch_below_the_limit_is_found(start, tmp_path):
     assert table["4"][-1] == "does not fit: a rank was ended beyond the limit"
     assert 1.5 <= float(table["4"][0].removesuffix(" GB")) < 4, "it was ended in time"
     assert table["3"][-1].startswith("does not fit: out of memory: can't allocate memory")
-    assert "a rank may take 75% of max_memory_gb=2" in text
+    assert "limit for each rank: 75% of max_memory_gb=2" in text
     assert re.search(
         r"the largest that fits is 2; to use it:\n +--batch-size 2 +steps of 4 samples, as asked\n",
         text,
