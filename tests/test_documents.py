@@ -49,14 +49,9 @@ _STUMBLE = re.compile(
 NOT_YET_PLAIN = {
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
-    "SECURITY.md",
-    "docs/decisions.md",
-    "docs/limits.md",
     "docs/own-loop.md",
     "docs/protocols.md",
-    "docs/python.md",
     "docs/several-machines.md",
-    "docs/survived.md",
     "docs/transformers.md",
 }
 

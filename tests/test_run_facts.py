@@ -66,12 +66,17 @@ IS_SO = [
     (RunFacts(starter="train", ranks=1, is_dry=True), {"test_model": True}),
 ]
 IS_NOT_SO = [
-    (TRAIN, "nnodes", 2, "this run is on one machine: the option --nnodes N, on each of them"),
-    (RUN, "nnodes", 2, "this run is on one machine: the option --nnodes N, on each of them"),
+    (TRAIN, "nnodes", 2, "this run is on one machine: set the number with the option --nnodes N"),
+    (RUN, "nnodes", 2, "this run is on one machine: set the number with the option --nnodes N"),
     (LAUNCHED, "num_nodes", 3, "this run is on 2 machines, as it was started: leave it out"),
     (TRAIN, "node_rank", 1, "this run is on one machine: leave it out"),
     (SEVERAL, "machine_rank", 0, "this machine is number 1: leave it out"),
-    (JOINING, "node_rank", 0, "machines are numbered as they join: the option --node-rank R"),
+    (
+        JOINING,
+        "node_rank",
+        0,
+        "machines are numbered in the order of joining: use the option --node-rank R",
+    ),
     (TRAIN, "master_addr", "10.0.0.1", "the ranks of one machine find each other: leave it out"),
     (
         RUN,
@@ -88,7 +93,7 @@ IS_NOT_SO = [
         SEVERAL,
         "world_size",
         2,
-        "this run has 4 ranks: set the number with --nproc-per-node N, of each",
+        "this run has 4 ranks: set the number with --nproc-per-node N, for each",
     ),
     (LAUNCHED, "world_size", 2, "this run has 4 ranks, as it was started: leave it out"),
     (TRAIN, "rank", 1, "this command starts all ranks (2) and numbers them: leave it out"),
@@ -99,7 +104,7 @@ IS_NOT_SO = [
     (RUN, "enable_distributed", "off", "each rank is a process: leave it out"),
     (TRAIN, "enable_distributed", "maybe", "must be true or false"),
     (TRAIN, "test_model", True, "this run trains; use train's option --dry-run for a dry run"),
-    (RUN, "test_model", True, "train has the option --dry-run for a task; a script has none here"),
+    (RUN, "test_model", True, "only tasks have a dry run (train --dry-run)"),
     (TRAIN, "config_name", "c", "the settings are those of a/b.yaml: the option --config FILE"),
     (RUN, "config_name", "c", "no file is read: use the option --config FILE"),
 ]
@@ -158,7 +163,7 @@ def test_a_launch_is_held_against_its_facts(words, tmp_path, monkeypatch):
         (["--world-size", "3"], "--world-size=3: this run has 2 ranks: --nproc-per-node N"),
         (["nnodes=2"], "--rdzv-endpoint: is needed with several machines"),
         (["--nnodes", "2"], "--rdzv-endpoint: is needed with several machines"),
-        (["--test-model"], "--test-model: is for a task: what a program with a loop of its own"),
+        (["--test-model"], "--test-model: is for tasks: a program with its own loop"),
         (["training_mode=dataparallel"], "run.mode=data_parallel: is for a task; the script has 2"),
         (["-n", "auto", "mode=single"], "run.mode=single: is for a task; the script has 2 ranks"),
         (["--config-name", "low"], "low.yaml: rank=1: this command starts all ranks (2)"),

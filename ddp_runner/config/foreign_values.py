@@ -196,7 +196,7 @@ def _ranks(word: str, facts: RunFacts) -> str:
     has = f"this run has {facts.ranks} rank{'' if facts.ranks == 1 else 's'}"
     if facts.starter == "launcher":
         return f"{has}, as it was started: leave it out"
-    each = "" if facts.machines == 1 else ", of each machine"
+    each = "" if facts.machines == 1 else ", for each machine"
     return f"{has}: set the number with --nproc-per-node N{each}"
 
 

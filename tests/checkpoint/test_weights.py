@@ -151,7 +151,7 @@ WRONG = {
     "random": (lambda path: path.write_bytes(bytes(range(256)) * 99), NONE),
     "empty": (lambda path: path.touch(), "is empty"),
     "cut short": (lambda path: path.write_bytes(_saved(WEIGHTS)[:-500]), "is damaged"),
-    "another archive": (_zip, "no file of tensors"),
+    "another archive": (_zip, "not a file of tensors"),
     "no tensors": (lambda path: torch.save({"epoch": 3}, path), "holds no state dict"),
     "a number": (lambda path: torch.save(5, path), "holds no state dict"),
     "a list": (lambda path: torch.save([torch.ones(1)], path), "holds no state dict"),

@@ -127,7 +127,7 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
             ["checkpoints", "prune", "-c", "."],
             ["--keep: is required: the number of checkpoints to keep, 1 or more"],
         ),
-        (["checkpoints", "prune", "--keep=0", "-c", "."], ["--keep=0: is needed: how many stay"]),
+        (["checkpoints", "prune", "--keep=0", "-c", "."], ["--keep=0: is required: the number"]),
         (["checkpoints", "show", "--keep=1"], ["--keep: is an option of checkpoints prune"]),
         (["checkpoints", "list", "best"], ["best: unexpected word: list acts on all checkpoints"]),
         (["checkpoints", "show", "-c", "."], ["last: . holds no checkpoint"]),
@@ -548,7 +548,7 @@ def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):
     assert main(["report", "-l", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "run r1: running at step 5 of 9, 2 ranks, 0 faults" in text
-    assert f"the run goes on (process {os.getpid()})" in text
+    assert f"the run is still training (process {os.getpid()})" in text
     (tmp_path / "summary.json").write_text("{}")
     assert main(["report", "-l", str(tmp_path)]) == 2
     assert "its summary.json cannot be read" in capsys.readouterr().err

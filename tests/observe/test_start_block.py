@@ -100,7 +100,7 @@ def test_the_block_says_what_runs_row_by_row():
             "checkpoints",
             (
                 "about 12.0 MB each, at most 5 at a time, room for 10 / without 999,000 frozen"
-                " parameters: a resume needs the same begin / again"
+                " parameters: a resume needs the same start / weights"
             ),
         ),
         ({"room_bytes": None}, "checkpoints", "about 12.0 MB each, at most 5 at a time"),

@@ -71,7 +71,7 @@ def test_other_weights_than_the_begin_are_never_taken(tmp_path, model):
         said = str(error.value)
         assert found in said
         assert "leaves out 2 start weights of its run, which it" in said
-        assert said.endswith("or take the run's final.pt, which is whole")
+        assert said.endswith("or use the run's final.pt, which is complete")
         assert "\n" not in said
 
 

@@ -164,7 +164,7 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_only(fault_free, tmp_path):
         f"slow:rank=0,step={STEPS - 12},seconds=3",
     )
     run = finish(tmp_path, *injected(*specs))
-    assert run.console.count("training goes on") >= 1
+    assert run.console.count("training continues") >= 1
     assert "step_00000010.pt" in run.console
     noted = run.events("fault_tolerated")[0]
     assert (noted["kind"], noted["rank"], noted["step"]) == ("storage_failed", 0, 10)
@@ -211,7 +211,7 @@ def test_an_io_error_costs_one_save(fault_free, tmp_path):
     """Reported with the file, the next one left out, then all is as before, to the last bit."""
     error = injected("disk_error:rank=0,step=9,phase=checkpoint")
     run = finish(tmp_path, *error, "evaluate_interval=1")  # which is followed by a save, at step 12
-    assert "step_00000010.pt: Input/output error; training goes on" in run.console
+    assert "step_00000010.pt: Input/output error; training continues" in run.console
     assert not {10, 12} & set(saved(run))
     assert saved(run)[-1] == STEPS
     assert run.digest == fault_free(2).digest
@@ -244,7 +244,7 @@ def test_a_disk_turned_read_only_fails_the_last_save_and_no_step(tmp_path):
         with read_only(run.checkpoints):
             hold.unlink()
             assert run.wait() == 1, run.console
-    assert "Read-only file system; training goes on" in run.console
+    assert "Read-only file system; training continues" in run.console
     (rescued,) = run.logs.glob("rescued_*/step_00000036.pt")
     assert f"resume from it with --resume {rescued}" in run.console
     assert sorted(run.audit(2)[0]) == list(range(1, 37))

@@ -229,7 +229,7 @@ def test_faults_in_evaluation_save_and_data_where_stages_change_leave_no_trace(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"checkpoint.monitor": "bach/loss"}, "checkpoint.monitor=bach/loss: no evaluation gives"),
+        ({"checkpoint.monitor": "bach/loss"}, "checkpoint.monitor=bach/loss: no such metric"),
         ({"optim.train_layers": "tail"}, "optim.train_layers=tail: "),
     ],
 )

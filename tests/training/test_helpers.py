@@ -53,11 +53,11 @@ def test_numbers_of_every_kind_are_plain_ones(given, figures):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (lambda loss: {"name": "good", "bits": loss}, "gave a str for 'name', not a number"),
-        (lambda loss: {"name": None, "bits": loss}, "gave None for 'name', not a number"),
+        (lambda loss: {"name": "good", "bits": loss}, "returned a str for 'name', not a number"),
+        (lambda loss: {"name": None, "bits": loss}, "returned None for 'name', not a number"),
         (
             lambda loss: {"name": torch.ones(3), "bits": loss},
-            "gave a tensor of shape (3,) for 'name', not a number",
+            "returned a tensor of shape (3,) for 'name', not a number",
         ),
     ],
 )

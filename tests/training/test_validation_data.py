@@ -181,7 +181,7 @@ def test_a_broken_sample_is_no_matter_of_the_name_of_a_figure(monkeypatch):
 def test_metrics_that_give_none_are_refused_at_the_start(monkeypatch):
     """Where a figure of them is to count."""
     monkeypatch.setattr(OneTask, "metrics", lambda self, model, batch: {"size": "3"}, raising=False)
-    with pytest.raises(BadInputError, match=r"OneTask: metrics\(\) gave for 'size' a str, not"):
+    with pytest.raises(BadInputError, match=r"OneTask: metrics\(\) returned for 'size' a str, not"):
         build("OneTask", monitor="validation_size")
 
 

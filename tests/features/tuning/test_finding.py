@@ -227,8 +227,8 @@ def test_ctrl_c_ends_a_search_and_leaves_nothing(start, tmp_path):
         (("--find-lr", "--resume", "best"), "--resume=best: there is no checkpoint in"),
         (("--find-lr", "learning_rate=-1"), "learning_rate=-1: must be a number, above 0"),
         (("check", "--find-lr"), "--find-lr: is a command of its own"),
-        (("run", "--find-lr", "train.py"), "--find-lr: is for a task: the learning rate"),
-        (("run", "--find-batch-size=0.5", "train.py"), "is for a task: the batches of a program"),
+        (("run", "--find-lr", "train.py"), "--find-lr: is for tasks: a program"),
+        (("run", "--find-batch-size=0.5", "train.py"), "is for tasks: a program with its own loop"),
         (
             ("schedule=range_test",),
             "min_learning_rate=0.0: must be above 0 with schedule=range_test",
