@@ -99,13 +99,13 @@ IS_NOT_SO = [
     (TRAIN, "rank", 1, "this command starts all ranks (2) and numbers them: leave it out"),
     (LAUNCHED, "local_rank", 0, "this process was started as 1: leave it out"),
     (TRAIN, "enable_distributed", False, "this run is distributed: use mode=single for one rank"),
-    (TRAIN, "enable_data_parallel", True, "this run is distributed: mode=data_parallel asks"),
-    (OVER_TWO, "enable_distributed", True, "this run is data_parallel: mode=distributed asks"),
+    (TRAIN, "enable_data_parallel", True, "this run is distributed: use mode=data_parallel"),
+    (OVER_TWO, "enable_distributed", True, "this run is data_parallel: use mode=distributed"),
     (RUN, "enable_distributed", "off", "each rank is a process: leave it out"),
     (TRAIN, "enable_distributed", "maybe", "must be true or false"),
     (TRAIN, "test_model", True, "this run trains; use train's option --dry-run for a dry run"),
     (RUN, "test_model", True, "only tasks have a dry run (train --dry-run)"),
-    (TRAIN, "config_name", "c", "the settings are those of a/b.yaml: the option --config FILE"),
+    (TRAIN, "config_name", "c", "the settings are those of a/b.yaml: use the option --config FILE"),
     (RUN, "config_name", "c", "no file is read: use the option --config FILE"),
 ]
 
@@ -160,7 +160,10 @@ def test_a_launch_is_held_against_its_facts(words, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--world-size", "3"], "--world-size=3: this run has 2 ranks: --nproc-per-node N"),
+        (
+            ["--world-size", "3"],
+            "--world-size=3: this run has 2 ranks: set the number with --nproc-per-node N",
+        ),
         (["nnodes=2"], "--rdzv-endpoint: is needed with several machines"),
         (["--nnodes", "2"], "--rdzv-endpoint: is needed with several machines"),
         (["--test-model"], "--test-model: is for tasks: a program with its own loop"),
@@ -236,7 +239,7 @@ def test_a_stage_alone_is_one_of_the_presets(tmp_path, monkeypatch):
     plan = planned("--preset", "two", "--config", "run.yaml")
     assert plan.settings.stage.names[plan.settings.stage.number] == "tune"
     assert (plan.settings.stage.begins_with, plan.settings.run.init_from) == ("", "")
-    with pytest.raises(BadInputError, match=r"^--stage=tune: there are no stages"):
+    with pytest.raises(BadInputError, match=r"^--stage=tune: this run has no stages"):
         planned("--config", "run.yaml")
     (tmp_path / "run.yaml").write_text("stage: tun\n")
     with pytest.raises(BadInputError, match=r"^--stage=tun: no such stage; did you mean tune"):

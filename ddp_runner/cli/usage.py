@@ -23,7 +23,7 @@ EXAMPLES = (
     ("--config run.yaml", "settings from a file"),
     ("--config run.yaml --stage tune", "start at its stage tune"),
     ("--engine ray --nnodes 2:4", "on machines of a Ray cluster"),
-    ("--task my.py --find-batch-size", "find the largest batch that fits"),
+    ("--task my.py --find-batch-size", "largest batch that fits"),
     ("--task my.py --find-lr", "find a learning rate"),
 )
 _EXIT_CODES = (
@@ -117,7 +117,11 @@ def settings_help() -> str:
         lines.append(f"  {name} = {shown_default(spec)}")
         says = f"{meanings()[key]} Legal: {spec.expected()}.{_ON_RESUME[spec.on_resume]}"
         lines += textwrap.wrap(
-            says, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6
+            says,
+            HELP_COLUMNS,
+            initial_indent=" " * 6,
+            subsequent_indent=" " * 6,
+            break_on_hyphens=False,
         )
     return "\n".join(lines)
 

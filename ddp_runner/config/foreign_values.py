@@ -226,7 +226,7 @@ def _of_mode(mode: str) -> Callable[[str, RunFacts], str]:
         if wanted == is_so or (mode == "distributed" and facts.is_one_rank):
             return ""
         if facts.starter == "train":
-            cure = f"mode={mode} does that" if wanted else "use mode=single for one rank"
+            cure = f"use mode={mode}" if wanted else "use mode=single for one rank"
             return f"this run is {facts.mode}: {cure}"
         return "each rank is a process: leave it out"
 

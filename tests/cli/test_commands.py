@@ -97,7 +97,7 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
             ["run", "--shutdown-timeout=9", "x.py"],
             ["--shutdown-timeout=9: is called --grace-period"],
         ),
-        (["run", "--virtual-local-rank", "x.py"], ["--virtual-local-rank: is not in this version"]),
+        (["run", "--virtual-local-rank", "x.py"], ["--virtual-local-rank: is not supported"]),
         (["run", "--epochs", "3", "x.py"], ["--epochs: unknown option; run --help lists them"]),
         (["run", "--preload", "no_such", __file__], ["--preload=no_such: no module of this name"]),
         (["run", "--resume-with", "a.pt", __file__], ["--resume-with=a.pt: must be a file and"]),

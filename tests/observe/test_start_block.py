@@ -133,7 +133,7 @@ def test_a_row_follows_what_is_there(changes, row, words):
         (
             {"keep_every": 700},
             "checkpoints",
-            " / and one every 700 steps for good, 4 more of these",
+            " / and one every 700 steps is never deleted, 4 more of these",
         ),
         ({"keep_last": 1}, "checkpoints", "at most 3 at a time"),
         ({"explosion_loss_max": 50}, "loss watch", "loss above 50: the step is skipped"),

@@ -71,8 +71,8 @@ def test_what_is_no_number_is_left_out_alone(given, why):
     ("given", "why"),
     [
         (lambda _loss: math.exp(1e4), "raised OverflowError: math range error (test_helpers.py:"),
-        (lambda _loss: None, "gave None, not a dict of names and numbers"),
-        (lambda loss: loss, "gave a float, not a dict of names and numbers"),
+        (lambda _loss: None, "returned None, not a dict of names and numbers"),
+        (lambda loss: loss, "returned a float, not a dict of names and numbers"),
         (lambda _loss: {}["no such name"], "raised KeyError: 'no such name' (test_helpers.py:"),
     ],
 )

@@ -495,9 +495,8 @@ def run_help() -> str:
         f"        {COMMAND} run [OPTIONS] [KEY=VALUE ...] -m MODULE ARGS",
         "",
         *textwrap.wrap(
-            "Each rank finds the variables that torchrun sets. A rank that is lost ends the others, and with "
-            "--max-restarts all start again, from the script's own checkpoint: what it did since then is lost, "
-            "and it must resume by itself.",
+            "Each rank gets the variables that torchrun sets. A lost rank ends the others. With --max-restarts all "
+            "ranks restart, and the script must resume from its own checkpoint: its work since then is lost.",
             _WIDTH,
         ),
         "",
