@@ -365,8 +365,8 @@ def test_no_two_sections_share_a_last_name():
         ("a: 1\nb: [1\n", "is not valid YAML in line 3: expected ',' or ']', but got"),
         ("epochs: 1\nepochs: 2\n", "is not valid YAML in line 2: 'epochs' is given twice"),
         ("a:\n\t- b\n", "is not valid YAML in line 2: found character"),
-        (f"epochs: {'9' * 5000}\n", f"is not valid YAML in line 1: '{'9' * 40}' is no integer"),
-        ("epochs: 0x_\n", "is not valid YAML in line 1: '0x' is no integer"),
+        (f"epochs: {'9' * 5000}\n", f"is not valid YAML in line 1: '{'9' * 40}' is not an integer"),
+        ("epochs: 0x_\n", "is not valid YAML in line 1: '0x' is not an integer"),
         ("epochs: !!bool 3\n", "is not valid YAML: a tag does not fit its value"),
         ("task: {a: &a [*a]}\n", "is not valid YAML in line 1: a value holds itself"),
         (_bomb("a{0}: &a{0} [{1}]"), "is not valid YAML in line 5: it has more than 100,000"),
@@ -527,7 +527,7 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             [("warn_share", "0.95")],
             (
                 "memory.warn_share, react_share, limit_share=0.95, 0.9, 0.98: "
-                "must grow from each to the next"
+                "must increase in this order"
             ),
         ),
         (
@@ -599,8 +599,8 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
         (
             [("ema_every", "4")],
             (
-                "optim.ema_every=4: is of an average that is not kept: "
-                "give ema_decay, as 0.999, or leave it out"
+                "optim.ema_every=4: needs a moving average: "
+                "give ema_decay, such as 0.999, or leave it out"
             ),
         ),
         (
@@ -650,7 +650,7 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             [("init_from", "hf://me")],
             "--init-from=hf://me: must be hf://USER/NAME, or hf://USER/NAME@REVISION",
         ),
-        ([("log_dir", "")], "--log-dir: must be the path of a folder of its own"),
+        ([("log_dir", "")], "--log-dir: must be the path of a separate folder"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(pairs, message, tmp_path, monkeypatch):
@@ -724,7 +724,7 @@ def test_a_path_that_leads_to_no_file_and_no_folder_is_refused(tmp_path, monkeyp
     os.mkfifo("pipe")
     Path("loop").symlink_to("loop")
     for path, reason in (
-        ("pipe", "is no file and no folder"),
+        ("pipe", "is neither a file nor a folder"),
         ("loop", "cannot be read: Too many levels of symbolic links"),
     ):
         with pytest.raises(BadInputError, match=reason):

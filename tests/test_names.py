@@ -72,7 +72,7 @@ def test_a_setting_that_is_gone_is_passed_over_or_answered(key, tmp_path):
     file.write_text(f"{section}:\n  {name}: other\n")
     with pytest.raises(BadInputError) as caught:
         resolve(files=[file])
-    assert str(caught.value) == f"{file}: {key}: is no setting any more; {answer}"
+    assert str(caught.value) == f"{file}: {key}: is no longer a setting; {answer}"
     record = to_record(from_flat({"task": "synthetic"}))
     record[section][name] = "other"
     assert from_record(record) == from_flat({"task": "synthetic"})
@@ -248,7 +248,7 @@ def test_headings_of_other_trainers_stand_over_settings_of_ours(text, expected, 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("training: {name: x}", "training.name=x: stands in the section run: run.name"),
+        ("training: {name: x}", "training.name=x: belongs to the section run: run.name"),
         ("lr: {base: 0.1}", "lr.base: unknown setting"),
         ("timeout: 30", "collective_timeout_s=N for collectives, or loader_timeout_s=N"),
     ],

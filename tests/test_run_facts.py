@@ -66,32 +66,47 @@ IS_SO = [
     (RunFacts(starter="train", ranks=1, is_dry=True), {"test_model": True}),
 ]
 IS_NOT_SO = [
-    (TRAIN, "nnodes", 2, "this run is on one machine: the option --nnodes N, on each of them"),
-    (RUN, "nnodes", 2, "this run is on one machine: the option --nnodes N, on each of them"),
+    (TRAIN, "nnodes", 2, "this run is on one machine: set the number with the option --nnodes N"),
+    (RUN, "nnodes", 2, "this run is on one machine: set the number with the option --nnodes N"),
     (LAUNCHED, "num_nodes", 3, "this run is on 2 machines, as it was started: leave it out"),
     (TRAIN, "node_rank", 1, "this run is on one machine: leave it out"),
     (SEVERAL, "machine_rank", 0, "this machine is number 1: leave it out"),
-    (JOINING, "node_rank", 0, "machines are numbered as they join: the option --node-rank R"),
+    (
+        JOINING,
+        "node_rank",
+        0,
+        "machines are numbered in the order of joining: use the option --node-rank R",
+    ),
     (TRAIN, "master_addr", "10.0.0.1", "the ranks of one machine find each other: leave it out"),
-    (RUN, "main_process_ip", "h", "find each other: leave it out; --nnodes N has more"),
+    (
+        RUN,
+        "main_process_ip",
+        "h",
+        "find each other: leave it out, or use --nnodes N for several machines",
+    ),
     (SEVERAL, "master_addr", "other", "the ranks of this run meet at node0:29400: leave it out"),
     (SEVERAL, "init_method", "tcp://node0:1", "the ranks of this run meet at node0:29400"),
     (LAUNCHED, "rdzv_endpoint", "x:2", "the ranks of this run meet at node0:29500: leave it out"),
     (TRAIN, "init_method", "file:///tmp/x", "ranks meet at a store of the run: leave it out"),
-    (TRAIN, "world_size", 4, "this run has 2 ranks: --nproc-per-node N says how many"),
-    (SEVERAL, "world_size", 2, "this run has 4 ranks: --nproc-per-node N says how many, of each"),
+    (TRAIN, "world_size", 4, "this run has 2 ranks: set the number with --nproc-per-node N"),
+    (
+        SEVERAL,
+        "world_size",
+        2,
+        "this run has 4 ranks: set the number with --nproc-per-node N, for each",
+    ),
     (LAUNCHED, "world_size", 2, "this run has 4 ranks, as it was started: leave it out"),
     (TRAIN, "rank", 1, "this command starts all ranks (2) and numbers them: leave it out"),
     (LAUNCHED, "local_rank", 0, "this process was started as 1: leave it out"),
-    (TRAIN, "enable_distributed", False, "this run is distributed: mode=single asks for one rank"),
-    (TRAIN, "enable_data_parallel", True, "this run is distributed: mode=data_parallel asks"),
-    (OVER_TWO, "enable_distributed", True, "this run is data_parallel: mode=distributed asks"),
-    (RUN, "enable_distributed", "off", "here each rank is a process: leave it out"),
+    (TRAIN, "enable_distributed", False, "this run is distributed: use mode=single for one rank"),
+    (TRAIN, "enable_data_parallel", True, "this run is distributed: use mode=data_parallel"),
+    (OVER_TWO, "enable_distributed", True, "this run is data_parallel: use mode=distributed"),
+    (RUN, "enable_distributed", "off", "each rank is a process: leave it out"),
     (TRAIN, "enable_distributed", "maybe", "must be true or false"),
-    (TRAIN, "test_model", True, "this run trains; train's option --dry-run only tries"),
-    (RUN, "test_model", True, "train has the option --dry-run for a task; a script has none here"),
-    (TRAIN, "config_name", "c", "the settings are those of a/b.yaml: the option --config FILE"),
-    (RUN, "config_name", "c", "no file is read: the option --config FILE reads one"),
+    (TRAIN, "test_model", True, "this run trains; use train's option --dry-run for a dry run"),
+    (RUN, "test_model", True, "only tasks have a dry run (train --dry-run)"),
+    (TRAIN, "config_name", "c", "the settings are those of a/b.yaml: use the option --config FILE"),
+    (RUN, "config_name", "c", "no file is read: use the option --config FILE"),
 ]
 
 
@@ -145,10 +160,13 @@ def test_a_launch_is_held_against_its_facts(words, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--world-size", "3"], "--world-size=3: this run has 2 ranks: --nproc-per-node N"),
+        (
+            ["--world-size", "3"],
+            "--world-size=3: this run has 2 ranks: set the number with --nproc-per-node N",
+        ),
         (["nnodes=2"], "--rdzv-endpoint: is needed with several machines"),
         (["--nnodes", "2"], "--rdzv-endpoint: is needed with several machines"),
-        (["--test-model"], "--test-model: is for a task: what a program with a loop of its own"),
+        (["--test-model"], "--test-model: is for tasks: a program with its own loop"),
         (["training_mode=dataparallel"], "run.mode=data_parallel: is for a task; the script has 2"),
         (["-n", "auto", "mode=single"], "run.mode=single: is for a task; the script has 2 ranks"),
         (["--config-name", "low"], "low.yaml: rank=1: this command starts all ranks (2)"),
@@ -221,11 +239,11 @@ def test_a_stage_alone_is_one_of_the_presets(tmp_path, monkeypatch):
     plan = planned("--preset", "two", "--config", "run.yaml")
     assert plan.settings.stage.names[plan.settings.stage.number] == "tune"
     assert (plan.settings.stage.begins_with, plan.settings.run.init_from) == ("", "")
-    with pytest.raises(BadInputError, match=r"^--stage=tune: there are no stages"):
+    with pytest.raises(BadInputError, match=r"^--stage=tune: this run has no stages"):
         planned("--config", "run.yaml")
     (tmp_path / "run.yaml").write_text("stage: tun\n")
     with pytest.raises(BadInputError, match=r"^--stage=tun: no such stage; did you mean tune"):
         planned("--preset", "two", "--config", "run.yaml")
     with pytest.raises(BadInputError) as caught:
         planned("init_from=scratch_next_token")
-    assert "here that is init_from=scratch, with stage=next_token" in str(caught.value)
+    assert "use init_from=scratch, with stage=next_token" in str(caught.value)

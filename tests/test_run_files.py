@@ -58,7 +58,7 @@ def planted(tmp_path):
 def test_nothing_but_a_regular_file_is_opened(planted, opens, kind):
     """At once, with the reason; a pipe is not waited for, and nothing appears behind a link."""
     path = planted(kind)
-    with pytest.raises(OSError, match=r"symbolic link|is no regular file|Is a directory"):
+    with pytest.raises(OSError, match=r"symbolic link|is not a regular file|Is a directory"):
         OPENERS[opens](path)
 
 
@@ -73,7 +73,7 @@ def test_a_whole_read_refuses_the_same(planted, kind):
 
 
 def test_a_path_that_the_user_named_may_be_a_link(planted):
-    """Control: the user's own links lead somewhere; only what is no regular file is refused."""
+    """Control: the user's own links lead somewhere; only what is not a regular file is refused."""
     descriptor = run_files.open_given(planted("link"))
     assert os.read(descriptor, 100) == SECRET
     os.close(descriptor)
@@ -81,7 +81,7 @@ def test_a_path_that_the_user_named_may_be_a_link(planted):
 
 def test_a_given_path_that_is_no_file_is_not_waited_for(planted):
     """A pipe has no size and may never end."""
-    with pytest.raises(RefusedFileError, match="is no regular file"):
+    with pytest.raises(RefusedFileError, match="is not a regular file"):
         run_files.open_given(planted("pipe"))
 
 

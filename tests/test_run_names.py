@@ -200,7 +200,7 @@ def test_the_words_for_the_old_settings_are_those_to_type():
     assert set(words) == {
         "--task 'my task.py'", "--seed 5", "-b 8", "model.hidden_size=64", "task.deep=true",
     }  # fmt: skip
-    assert set(others) == {"no --data", "no task.wide", "the data as it was"}
+    assert set(others) == {"no --data", "no task.wide", "the old data"}
     assert words_of_old(old, new, world_size=3)[0].count("global_batch_size=16") == 1
     assert words_of_old(old, new, world_size=17)[0].count("-n 16 -b 1") == 1
     assert words_of_old(old, old, world_size=2) == ([], [])
@@ -219,7 +219,7 @@ def test_the_name_that_is_offered_is_free(tmp_path, monkeypatch):
     exact = from_flat({"log_dir": "my logs", "checkpoint_dir": "c"})
     assert own_folder(exact) == "-c c-2 -l 'my logs-2'"
     line = ways_on(Settings(), old={"run.seed": 1}, new={"run.seed": 2}, world_size=2)
-    assert line.startswith("three ways on: --name bytes-4 ")
+    assert line.startswith("choose one: --name bytes-4 ")
     assert "; --resume none " in line
     assert line.endswith("the old settings: --seed 1")
 
@@ -231,7 +231,7 @@ def test_checkpoints_of_before_there_were_names_are_pointed_out(tmp_path, monkey
     Path("checkpoints").mkdir()
     Path("checkpoints/step_00000009.pt").touch()
     (note,) = check_relations(Settings())
-    assert "-c checkpoints -l logs goes on with it" in note
+    assert "-c checkpoints -l logs resumes it" in note
     old = resolve(command_line=[("--checkpoint-dir", "checkpoints"), ("--log-dir", "logs")])
     assert check_relations(old.settings) == ()
     Path("checkpoints/bytes").mkdir()

@@ -66,7 +66,7 @@ def test_what_a_later_stage_begins_with(tmp_path, word, begins_with, init_from):
     [
         (
             ({"name": "pre"},),
-            "stages: stage pre: has no end of its own: give it max_steps or epochs above 0",
+            "stages: stage pre: needs an end: give it max_steps or epochs above 0",
         ),
         (({"name": "pre", "max_steps": 0},), "stages: stage pre: has no end of its own"),
         ((PRE, {"name": "tune", "run": {"max_steps": "0"}}), "stages: stage tune: has no end"),

@@ -105,7 +105,7 @@ def test_who_comes_first_waits_for_the_token_and_says_so(tmp_path):
     found = await_token(tmp_path, options, say=said.append)
     maker.join()
     assert [found] == made
-    assert said == [f"waiting for {tmp_path / TOKEN_NAME}, which the coordinator makes"]
+    assert said == [f"waiting for {tmp_path / TOKEN_NAME}, which the coordinator creates"]
 
 
 def test_without_any_token_there_is_one_line(tmp_path):

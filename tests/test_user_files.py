@@ -35,7 +35,7 @@ def test_a_file_at_home_lies_under_presets_and_files(places):
     data = plan.settings.data
     assert (data.num_workers, data.prefetch_factor, data.batch_size) == (3, 4, 5)
     assert plan.origins["data.num_workers"] == "file"
-    assert f"{at_home} lies under these settings" in plan.notes
+    assert f"{at_home} is included in these settings" in plan.notes
     at_home.unlink()
     plan = planned("--preset=small")
     assert (plan.settings.data.num_workers, plan.settings.data.batch_size) == (0, 4)

@@ -345,7 +345,7 @@ class Catalog:
         except (NoCheckpointError, OSError) as error:
             raise BadInputError("--resume", path, f"{reason_of(error)}; {expected}") from error
         if not entries:
-            raise BadInputError("--resume", path, f"is no checkpoint of ours by name; {expected}")
+            raise BadInputError("--resume", path, f"is not named like a checkpoint; {expected}")
         return entries
 
 

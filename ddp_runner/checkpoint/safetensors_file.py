@@ -79,13 +79,13 @@ def _header(file: BinaryIO, size_bytes: int) -> tuple[Mapping[str, Any], int]:
     """The header, and where the data begins."""
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if not 2 <= length <= min(_HEADER_BYTES_MAX, size_bytes - _LENGTH_BYTES):
-        raise NotSafetensorsError("is no safetensors file, or is cut off")
+        raise NotSafetensorsError("is not a safetensors file, or is cut off")
     try:
         header = from_json(file.read(length))
     except ValueError as error:
-        raise NotSafetensorsError("is no safetensors file: its header is no JSON") from error
+        raise NotSafetensorsError("is not a safetensors file: its header is not JSON") from error
     if not isinstance(header, dict):
-        raise NotSafetensorsError("is no safetensors file: its header is no JSON object")
+        raise NotSafetensorsError("is not a safetensors file: its header is not a JSON object")
     return header, _LENGTH_BYTES + length
 
 

@@ -91,7 +91,7 @@ def _of_shards(index: Path, read_pickled: Callable[[int], Any]) -> dict[str, Any
     try:
         listed = from_json(text) if len(text) <= _INDEX_BYTES_MAX else None
     except ValueError as error:
-        raise WeightFilesError(f"{index.name} is no JSON") from error
+        raise WeightFilesError(f"{index.name} is not JSON") from error
     places = listed.get("weight_map") if isinstance(listed, dict) else None
     if not isinstance(places, dict) or not places:
         raise WeightFilesError(f"{index.name} has no weight_map")

@@ -105,9 +105,9 @@ def _reason(error: Exception, begin: bytes) -> str:
     if named or (is_refused if is_archive else _holds_objects(begin)):
         return f"holds objects that could run code; refused{f' ({named[1]})' if named else ''}"
     if not is_archive:
-        return "is no file of tensors"
+        return "is not a file of tensors"
     first = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
-    return f"is damaged, or no file of tensors: {first[:_SHOWN_MAX]}"
+    return f"is damaged, or not a file of tensors: {first[:_SHOWN_MAX]}"
 
 
 def _holds_objects(begin: bytes) -> bool:
@@ -130,7 +130,7 @@ def load_weights(
     """
     found = read_weights(path, average=average, map_location=map_location)
     if found.start:
-        raise BadInputError(_OPTION, path, "leaves out what its run has begun with; take final.pt")
+        raise BadInputError(_OPTION, path, "leaves out the start weights of its run; use final.pt")
     return dict(found.weights)
 
 

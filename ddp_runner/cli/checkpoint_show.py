@@ -24,13 +24,13 @@ def chosen(catalog: Catalog, which: str) -> Entry:
     """The checkpoint that a word, a step number or a path names. Raises BadInputError."""
     if which.isdecimal():
         found = [entry for entry in catalog.entries() if entry.step == int(which)]
-        what = f"is no step of a checkpoint in {catalog.directory}; checkpoints list shows them"
+        what = f"has no checkpoint in {catalog.directory}; checkpoints list shows them"
     elif which == "none":
-        raise BadInputError(which, "", "is no checkpoint: last, best, a step or a path")
+        raise BadInputError(which, "", "must be last, best, a step or a path")
     elif which == "best":
         best = catalog.best()
         found = [] if best is None else [best]
-        what = f"{catalog.directory} holds no checkpoint with a loss that it was judged by"
+        what = f"{catalog.directory} holds no checkpoint with a metric to choose the best by"
     else:
         resolved = catalog.resolve("last" if which == "auto" else which)
         found = [entry for entry in resolved if entry.problem is None] or resolved
@@ -128,7 +128,7 @@ def lines_of(record: Mapping[str, object]) -> Iterator[str]:
                 yield _line(label, f"{name}={text}")
                 label = ""  # noqa: PLW2901 - beside the first only
     if record["leaves_out"]:
-        yield _line("leaves out", "weights that its run has begun with (checkpoint.only_trained)")
+        yield _line("leaves out", "start weights of the run (checkpoint.only_trained)")
 
 
 def _figures(record: Mapping[str, object]) -> Iterator[str]:

@@ -45,7 +45,7 @@ def _run(arguments: Arguments) -> int:
     if action not in _ACTIONS:
         raise BadInputError(action, "", f"unknown action; use {', '.join(_ACTIONS)}")
     if which and action not in ("show", "export"):
-        raise BadInputError(which[0], "", f"unexpected word: {action} is of all of them")
+        raise BadInputError(which[0], "", f"unexpected word: {action} acts on all checkpoints")
     given = {*arguments.values, *arguments.switches}
     for other, options in _OPTIONS_OF.items():
         if other != action and (odd := sorted(options & given)):
@@ -73,7 +73,7 @@ def _show(catalog: Catalog, which: str, *, as_json: bool) -> int:
 def _export(catalog: Catalog, which: str, arguments: Arguments) -> int:
     to = arguments.values.get("--to", "")
     if not to:
-        raise BadInputError("--to", "", "is needed: the folder for the files")
+        raise BadInputError("--to", "", "is required: the folder for the files")
     entry = chosen(catalog, which)
     return export(
         catalog,
@@ -87,7 +87,9 @@ def _export(catalog: Catalog, which: str, arguments: Arguments) -> int:
 def _prune(catalog: Catalog, arguments: Arguments) -> int:
     written = arguments.values.get("--keep", "")
     if not written.isdecimal() or int(written) < 1:
-        raise BadInputError("--keep", written, "is needed: how many stay, 1 or more")
+        raise BadInputError(
+            "--keep", written, "is required: the number of checkpoints to keep, 1 or more"
+        )
     keep, is_dry = int(written), _DRY_RUN in arguments.switches
     entries, best = catalog.entries(), catalog.best()
     pruning = plan_pruning(
@@ -112,7 +114,8 @@ def _prune(catalog: Catalog, arguments: Arguments) -> int:
         show(f"{'would remove' if is_dry else 'removed'} {entry.path}{size}")
     if not pruning.removed:
         few = f": only {pruning.sound} of them verify" if pruning.sound < keep else ""
-        show(f"nothing to remove of {len(entries)} checkpoints in {catalog.directory}{few}")
+        all_of = f"nothing to remove of {len(entries)} checkpoints in {catalog.directory}{few}"
+        show(all_of if entries else f"{catalog.directory} holds no checkpoints")
     return ExitCode.DONE
 
 
@@ -337,24 +340,30 @@ WHICH is last (as without it), best, a step or a path.""",
     options=(
         Option("--to", metavar="DIR", says=""),
         Option("--keep", metavar="N", says=""),
-        Option("--format", metavar="FORMAT", says="of export: safetensors or pt [safetensors]"),
+        Option(
+            "--format",
+            metavar="FORMAT",
+            says="format of an export: safetensors or pt [safetensors]",
+        ),
         Option(
             "--layout",
             metavar="LAYOUT",
-            says="of export: weights, or state_dict: one file with a dict of state_dict, ema and "
-            "counts [weights]",
+            says="layout of an export: weights, or state_dict, one file with a dict of "
+            "state_dict, ema and counts [weights]",
         ),
-        Option("--dtype", metavar="TYPE", says="of export: fp32, bf16 or fp16 [as it is]"),
-        Option(_EMA, says="of export: the average (EMA)"),
+        Option(
+            "--dtype", metavar="TYPE", says="data type of an export: fp32, bf16 or fp16 [unchanged]"
+        ),
+        Option(_EMA, says="export the average (EMA) of the weights"),
         Option(
             "--init-from",
             metavar="PATH",
-            says="of export: what the run has begun with and the file leaves out [the run's "
-            "final.pt, or as it began]",
+            says="start weights of the run, for an export of a file that leaves them out [the "
+            "run's final.pt, or its init_from]",
         ),
-        Option(_ALL, says="of prune: the best and those for good, too"),
-        Option(_DRY_RUN, says="of prune: only say what would be deleted"),
-        replace(NAME, says="those in checkpoints/NAME [the newest run's]"),
+        Option(_ALL, says="prune the best checkpoint and the permanent ones, too"),
+        Option(_DRY_RUN, says="list the checkpoints that prune would delete, and keep them"),
+        replace(NAME, says="name of the run, for checkpoints/NAME [the newest run]"),
         CHECKPOINT_DIR,
         JSON,
     ),

@@ -24,10 +24,12 @@ HELP_COLUMNS = 79
 _INDENT = 28
 HELP = "--help"
 # Options that several commands have; each says what they mean for it, where that differs.
-LOG_DIR = Option("--log-dir", short="-l", metavar="DIR", says="the run in DIR")
-CHECKPOINT_DIR = Option("--checkpoint-dir", short="-c", metavar="DIR", says="those in DIR")
-NAME = Option("--name", metavar="NAME", says="the run in logs/NAME [the newest run]")
-JSON = Option("--json", says="one JSON object a line, for programs")
+LOG_DIR = Option("--log-dir", short="-l", metavar="DIR", says="log folder of the run")
+CHECKPOINT_DIR = Option(
+    "--checkpoint-dir", short="-c", metavar="DIR", says="folder of the checkpoints"
+)
+NAME = Option("--name", metavar="NAME", says="name of the run, in logs/NAME [the newest run]")
+JSON = Option("--json", says="print one JSON object per line, for programs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,9 +35,7 @@ class Row:
 
 
 _OWN = {
-    "train": Row(
-        module="ddp_runner.cli.train", says="train; what happens when no command is given", place=10
-    ),
+    "train": Row(module="ddp_runner.cli.train", says="train (the default command)", place=10),
     "checkpoints": Row(
         module="ddp_runner.cli.checkpoints",
         says="list, verify, show, export or prune checkpoints",
@@ -45,7 +43,7 @@ _OWN = {
     ),
     "configure": Row(
         module="ddp_runner.cli.configure",
-        says="asks for the settings that matter most, and writes them to a file",
+        says="ask for the most important settings and write them to a file",
         place=60,
     ),
     "docs": Row(
@@ -53,7 +51,7 @@ _OWN = {
     ),
     "kill": Row(
         module="ddp_runner.cli.kill",
-        says="end a rank of a run, to see it replaced: kill 1",
+        says="kill a rank of a run, to see it replaced: kill 1",
         place=120,
     ),
 }

@@ -40,21 +40,21 @@ _EMPTY = "-"
 # No settings: a run has them from the command line, or from such a file. With what they are without a word.
 _MACHINES = {"nnodes": "1", "node_rank": "", "rdzv_endpoint": ""}
 QUESTIONS: Mapping[str, str] = {
-    "run.task": "What is trained: bytes, synthetic, FILE.py[:NAME] or module:NAME",
+    "run.task": "Task: bytes, synthetic, FILE.py[:NAME] or module:NAME",
     "data.path": "File or folder of text to learn; empty: Python's own library",
-    "run.device": "Where to compute: auto, cpu or cuda",
-    "run.gpus": "GPUs, such as 0,1; empty: all that are there",
+    "run.device": "Device: auto, cpu or cuda",
+    "run.gpus": "GPUs, such as 0,1; empty: all",
     "run.nproc_per_node": "Ranks of this machine: a number, or auto",
     "nnodes": "Machines: a number, or a range such as 2:4",
-    "node_rank": "Number of this machine, from 0 on; empty: as they join",
-    "rdzv_endpoint": "Where the machines meet: HOST or HOST:PORT, the same on all",
+    "node_rank": "Number of this machine, from 0; empty: in the order of joining",
+    "rdzv_endpoint": "Address where the machines meet: HOST or HOST:PORT, the same on all",
     "data.batch_size": "Samples of each rank and step",
     "run.epochs": "Passes over the data",
     "optim.learning_rate": "Highest learning rate",
     "optim.precision": "Precision: auto, fp32, bf16 or fp16",
     "run.compile": "Compile the model with torch.compile: true or false",
     "data.num_workers": "Loader workers of each rank: a number, or auto",
-    "checkpoint.keep_last": "Checkpoints to keep, beside the best",
+    "checkpoint.keep_last": "Checkpoints to keep, in addition to the best",
 }
 
 
@@ -108,13 +108,13 @@ def _file(preset: str | None, home: str) -> Path:
             raise BadInputError("HOME", "''", "names no home folder: give --preset NAME")
         return Path(home, HOME_FILE)
     if not preset or Path(preset).name != preset or preset.startswith(".") or "\0" in preset:
-        raise BadInputError("--preset", preset or "''", "must be a plain name, as of a file")
+        raise BadInputError("--preset", preset or "''", "must be a plain file name")
     return Path(PRESETS_FOLDER, f"{preset}.yaml")
 
 
 def _use(preset: str | None) -> str:
     if preset is None:
-        return "every run takes it, below all that is given otherwise"
+        return "every run uses it, and all other sources override it"
     return f"{COMMAND} --preset {preset} takes it"
 
 
@@ -236,7 +236,7 @@ def _asking(console: Console) -> Callable[[str, str, str], str]:
 def written(answers: Mapping[str, str], kept: Mapping[str, object], *, machine: Machine) -> str:
     """Return the file: the answers, the defaults as comments, and the file's other content."""
     settings = machine.usual(answers)
-    lines = [f"# {COMMAND} configure; a line with # is as it is anyway."]
+    lines = [f"# {COMMAND} configure; a line with # shows a default."]
     for key in QUESTIONS:
         is_machine = key in _MACHINES
         value = answers.get(key, _MACHINES[key]) if is_machine else _value(settings, key)
@@ -254,9 +254,9 @@ def written(answers: Mapping[str, str], kept: Mapping[str, object], *, machine: 
 DECLARATION = SmallCommand(
     usage=f"""Usage:  {COMMAND} configure [--preset NAME]
 
-Asks for the settings that matter most and writes them to a file. Enter keeps what
-stands in brackets, - leaves it empty. Each answer is checked where it is given.
-Nothing is written before the last one.""",
+Asks for the most important settings and writes them to a file. Enter keeps the
+value in brackets, - empties it. Each answer is checked at once.
+The file is written after the last answer.""",
     options=(
         Option(
             "--preset",

@@ -43,12 +43,12 @@ DECLARATION = SmallCommand(
 
 Shows the documentation at http://127.0.0.1:8000 until Ctrl-C.""",
     options=(
-        Option("--port", metavar="N", says="another port of this machine"),
+        Option("--port", metavar="N", says="TCP port on this machine"),
         Option(
             "--build",
             metavar="DIR",
-            says="write the pages into this folder instead; any warning, as of a broken link, "
-            "is exit code 1",
+            says="write the pages into this folder instead; a warning, such as a broken link, "
+            "exits with 1",
         ),
     ),
     perform=_run,

@@ -134,5 +134,5 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             return file.read(_BYTES_MAX).decode()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "is no text"
+        reason = getattr(error, "strerror", None) or "is not text"
         raise BadInputError(ENV_FILE, str(path), f"cannot be read: {reason}") from error

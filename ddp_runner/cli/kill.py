@@ -42,7 +42,7 @@ def _run(arguments: Arguments) -> int:
 DECLARATION = SmallCommand(
     usage=f"""Usage:  {COMMAND} kill RANK [--name NAME | -l DIR]
 
-Ends a rank of a run on this machine by SIGKILL, to see it replaced.""",
+Kills a rank of a run on this machine (SIGKILL), to show how it is replaced.""",
     options=(NAME, LOG_DIR),
     words_max=1,
     perform=_run,

@@ -236,7 +236,7 @@ def await_token(folder: Path, options: NodeOptions, *, say: Callable[[str], None
             )
         if not has_said:
             has_said = True
-            say(f"waiting for {folder / TOKEN_NAME}, which the coordinator makes")
+            say(f"waiting for {folder / TOKEN_NAME}, which the coordinator creates")
         if not has_answered and answers(options):
             has_answered, give_up_s = True, min(give_up_s, time.monotonic() + _SEEN_S)
         time.sleep(min(_LOOK_AGAIN_S, max(0.0, give_up_s - now_s)))
@@ -375,7 +375,7 @@ def _refuse_unless_taken(options: NodeOptions, error: OSError) -> None:
         raise BadInputError(
             "--rdzv-endpoint",
             f"{options.host}:{options.port}",
-            f"cannot be listened at: {error.strerror}",
+            f"cannot be listened on: {error.strerror}",
         ) from error
 
 

@@ -57,16 +57,20 @@ _OWN = (
         default="1",
         aliases=("--num-machines", "--num-nodes"),
         group=OptionGroup.MACHINES,
-        says="machines; with a range it goes on with fewer",
+        says="number of machines; with a range the run continues with fewer",
     ),
     Option(
         "--rdzv-endpoint",
         metavar="HOST[:PORT]",
         group=OptionGroup.MACHINES,
-        says="of one of them, where they meet; port 29400",
+        says="address of one of the machines, where all meet; the port is 29400 by default",
     ),
     Option(
-        "--rdzv-id", metavar="ID", default="none", group=OptionGroup.MACHINES, says="of the run"
+        "--rdzv-id",
+        metavar="ID",
+        default="none",
+        group=OptionGroup.MACHINES,
+        says="name of the run, the same on each machine",
     ),
     Option(
         "--node-rank",
@@ -74,54 +78,54 @@ _OWN = (
         default="by the order of joining",
         aliases=("--machine-rank",),
         group=OptionGroup.MACHINES,
-        says="the number of this machine; that of the endpoint is 0",
+        says="number of this machine; the machine of the endpoint is 0",
     ),
     Option(
         "--rdzv-backend",
         metavar="c10d",
         group=OptionGroup.MACHINES,
-        says="c10d or static, which mean the same",
+        says="accepted values are c10d and static, with the same meaning",
     ),
     Option(
         "--rdzv-conf",
         metavar="K=V,...",
         group=OptionGroup.MACHINES,
-        says="join_timeout=600, last_call_timeout=30, is_host=1",
+        says="rendezvous options: join_timeout=600, last_call_timeout=30, is_host=1",
     ),
     Option(
         "--local-addr",
         metavar="ADDR",
         group=OptionGroup.MACHINES,
-        says="the address of this machine; otherwise the one that leads to the endpoint",
+        says="address of this machine [the one that leads to the endpoint]",
     ),
     Option(
         "--token-file",
         metavar="FILE",
         group=OptionGroup.MACHINES,
-        says="with the secret that all machines know; otherwise DDP_RUNNER_TOKEN, or a file that "
-        "the coordinator makes in a checkpoint folder that they share",
+        says="file with the secret shared by all machines [DDP_RUNNER_TOKEN, or a file that "
+        "the coordinator creates in a shared checkpoint folder]",
     ),
     Option(
         "--preset",
         metavar="NAME",
         group=OptionGroup.FILES,
-        says="settings of presets/NAME.yaml, which lie under those of --config",
+        says="settings of presets/NAME.yaml; --config overrides them",
     ),
     Option(
         "--config",
         metavar="FILE",
         aliases=("--config-name",),
         group=OptionGroup.FILES,
-        says="YAML file of settings; may be repeated, the later wins",
+        says="YAML file of settings; may be repeated, later files override earlier ones",
     ),
     *_OF_FEATURES,
-    Option("--help", short="-h", group=OptionGroup.HELP, says="this text"),
+    Option("--help", short="-h", group=OptionGroup.HELP, says="show this text"),
     Option(
         "--help-settings",
         group=OptionGroup.HELP,
-        says="every setting: meaning, default, legal values",
+        says="show every setting: meaning, default, legal values",
     ),
-    Option("--version", group=OptionGroup.HELP, says="the version"),
+    Option("--version", group=OptionGroup.HELP, says="show the version"),
 )
 _OF_SETTINGS = tuple(option for spec in known_fields().values() for option in spec.options)
 _OWN_FIRST = (

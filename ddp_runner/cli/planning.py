@@ -249,7 +249,7 @@ def plan_launch(
         written=resolved.settings if staged else None,
         notes=(
             *_notes(settings, starter, places, environment),
-            *(f"{path} lies under these settings" for path in home_files(environment)),
+            *(f"{path} is included in these settings" for path in home_files(environment)),
             *files_not_read(arguments.files),
             *resolved.notes,
             *settled.notes,
@@ -437,7 +437,7 @@ def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str,
 def page_notes(settings: Settings) -> tuple[str, ...]:
     """Return a note if the page cannot be shown; the run continues without it."""
     missing = page_missing() if settings.log.page else ""
-    return (f"no page, the run goes on without it: {missing}",) if missing else ()
+    return (f"no page, the run continues without it: {missing}",) if missing else ()
 
 
 def preset_name(devices: Sequence[DevicePlan], *, is_test: bool, is_task: bool = True) -> str:
@@ -476,7 +476,7 @@ def place_notes(
                 for rank, place in enumerate(devices)
             ),
             *(
-                f"GPU {index} is shared by {count} ranks over gloo: for trying out, slow"
+                f"GPU {index} is shared by {count} ranks over gloo: slow, for tests only"
                 for index, count in ranks_of.items()
                 if count > 1
             ),

@@ -322,7 +322,7 @@ def _install(repository: Repository) -> None:
     # pip draws its progress on standard error here: standard output carries our one answer.
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:  # noqa: S603
         raise EnvironmentUnfitError(
-            "pip could not install the requirements (its reason stands above); with no network, "
+            "pip could not install the requirements (see its reason above); with no network, "
             "set DDP_RUNNER_PYTHON to a Python that satisfies requirements.txt"
         )
     # `python train.py` finds the package too, behind whatever the environment has, and nothing beside the package.

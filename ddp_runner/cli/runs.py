@@ -92,7 +92,7 @@ def _newest_followed() -> Path | None:
 def _asked_name(arguments: Arguments) -> str | None:
     name = arguments.values.get("--name")
     if name is not None and not is_name(name):
-        raise BadInputError("--name", name or "''", "is no name of a run")
+        raise BadInputError("--name", name or "''", "is not the name of a run")
     return name
 
 

@@ -32,7 +32,7 @@ def checked(resolved: Resolved) -> tuple[tuple[Settings, ...], tuple[str, ...]]:
     """The settings of each stage, or of the run without stages, and notes for people. Raises BadInputError."""
     if not resolved.stages:
         if resolved.settings.run.stage:
-            expected = "there are no stages: list some as stages in a file, or leave it out"
+            expected = "this run has no stages: list some as stages in a file, or leave it out"
             raise BadInputError(_OPTION, resolved.settings.run.stage, expected)
         return (resolved.settings,), check_relations(resolved.settings)
     _refuse_unknown(resolved.settings)
@@ -147,10 +147,12 @@ def _refuse_profile_beyond(stages: Sequence[Settings]) -> None:
 
 def _refuse_with_stages(settings: Settings) -> None:
     if settings.data.preload:
-        expected = "cannot be with stages, whose data differ: leave it out"
+        expected = "cannot be combined with stages, whose data differ: leave it out"
         raise BadInputError("data.preload", "true", expected)
     if settings.checkpoint.only_trained:
-        expected = "cannot be with stages, which begin with each other's weights: leave it out"
+        expected = (
+            "cannot be combined with stages, which start from each other's weights: leave it out"
+        )
         raise BadInputError("checkpoint.only_trained", "true", expected)
 
 

@@ -16,15 +16,15 @@ from ddp_runner.start import COMMAND
 
 EXAMPLES = (
     ("", "train on this machine's own text"),
-    ("--test", "does everything work here?"),
+    ("--test", "check that everything works here"),
     ("--data ~/books -e 3", "your text, three passes"),
     ("--gpus 0,2 -b 64", "two GPUs, 64 samples on each"),
     ("--task my.py lr=3e-4", "your own task"),
     ("--config run.yaml", "settings from a file"),
-    ("--config run.yaml --stage tune", "the second of its stages"),
+    ("--config run.yaml --stage tune", "start at its stage tune"),
     ("--engine ray --nnodes 2:4", "on machines of a Ray cluster"),
-    ("--task my.py --find-batch-size", "what fits into memory?"),
-    ("--task my.py --find-lr", "which learning rate?"),
+    ("--task my.py --find-batch-size", "largest batch that fits"),
+    ("--task my.py --find-lr", "find a learning rate"),
 )
 _EXIT_CODES = (
     "0 done · 1 failed · 2 bad usage or configuration · 3 gave up",
@@ -39,17 +39,17 @@ _ON_RESUME = {
 }
 INJECTIONS = (
     ("  kinds", ", ".join(kind.value for kind in InjectKind)),
-    ("  rank=N|all", "whose [the last one]"),
-    ("  step=N", "when, counted from 0 [10]"),
+    ("  rank=N|all", "the rank [the last one]"),
+    ("  step=N", "the step, counted from 0 [10]"),
     ("  phase=PHASE", ", ".join(PHASES) + " [forward]"),
-    ("  times=N", "how often, on each rank [1]"),
-    ("  seconds=S", "of slow, disk_full and slow_disk [1]"),
-    ("  bit=N", "of wrong_gradient: the bit to flip, counted from the lowest [12]"),
+    ("  times=N", "number of times on each rank [1]"),
+    ("  seconds=S", "duration of slow, disk_full and slow_disk [1]"),
+    ("  bit=N", "bit that wrong_gradient flips, counted from the lowest [12]"),
     (
         "  random:KEY=VALUE,...",
         (
-            "at moments that the same seed draws again: mtbf_s=S apart [10], seed=N [0], "
-            "kinds=KIND+KIND [kill+stop+raise], times=N [0: no bound]"
+            "at random moments, the same for the same seed: mean gap mtbf_s=S [10], seed=N [0], "
+            "kinds=KIND+KIND [kill+stop+raise], times=N [0: no limit]"
         ),
     ),
 )
@@ -63,7 +63,7 @@ def train_help() -> str:
         f"Usage:  {COMMAND} [OPTIONS] [SECTION.KEY=VALUE ...]",
         f"        {COMMAND} COMMAND [--help]",
         "",
-        "Ctrl-C finishes the step, saves and ends; the same command goes on from there.",
+        "Ctrl-C finishes the step, saves and ends; run the same command again to resume.",
     ]
     for group in GROUPS:
         lines += ["", f"{group.title}:"]
@@ -104,8 +104,8 @@ def _is_known(example: str) -> bool:
 def settings_help() -> str:
     """The text of ``--help-settings``: every setting with its default, meaning and legal values."""
     lines = textwrap.wrap(
-        "Every setting, its default and its meaning. A change of one that is refused on resume "
-        "makes another run; of one that is reported, a run that goes on and is not exact.",
+        "Every setting with its default and meaning. A change that is refused on resume needs "
+        "another run; after a change that is reported, the run continues and is not exact.",
         HELP_COLUMNS,
     )
     section = ""
@@ -117,7 +117,11 @@ def settings_help() -> str:
         lines.append(f"  {name} = {shown_default(spec)}")
         says = f"{meanings()[key]} Legal: {spec.expected()}.{_ON_RESUME[spec.on_resume]}"
         lines += textwrap.wrap(
-            says, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6
+            says,
+            HELP_COLUMNS,
+            initial_indent=" " * 6,
+            subsequent_indent=" " * 6,
+            break_on_hyphens=False,
         )
     return "\n".join(lines)
 

@@ -264,7 +264,7 @@ def find_key(written: str, name: str, known: Sequence[str]) -> str:
     if name in ANSWERS:
         raise ForeignNameError(written, "", f"unknown setting; {ANSWERS[name]}")
     if (gone := removed(name)) is not None:
-        raise ForeignNameError(written, "", f"is no setting any more; {gone[1]}")
+        raise ForeignNameError(written, "", f"is no longer a setting; {gone[1]}")
     raise BadInputError(written, "", f"unknown setting{_did_you_mean(name, known)}")
 
 

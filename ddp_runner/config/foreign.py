@@ -45,17 +45,15 @@ ALWAYS: Mapping[str, str] = {
     "headless": "every run is headless, and needs no terminal",
 }
 SAID = ("headless",)  # of these, those that are answered also where they are asked for
-_NODES = "here that is the option --nnodes N, with --node-rank R"
-_ENDPOINT = "machines meet at the option --rdzv-endpoint HOST:PORT; those of one need none"
-_NUMBERED = "who starts the ranks numbers them: leave it out"
-_OPTION_ONLY = "is an option of the command, and no setting: --rdzv-id, --rdzv-conf"
-_BY_THEMSELVES = "the ranks find each other by themselves: leave it out"
-_DEVICES = "here that is --nproc-per-node N for how many, --gpus 0,1 for which"
-_FOLDERS = (
-    "here that is --checkpoint-dir for checkpoints and --log-dir for logs, or --name for both"
-)
-_MODES = "here that is mode=auto, single, data_parallel or distributed"
-_WHOLE_MODELS = "here each rank has the whole model, as in DistributedDataParallel: leave it out"
+_NODES = "use the option --nnodes N, with --node-rank R"
+_ENDPOINT = "use the option --rdzv-endpoint HOST:PORT; a single machine needs none"
+_NUMBERED = "the launcher numbers the ranks: leave it out"
+_OPTION_ONLY = "is an option of the command, not a setting: --rdzv-id, --rdzv-conf"
+_BY_THEMSELVES = "the ranks find each other: leave it out"
+_DEVICES = "use --nproc-per-node N for the number of ranks, --gpus 0,1 to choose GPUs"
+_FOLDERS = "use --checkpoint-dir for checkpoints and --log-dir for logs, or --name for both"
+_MODES = "use mode=auto, single, data_parallel or distributed"
+_WHOLE_MODELS = "each rank has the whole model, as in DistributedDataParallel: leave it out"
 # Name -> what to write instead, where there is nothing that means exactly the same.
 ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -64,14 +62,14 @@ ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(("master_addr", "main_process_ip", "rdzv_endpoint"), _ENDPOINT),
     **dict.fromkeys(("rdzv_backend", "rdzv_id", "rdzv_conf"), _OPTION_ONLY),
     **dict.fromkeys(("standalone", "use_env", "same_network"), _BY_THEMSELVES),
-    "module": "here that is --task module:NAME",
+    "module": "use --task module:NAME",
     **dict.fromkeys(("rank", "local_rank"), _NUMBERED),
-    "world_size": "here that is --nproc-per-node N, of each machine",
-    "preset": "here that is train's option --preset NAME, for presets/NAME.yaml",
+    "world_size": "use --nproc-per-node N, the ranks of each machine",
+    "preset": "use train's option --preset NAME, for presets/NAME.yaml",
     **dict.fromkeys(("devices", "include", "multi_gpu", "n_gpu"), _DEVICES),
     **dict.fromkeys(
         ("accelerator", "no_cuda", "use_cpu"),
-        "here GPUs are used where there are any, and --cpu trains on the CPU",
+        "GPUs are used if there are any, and --cpu trains on the CPU",
     ),
     **dict.fromkeys(
         (
@@ -83,19 +81,19 @@ ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(("deepspeed", "deepspeed_config", "fsdp", "zero_stage"), _WHOLE_MODELS),
     "timeout": "write collective_timeout_s=N for collectives, or loader_timeout_s=N for a batch",
     "init_method": _ENDPOINT,
-    "config_name": "here that is the option --config FILE",
-    "test_model": "here that is train's option --dry-run",
-    "eval_steps": "write evaluate_every_steps=N for how often, or evaluate_batches=N for how much",
-    "warmup_ratio": "here that is warmup_steps=SHARE, below 1",
-    "optim": "here that is optimizer=adamw, adam, sgd, adafactor or muon",
+    "config_name": "use the option --config FILE",
+    "test_model": "use train's option --dry-run",
+    "eval_steps": "use evaluate_every_steps=N for the interval, or evaluate_batches=N for the amount",
+    "warmup_ratio": "use warmup_steps=SHARE, below 1",
+    "optim": "use optimizer=adamw, adam, sgd, adafactor or muon",
     **dict.fromkeys(("output_dir", "default_root_dir", "save_dir", "project_dir"), _FOLDERS),
-    "overwrite_output_dir": "here that is --resume none: old files are set aside",
-    "resume_from_checkpoint": "here that is --resume auto, last, best or PATH",
-    "limit_val_batches": "here that is evaluate_batches=N",
-    "val_check_interval": "here that is evaluate_every_steps=N",
-    "fast_dev_run": "here that is --test",
-    "ema": "here that is ema_decay=0.999",
-    "dynamo_backend": "here that is compile=true, by torch's own backend",
+    "overwrite_output_dir": "use --resume none, which moves old files to a backup folder",
+    "resume_from_checkpoint": "use --resume auto, last, best or PATH",
+    "limit_val_batches": "use evaluate_batches=N",
+    "val_check_interval": "use evaluate_every_steps=N",
+    "fast_dev_run": "use --test",
+    "ema": "use ema_decay=0.999",
+    "dynamo_backend": "use compile=true, with torch's default backend",
     **dict.fromkeys(
         (
             "do_train",
@@ -125,7 +123,10 @@ SWITCHES_OF_FACTS = ("enable_distributed", "enable_data_parallel", "dataparallel
 # Setting that earlier versions had -> its usual value, which a config.yaml of theirs has and which is passed
 # over, and what to say of any other.
 REMOVED: Mapping[str, tuple[str, str]] = {
-    "data.reserved_cores": ("0", "taskset and num_workers say where loading runs: leave it out"),
+    "data.reserved_cores": (
+        "0",
+        "use taskset and num_workers to place data loading, and leave it out",
+    ),
     "data.largest_samples": (
         "false",
         "--find-batch-size takes samples as they come: leave it out",

@@ -155,7 +155,7 @@ def _machines(word: str, facts: RunFacts) -> str:
     has = f"this run is on {'one machine' if most == 1 else f'{most} machines'}"
     if facts.starter == "launcher":
         return f"{has}, as it was started: leave it out"
-    return f"{has}: the option --nnodes N, on each of them, says how many"
+    return f"{has}: set the number with the option --nnodes N on each machine"
 
 
 def _node_rank(word: str, facts: RunFacts) -> str:
@@ -164,7 +164,7 @@ def _node_rank(word: str, facts: RunFacts) -> str:
     if facts.machines == 1:
         return "this run is on one machine: leave it out"
     if facts.node_rank is None:
-        return "machines are numbered as they join: the option --node-rank R says another number"
+        return "machines are numbered in the order of joining: use the option --node-rank R for another number"
     return f"this machine is number {facts.node_rank}: leave it out"
 
 
@@ -176,7 +176,7 @@ def _endpoint(word: str, facts: RunFacts) -> str:
     if facts.machines == 1 and facts.starter != "launcher":
         if is_here:
             return ""
-        return "the ranks of one machine find each other: leave it out; --nnodes N has more"
+        return "the ranks of one machine find each other: leave it out, or use --nnodes N for several machines"
     if (host, port) in ((facts.host, facts.port), (facts.host, "")) or not facts.host:
         return ""
     return f"the ranks of this run meet at {facts.host}:{facts.port}: leave it out"
@@ -196,8 +196,8 @@ def _ranks(word: str, facts: RunFacts) -> str:
     has = f"this run has {facts.ranks} rank{'' if facts.ranks == 1 else 's'}"
     if facts.starter == "launcher":
         return f"{has}, as it was started: leave it out"
-    each = "" if facts.machines == 1 else ", of each machine"
-    return f"{has}: --nproc-per-node N says how many{each}"
+    each = "" if facts.machines == 1 else ", for each machine"
+    return f"{has}: set the number with --nproc-per-node N{each}"
 
 
 def _numbered(word: str, number: int | None, facts: RunFacts) -> str:
@@ -226,9 +226,9 @@ def _of_mode(mode: str) -> Callable[[str, RunFacts], str]:
         if wanted == is_so or (mode == "distributed" and facts.is_one_rank):
             return ""
         if facts.starter == "train":
-            cure = f"mode={mode} asks for that" if wanted else "mode=single asks for one rank"
+            cure = f"use mode={mode}" if wanted else "use mode=single for one rank"
             return f"this run is {facts.mode}: {cure}"
-        return "here each rank is a process: leave it out"
+        return "each rank is a process: leave it out"
 
     return check
 
@@ -243,8 +243,8 @@ def _dry_run(word: str, facts: RunFacts) -> str:
     if not wanted:
         return "this is a dry run: leave out --dry-run"
     if facts.starter == "run":
-        return "train has the option --dry-run for a task; a script has none here: leave it out"
-    return "this run trains; train's option --dry-run only tries"
+        return "only tasks have a dry run (train --dry-run): leave it out"
+    return "this run trains; use train's option --dry-run for a dry run"
 
 
 def _file(word: str, facts: RunFacts) -> str:
@@ -254,7 +254,7 @@ def _file(word: str, facts: RunFacts) -> str:
     has = (
         f"the settings are those of {', '.join(facts.files)}" if facts.files else "no file is read"
     )
-    cure = "leave it out" if facts.starter == "launcher" else "the option --config FILE reads one"
+    cure = "leave it out" if facts.starter == "launcher" else "use the option --config FILE"
     return f"{has}: {cure}"
 
 

@@ -90,9 +90,7 @@ def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:
         expected = "needs a supervisor, which counts the faults: start with ddp_runner train"
         raise BadInputError("run.inject", ",".join(settings.run.inject), expected)
     if settings.log.page:
-        expected = (
-            "needs a supervisor, which starts it: start `ddp_runner page` beside, and leave it out"
-        )
+        expected = "needs a supervisor: start `ddp_runner page` separately, and leave it out"
         raise BadInputError("log.page", "true", expected)
     if settings.data.shares == "auto":
         expected = "needs a supervisor, which measures the ranks: give a number for each rank"
@@ -237,7 +235,7 @@ def _average_problems(settings: Settings) -> list[BadInputError]:
             ("optim.ema_start_step", optim.ema_start_step, 0),
             ("optim.ema_device", optim.ema_device, "same"),
         )
-        expected = "is of an average that is not kept: give ema_decay, as 0.999, or leave it out"
+        expected = "needs a moving average: give ema_decay, such as 0.999, or leave it out"
         return [BadInputError(key, v, expected) for key, v, usual in set_of_it if v != usual]
     if steps and optim.ema_start_step > steps:
         expected = f"must be run.max_steps={steps} or less, or the average never begins"
@@ -265,7 +263,7 @@ def _memory_problems(settings: Settings) -> list[BadInputError]:
         BadInputError(
             "memory.warn_share, react_share, limit_share",
             ", ".join(f"{share:g}" for share in shares),
-            "must grow from each to the next",
+            "must increase in this order",
         )
     ]
 
@@ -280,7 +278,7 @@ def _compile_problems(settings: Settings) -> list[BadInputError]:
         BadInputError(
             "run.compile_fullgraph",
             "true",
-            f"cannot be with {name}, whose layers are no part of a graph: leave one of them out",
+            f"cannot be with {name}, whose layers are not part of a graph: leave one of them out",
         )
         for name, is_on in others.items()
         if is_on and run.compile and run.compile_fullgraph
@@ -327,7 +325,7 @@ def _profile_problems(settings: Settings) -> list[BadInputError]:
 def _output_problems(settings: Settings) -> list[BadInputError]:
     wrong = []
     if settings.log.page_can_inject and not settings.log.page:
-        expected = "is about the page beside the run: give --page too, or leave it out"
+        expected = "needs the live page: give --page too, or leave it out"
         wrong.append(BadInputError("log.page_can_inject", "true", expected))
     folders = [
         ("--log-dir", settings.run.log_dir),
@@ -343,7 +341,7 @@ def _output_problems(settings: Settings) -> list[BadInputError]:
 def unwritable_reason(folder: Path) -> str:
     """Why ``folder`` cannot be made or written; empty if it can. Creates nothing."""
     if not str(folder).strip() or str(folder) == ".":
-        return "must be the path of a folder of its own"
+        return "must be the path of a separate folder"
     existing = Path(os.path.abspath(folder.expanduser()))  # noqa: PTH100 - keeps links
     try:
         while not os.path.lexists(existing):
@@ -422,7 +420,7 @@ def _unreadable(
     except OSError as error:
         return [BadInputError(option, value, f"cannot be read: {error.strerror}")]
     if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-        return [BadInputError(option, value, "is no file and no folder")]
+        return [BadInputError(option, value, "is neither a file nor a folder")]
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         return [BadInputError(option, value, "cannot be read: permission denied")]
     return []
@@ -485,8 +483,8 @@ def _notes(settings: Settings) -> tuple[str, ...]:
     is_first = folder.parent == Path(CHECKPOINTS) and not folder.exists()
     if is_first and any(folder.parent.glob("step_*.pt")):
         notes.append(
-            f"the checkpoints in {CHECKPOINTS} itself are of a run without a name; "
-            f"-c {CHECKPOINTS} -l {LOGS} goes on with it"
+            f"the checkpoints in {CHECKPOINTS} itself belong to a run without a name; "
+            f"-c {CHECKPOINTS} -l {LOGS} resumes it"
         )
     return tuple(notes)
 

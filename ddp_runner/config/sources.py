@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
             return int(text, base)
         except ValueError:
             raise yaml.constructor.ConstructorError(
-                problem=f"{text[:_SHOWN_MAX]!r} is no integer, or too long",
+                problem=f"{text[:_SHOWN_MAX]!r} is not an integer, or is too long",
                 problem_mark=node.start_mark,
             ) from None
 
@@ -196,7 +196,7 @@ def from_mapping(
                     HEADINGS[name].get(str(inner), str(inner)),
                 )
                 if known in _OF_NO_HEADING:
-                    raise BadInputError(written, item, f"stands in the section run: run.{known}")
+                    raise BadInputError(written, item, f"belongs to the section run: run.{known}")
                 yield Assignment(written=written, name=known, value=item, origin=origin)
         elif name in sections() and name not in ALIASES:
             raise BadInputError(prefix + name, value, f"is a section; write {name}.NAME: VALUE")

@@ -160,7 +160,7 @@ def _given(newest: Assignment, number: int, entry: object, *, is_first: bool) ->
     own = {key: value for key, value in entry.items() if key not in ("name", _INIT)}
     found = [_own(one) for one in from_mapping(own, prefix=where, origin=newest.origin)]
     if not any(one.name in _ENDS and _is_above_0(one.value) for one in found):
-        expected = "has no end of its own: give it max_steps or epochs above 0"
+        expected = "needs an end: give it max_steps or epochs above 0"
         raise BadInputError(where.removesuffix(": "), "", expected)
     if init_from is not None and is_first:
         written = f"{where}{_INIT}"
@@ -195,7 +195,7 @@ def _check_init(where: str, value: object, *, is_first: bool) -> None:
         expected = "must be previous, best, scratch or the path of weights"
         raise BadInputError(written, _short(value), expected)
     if is_first and value.removesuffix(AVERAGE) in (PREVIOUS, BEST):
-        expected = "is of the stage before, and this is the first: give scratch, or a path"
+        expected = "needs an earlier stage, and this is the first: give scratch, or a path"
         raise BadInputError(written, value, expected)
     word = value.removesuffix(AVERAGE)
     if not set("/.") & set(word) and word not in _BEGINS and (near := nearest(word, _BEGINS)):

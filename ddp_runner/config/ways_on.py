@@ -31,17 +31,17 @@ def ways_on(
     """
     words, others = words_of_old(old, new, world_size=world_size, data=settings.data)
     return (
-        f"three ways on: {own_folder(settings)} (a run of its own); --resume none (starts fresh, "
-        f"the old files are set aside); or the old settings: {', '.join([*words, *others])}"
+        f"choose one: {own_folder(settings)} (a separate run); --resume none (start fresh; "
+        f"old files go to a backup folder); or the old settings: {', '.join([*words, *others])}"
     )
 
 
 def ways_on_with_data(settings: Settings) -> str:
     """The ways on from a checkpoint of a run whose data was another one, each with the words to type."""
     return (
-        "four ways on: the data as it was; data.compare_samples=tell (goes on, and exact is false);"
-        f" {own_folder(settings)} (a run of its own); --resume none (starts fresh, the old files are"
-        " set aside)"
+        "choose one: the old data; data.compare_samples=tell (continues, and exact is false);"
+        f" {own_folder(settings)} (a separate run); --resume none (start fresh; old files go to a"
+        " backup folder)"
     )
 
 

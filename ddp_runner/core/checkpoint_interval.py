@@ -160,7 +160,7 @@ class CheckpointInterval:
             else "no fault needed one yet"
         )
         return (
-            f"saving every {interval_s:.0f} s (save_every_steps=auto): a save costs training"
+            f"saving every {interval_s:.0f} s (auto): a save costs training"
             f" {cost.training_s * 1e3:.0f} ms (waiting {cost.blocked_s * 1e3:.0f}, slower steps"
             f" {cost.slowed_s * 1e3:.0f}, comparing ranks {cost.compare_s * 1e3:.0f}) and takes {cost.write_s:.2f} s"
             f" in all; {faults}"

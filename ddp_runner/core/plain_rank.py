@@ -102,7 +102,9 @@ def _whole(
     if not text and otherwise is not None:
         return otherwise
     if not text and name == "MASTER_PORT":
-        raise BadInputError(name, "", "must be set with WORLD_SIZE above 1, beside MASTER_ADDR")
+        raise BadInputError(
+            name, "", "must be set with WORLD_SIZE above 1, together with MASTER_ADDR"
+        )
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise BadInputError(
             name,

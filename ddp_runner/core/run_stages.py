@@ -80,7 +80,7 @@ def refused_line(place: StagePlace, line: str, *, has_trained: bool) -> str:
     said = line if line.startswith(whose) else f"{whose}{line}"
     if not has_trained:
         return said
-    return f"{said}; correct the stage and run the same command again, which goes on with it"
+    return f"{said}; correct the stage and run the same command again to resume with it"
 
 
 def is_first_generation(generation: int, place: StagePlace | None) -> bool:

@@ -93,7 +93,7 @@ class TextLines(_Files):
 
 
 class JsonLines(TextLines):
-    """A JSON value a line. What is no JSON is an item that cannot be read (``data.on_bad_sample``)."""
+    """A JSON value a line. What is not JSON is an item that cannot be read (``data.on_bad_sample``)."""
 
     def _item(self, line: bytes) -> Any:
         return json.loads(line.decode("utf-8"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import json
 import re
@@ -60,7 +59,7 @@ class Progress:
         self.first = (
             trainer.state.global_step
         )  # the step of Trainer's checkpoint that the run has begun with
-        self._not_own = frozenset().union(*(_names_of(one) for one in classes))
+        self._not_own = frozenset(name for one in classes for name in _names_of(one))
         # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
         self._at_first = copy.deepcopy(self._own())
         self._changed: set[str] = set()
@@ -201,7 +200,6 @@ class Progress:
         return [one for one in callbacks if isinstance(one, ExportableState)]
 
 
-@functools.cache
 def _names_of(kind: type[Any]) -> frozenset[str]:
     """The names that the methods of a class use of ``self``; in the class itself, without those above."""
     return frozenset(re.findall(r"\bself\.(\w+)", inspect.getsource(kind)))

@@ -56,7 +56,7 @@ class Outage:
         self.lost_total += 1
         if self._lost_now == 1 and self._warn is not None:
             reason = error.strerror or str(error)
-            self._warn(f"{self._path} cannot be written ({reason}); training goes on without it")
+            self._warn(f"{self._path} cannot be written ({reason}); training continues without it")
 
     def ended(self) -> int:
         """Note a write that worked; the number of writes lost just before it."""

@@ -112,7 +112,7 @@ class DDPLogger:
     Each record is one write(2) on an appending descriptor, so that records of several processes
     and threads never interleave and no lock can be left held by a fork. ``step`` is the default
     step of a record; ``seal`` (``new_seal``) shows that it is one. A record that a failing disk refuses is counted in ``records_lost``. Raises
-    OSError where ``path`` cannot be opened or is no regular file.
+    OSError where ``path`` cannot be opened or is not a regular file.
     """
 
     def __init__(

@@ -136,7 +136,7 @@ def _memory_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
     if summary.peak_device_bytes:
         parts.append(f"{fmt.byte_size(summary.peak_device_bytes)} on the device")
     if summary.suspected_leaks:
-        parts.append("it grew steadily: a leak is suspected")
+        parts.append("it grew steadily: suspected leak")
     if parts:
         yield "memory", ", ".join(parts)
 

@@ -234,7 +234,7 @@ def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list
 def _layers(optim: OptimSettings) -> Iterator[str]:
     """Yield a line for each choice of layers, if it is not the task's."""
     if optim.train_layers != "full":
-        yield f"trained from the begin: {', '.join(_words(optim.train_layers))}"
+        yield f"trained from the first step: {', '.join(_words(optim.train_layers))}"
     for word in _words(optim.unfreeze):
         what, _, when = word.rpartition("@")
         number = float(when)
@@ -250,7 +250,7 @@ def _summed(settings: Settings) -> Iterator[str]:
     """Yield a line for each setting of DDP that is not the default."""
     ddp = settings.ddp
     if ddp.sync_batchnorm:
-        yield "batch norm takes the batches of all ranks (sync_batchnorm)"
+        yield "batch norm uses the batches of all ranks (sync_batchnorm)"
     if ddp.gradient_dtype != "auto":
         yield f"gradients are summed in {ddp.gradient_dtype}"
     if ddp.static_graph:
@@ -261,16 +261,16 @@ def _watched(settings: Settings) -> Iterator[str]:
     """Yield a line for each additional consequence of the loss."""
     optim, run, recovery = settings.optim, settings.run, settings.recovery
     if recovery.explosion_loss_max is not None:
-        yield f"above {recovery.explosion_loss_max:g} a step is skipped"
+        yield f"loss above {recovery.explosion_loss_max:g}: the step is skipped"
     if recovery.explosion_rate_factor < 1:
         steps = fmt.count(recovery.explosion_recover_steps)
         factor = recovery.explosion_rate_factor
-        yield f"an explosion: learning rate x {factor:g}, back over {steps} steps"
+        yield f"after an explosion: learning rate x {factor:g}, back over {steps} steps"
     if optim.plateau_patience:
         count = fmt.count(optim.plateau_patience)
-        yield f"{count} evaluations no better: learning rate x {optim.plateau_factor:g}"
+        yield f"{count} evaluations without improvement: learning rate x {optim.plateau_factor:g}"
     if run.early_stopping_patience:
-        yield f"{fmt.count(run.early_stopping_patience)} evaluations no better: the run ends"
+        yield f"{fmt.count(run.early_stopping_patience)} evaluations without improvement: the run ends"
 
 
 def _average(optim: OptimSettings) -> str:
@@ -297,10 +297,10 @@ def _checkpoints(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, l
     if every := settings.checkpoint.keep_every:
         count = facts.total_steps // every - max(0, facts.committed_step) // every
         steps = "1 step" if every == 1 else f"{fmt.count(every)} steps"
-        lines.append(f"and one every {steps} for good, {fmt.count(count)} more of these")
+        lines.append(f"and one every {steps} is never deleted, {fmt.count(count)} more of these")
     if facts.left_out:
         frozen = fmt.count(facts.left_out)
-        lines.append(f"without {frozen} frozen parameters: a resume needs the same begin again")
+        lines.append(f"without {frozen} frozen parameters: a resume needs the same start weights")
     yield "checkpoints", lines
 
 

@@ -32,9 +32,7 @@ from ddp_runner.training.starting.task_import import load_task
 
 _OPTION = "--init-from"
 _SHOWN_MAX = 300
-_CURE = (
-    "give what it has begun with by --init-from PATH, or take the run's final.pt, which is whole"
-)
+_CURE = "give its start weights by --init-from PATH, or use the run's final.pt, which is complete"
 Source = tuple[str, Callable[[], Mapping[str, Any]]]
 _DICT_FILE = "checkpoint.pt"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -217,8 +215,8 @@ def whole_weights(path: Path, *, average: bool, init_from: str = "") -> tuple[di
     reasons = "; ".join(f"{words}: {why}" for words, why in wrong.items())
     count = sum(name not in found.weights for name in found.start["hashes"])
     expected = (
-        f"leaves out {count} weights that its run has begun with (checkpoint.only_trained), which are not to be"
-        f" had{reasons and f' ({reasons})'}: {_CURE}"
+        f"leaves out {count} start weights of the run (checkpoint.only_trained), which cannot be"
+        f" found{reasons and f' ({reasons})'}: {_CURE}"
     )
     raise BadInputError("checkpoint", path, expected)
 

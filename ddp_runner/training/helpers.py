@@ -30,7 +30,7 @@ class Helpers:
             self._leave_out(f"figures() raised {_described(error)}")
             return {}
         if not isinstance(given, Mapping):
-            self._leave_out(f"figures() gave {_named(given)}, not a dict of names and numbers")
+            self._leave_out(f"figures() returned {_named(given)}, not a dict of names and numbers")
             return {}
         return {
             str(name): number
@@ -54,7 +54,7 @@ class Helpers:
         try:
             return float(value)  # type: ignore[arg-type] # what is no number raises
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            self._leave_out(f"figures() gave {_named(value)} for {name!r}, not a number")
+            self._leave_out(f"figures() returned {_named(value)} for {name!r}, not a number")
             return None
 
     def _leave_out(self, why: str) -> None:

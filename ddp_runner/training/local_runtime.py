@@ -233,7 +233,9 @@ def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
         return DDPLogger(rank=rank, path=path, debug=debug)
     except OSError as error:
         logger = DDPLogger(rank=rank, debug=debug)
-        logger.warning(f"{path} cannot be written ({error.strerror}); training goes on without it")
+        logger.warning(
+            f"{path} cannot be written ({error.strerror}); training continues without it"
+        )
         return logger
 
 

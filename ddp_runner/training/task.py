@@ -236,10 +236,12 @@ def checked_datasets(given: object, *, task: str) -> Datasets:
         found |= {f"validation data {name!r}": one for name, one in given.validation.items()}
     for name, one in found.items():
         if isinstance(one, DataLoader):
-            what = f"build_datasets() gave a DataLoader as {name}; give its dataset: {_NO_LOADER}"
+            what = (
+                f"build_datasets() returned a DataLoader as {name}; give its dataset: {_NO_LOADER}"
+            )
             raise BadInputError("--task", task, what)
     if found["train"] is None:
-        what = "build_datasets() gave None as train; give a dataset: Datasets(train=my_dataset)"
+        what = "build_datasets() returned None as train; give a dataset: Datasets(train=my_dataset)"
         raise BadInputError("--task", task, what)
     return given
 

@@ -423,7 +423,7 @@ def _sample_order(
 ) -> SampleOrder:
     if is_stream(datasets.train):
         if datasets.weights is not None:
-            expected = "weights need map-style data: of a stream nobody knows what comes"
+            expected = "weights need map-style data: the samples of a stream are not known ahead"
             raise BadInputError("--task", settings.run.task, expected)
         return stream_order(settings, datasets.train, global_batch, world_size)
     try:

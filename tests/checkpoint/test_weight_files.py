@@ -83,8 +83,8 @@ ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 DAMAGED = {
     "empty": (b"", "is cut off"),
     "a length only": ((1 << 40).to_bytes(8, "little") + b"{", "is cut off"),
-    "no JSON": ((2).to_bytes(8, "little") + b"{{", "no JSON"),
-    "a list": (header([]), "no JSON object"),
+    "no JSON": ((2).to_bytes(8, "little") + b"{{", "is not JSON"),
+    "a list": (header([]), "is not a JSON object"),
     "cut off": (header({"w": ENTRY}, b"\0\0\0"), "outside of its place"),
     "longer": (header({"w": ENTRY}, b"\0" * 8), "longer than its header says"),
     "overlapping": (header({"w": ENTRY, "v": ENTRY}, b"\0" * 8), "outside of its place"),
@@ -149,7 +149,7 @@ def test_a_folder_with_one_file_of_weights_is_that_file(tmp_path):
 
 
 WRONG_INDEX = {
-    "no JSON": ("{", "is no JSON"),
+    "no JSON": ("{", "is not JSON"),
     "no map": ("{}", "has no weight_map"),
     "a path": ('{"weight_map": {"w": "../a.safetensors"}}', "is no file beside it"),
     "lost shard": ('{"weight_map": {"w": "z.safetensors"}}', "lacks z.safetensors"),

@@ -127,7 +127,7 @@ class RunsCode:
 
 MADE_BY_CODE = "made_by_code"
 CODE = "holds objects that could run code; refused"
-NONE = "is no file of tensors"
+NONE = "is not a file of tensors"
 
 
 def _zip(path):
@@ -151,7 +151,7 @@ WRONG = {
     "random": (lambda path: path.write_bytes(bytes(range(256)) * 99), NONE),
     "empty": (lambda path: path.touch(), "is empty"),
     "cut short": (lambda path: path.write_bytes(_saved(WEIGHTS)[:-500]), "is damaged"),
-    "another archive": (_zip, "no file of tensors"),
+    "another archive": (_zip, "not a file of tensors"),
     "no tensors": (lambda path: torch.save({"epoch": 3}, path), "holds no state dict"),
     "a number": (lambda path: torch.save(5, path), "holds no state dict"),
     "a list": (lambda path: torch.save([torch.ones(1)], path), "holds no state dict"),
@@ -166,8 +166,8 @@ WRONG = {
     "a pickle": (lambda path: path.write_bytes(pickle.dumps({"w": RunsCode()})), CODE),
     "an old pickle": (lambda path: path.write_bytes(pickle.dumps(RunsCode(), 0)), CODE),
     "a plain pickle": (lambda path: path.write_bytes(pickle.dumps({"w": 1})), NONE),
-    "a pipe": (os.mkfifo, "is no regular file"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
+    "a pipe": (os.mkfifo, "is not a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
     "an empty folder": (Path.mkdir, "is a folder without checkpoints"),
     "a loop": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
     "a flipped bit": (_damage, "its SHA-256 is not the one in its manifest"),

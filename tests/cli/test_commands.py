@@ -97,7 +97,7 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
             ["run", "--shutdown-timeout=9", "x.py"],
             ["--shutdown-timeout=9: is called --grace-period"],
         ),
-        (["run", "--virtual-local-rank", "x.py"], ["--virtual-local-rank: is not in this version"]),
+        (["run", "--virtual-local-rank", "x.py"], ["--virtual-local-rank: is not supported"]),
         (["run", "--epochs", "3", "x.py"], ["--epochs: unknown option; run --help lists them"]),
         (["run", "--preload", "no_such", __file__], ["--preload=no_such: no module of this name"]),
         (["run", "--resume-with", "a.pt", __file__], ["--resume-with=a.pt: must be a file and"]),
@@ -123,13 +123,16 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
             ["num_workers=-1: must be a whole number, 0", "dropout=2: must be a number, 0 or more"],
         ),
         (["checkpoints", "weed"], ["weed: unknown action; use list, verify, show, export, prune"]),
-        (["checkpoints", "prune", "-c", "."], ["--keep: is needed: how many stay, 1 or more"]),
-        (["checkpoints", "prune", "--keep=0", "-c", "."], ["--keep=0: is needed: how many stay"]),
+        (
+            ["checkpoints", "prune", "-c", "."],
+            ["--keep: is required: the number of checkpoints to keep, 1 or more"],
+        ),
+        (["checkpoints", "prune", "--keep=0", "-c", "."], ["--keep=0: is required: the number"]),
         (["checkpoints", "show", "--keep=1"], ["--keep: is an option of checkpoints prune"]),
-        (["checkpoints", "list", "best"], ["best: unexpected word: list is of all of them"]),
+        (["checkpoints", "list", "best"], ["best: unexpected word: list acts on all checkpoints"]),
         (["checkpoints", "show", "-c", "."], ["last: . holds no checkpoint"]),
-        (["checkpoints", "show", "7", "-c", "."], ["7: is no step of a checkpoint in .;"]),
-        (["checkpoints", "export", "-c", "."], ["--to: is needed: the folder for the files"]),
+        (["checkpoints", "show", "7", "-c", "."], ["7: has no checkpoint in .;"]),
+        (["checkpoints", "export", "-c", "."], ["--to: is required: the folder for the files"]),
         (["checkpoints", "-c", "no"], ["--checkpoint-dir=no: no such folder"]),
         (["checkpoints", "-c", "file"], ["--checkpoint-dir=file: is a file; give a folder"]),
         (["report", "-l", "no"], ["--log-dir=no: no such folder"]),
@@ -545,7 +548,7 @@ def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):
     assert main(["report", "-l", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "run r1: running at step 5 of 9, 2 ranks, 0 faults" in text
-    assert f"the run goes on (process {os.getpid()})" in text
+    assert f"the run is still training (process {os.getpid()})" in text
     (tmp_path / "summary.json").write_text("{}")
     assert main(["report", "-l", str(tmp_path)]) == 2
     assert "its summary.json cannot be read" in capsys.readouterr().err

@@ -143,9 +143,13 @@ def test_each_answer_is_checked_where_it_is_given(tmp_path):
     assert "node_rank=2: must be the number of this machine, 0 to 1" in dialogue.answer(
         "Number", "1"
     )
-    dialogue.answer("Where the machines")
-    assert "--rdzv-endpoint: is needed" in dialogue.answer("Where the machines", "node0:99999")
-    assert "must have a port of 1 to 65535" in dialogue.answer("Where the machines", "node0:29500")
+    dialogue.answer("Address where the machines")
+    assert "--rdzv-endpoint: is needed" in dialogue.answer(
+        "Address where the machines", "node0:99999"
+    )
+    assert "must have a port of 1 to 65535" in dialogue.answer(
+        "Address where the machines", "node0:29500"
+    )
     for question in list(QUESTIONS.values())[8:]:
         dialogue.answer(question[:20])
     assert dialogue.end() == 0, dialogue.shown

@@ -239,7 +239,7 @@ def test_a_spare_for_the_cpu_is_ordinary_on_gpus_and_says_so(monkeypatch, word):
 
 def test_ranks_that_share_a_gpu_meet_over_gloo_and_it_is_reported(monkeypatch):
     """`-g 0,0` is for trying out on one GPU; ranks with a GPU each have NCCL, and no such line."""
-    reported = "GPU 0 is shared by 2 ranks over gloo: for trying out, slow"
+    reported = "GPU 0 is shared by 2 ranks over gloo: slow, for tests only"
     shared = _launch(monkeypatch, "-g", "0,0")
     assert shared.notes[:3] == (
         "rank 0 -> GPU 0 (NVIDIA H200)",

@@ -75,7 +75,7 @@ def test_an_env_file_gives_keys_alone_and_wins_over_nothing(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert env_keys([], {}) == expected
     (tmp_path / ".env").write_bytes(b"\xff\xfe")
-    with pytest.raises(BadInputError, match="is no text"):
+    with pytest.raises(BadInputError, match="is not text"):
         env_keys([config], {})
 
 

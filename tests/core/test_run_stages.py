@@ -32,7 +32,7 @@ def test_a_refusal_names_its_stage_and_how_to_go_on(number):
     whose = f"stage {place.name}: "
     assert refused_line(place, "wrong", has_trained=False) == f"{whose}wrong"
     assert refused_line(place, f"{whose}wrong", has_trained=False) == f"{whose}wrong"
-    said = f"{whose}wrong; correct the stage and run the same command again, which goes on with it"
+    said = f"{whose}wrong; correct the stage and run the same command again to resume with it"
     assert refused_line(place, "wrong", has_trained=True) == said
 
 

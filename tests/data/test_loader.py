@@ -306,7 +306,7 @@ def test_a_total_of_workers_is_shared_out_over_the_ranks(total, ranks, counts):
     ("total", "ranks", "cores", "note"),
     [
         (4, 2, 4, ""),
-        (9, 2, 4, "9 loader workers (workers_total), 4 cores for 2 ranks: so many only help"),
+        (9, 2, 4, "9 loader workers (workers_total), 4 cores for 2 ranks: more only help"),
         (2, 4, 8, "workers_total=2 for 4 ranks: the last 2 load their own data"),
         (0, 4, 8, ""),
     ],

@@ -22,7 +22,7 @@ SETTINGS = (
     *("recovery.max_restarts=1000", "recovery.no_progress_generations=5"),
     "recovery.hang_min_s=4",  # ranks share the device
 )
-BY_DEVICE = "its device has not come to the sum"
+BY_DEVICE = "its device has not reached the sum"
 EXACT = ("run.deterministic=true",)
 
 

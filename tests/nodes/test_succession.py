@@ -53,4 +53,4 @@ def test_a_machine_that_is_asked_to_stop_saves_as_the_new_coordinator(nodes):
     assert "this machine coordinates from here on" in second.console
     (kept,) = (shared / "kept").glob("step_*.pt")
     assert int(kept.stem.removeprefix("step_")) >= 12
-    assert f"is saved in {kept}: the same command goes on from there" in second.console
+    assert f"is saved in {kept}: run the same command again to resume" in second.console

@@ -152,7 +152,7 @@ def test_a_disk_that_has_room_again_is_used_again(tmp_path):
     assert kept == list(range(len(kept)))
     assert [line["event"] for line in whole][-2:] == ["after", "journal_lines_lost"]
     assert whole[-1]["lines"] == 30 - len(kept) > 0
-    assert "training goes on" in done.stdout.splitlines()[0]
+    assert "training continues" in done.stdout.splitlines()[0]
     assert done.stdout.splitlines()[1].endswith(f"{30 - len(kept)} writes were lost")
     assert len(done.stdout.splitlines()) == 2
 

@@ -100,7 +100,7 @@ def test_the_block_says_what_runs_row_by_row():
             "checkpoints",
             (
                 "about 12.0 MB each, at most 5 at a time, room for 10 / without 999,000 frozen"
-                " parameters: a resume needs the same begin / again"
+                " parameters: a resume needs the same start / weights"
             ),
         ),
         ({"room_bytes": None}, "checkpoints", "about 12.0 MB each, at most 5 at a time"),
@@ -133,14 +133,14 @@ def test_a_row_follows_what_is_there(changes, row, words):
         (
             {"keep_every": 700},
             "checkpoints",
-            " / and one every 700 steps for good, 4 more of these",
+            " / and one every 700 steps is never deleted, 4 more of these",
         ),
         ({"keep_last": 1}, "checkpoints", "at most 3 at a time"),
-        ({"explosion_loss_max": 50}, "loss watch", "above 50 a step is skipped"),
+        ({"explosion_loss_max": 50}, "loss watch", "loss above 50: the step is skipped"),
         (
             {"explosion_rate_factor": 0.5},
             "loss watch",
-            "an explosion: learning rate x 0.5, back over 1,000 steps",
+            "after an explosion: learning rate x 0.5, back over 1,000 steps",
         ),
         ({"compile": True}, "compiled", "mode default; evaluations run uncompiled"),
         (
@@ -156,20 +156,20 @@ def test_a_row_follows_what_is_there(changes, row, words):
         (
             {"train_layers": "head, norm.*", "unfreeze": "enc.*@1e3,all@0.25"},
             "layers",
-            "trained from the begin: head, norm.* / enc.* from step 1,000 on / all from 0.25 of the run",
+            "trained from the first step: head, norm.* / enc.* from step 1,000 on / all from 0.25 of the run",
         ),
         (
             {"sync_batchnorm": True, "gradient_dtype": "bf16", "static_graph": True},
             "over ranks",
             (
-                "batch norm takes the batches of all ranks (sync_batchnorm) / gradients are summed in"
+                "batch norm uses the batches of all ranks (sync_batchnorm) / gradients are summed in"
                 " bf16 / every step uses the same parameters (static_graph)"
             ),
         ),
         (
             {"plateau_patience": 3, "early_stopping_patience": 9},
             "loss watch",
-            "3 evaluations no better: learning rate x 0.5 / 9 evaluations no better: the run ends",
+            "3 evaluations without improvement: learning rate x 0.5 / 9 evaluations without improvement: the run ends",
         ),
     ],
 )

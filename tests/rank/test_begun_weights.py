@@ -70,8 +70,8 @@ def test_other_weights_than_the_begin_are_never_taken(tmp_path, model):
             whole_weights(path, average=False, init_from=str(given))
         said = str(error.value)
         assert found in said
-        assert "leaves out 2 weights that its run has begun with" in said
-        assert said.endswith("or take the run's final.pt, which is whole")
+        assert "leaves out 2 start weights of its run, which it" in said
+        assert said.endswith("or use the run's final.pt, which is complete")
         assert "\n" not in said
 
 

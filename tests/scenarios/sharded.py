@@ -15,7 +15,7 @@ FILES = 11
 
 
 def write(folder, *, bad=False):
-    """Files of 12 to 22 items; ``bad``: one line in each fourth file is no JSON. As ``--task`` arguments."""
+    """Files of 12 to 22 items; ``bad``: one line in each fourth file is not JSON. As ``--task`` arguments."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(FILES):
         lines = [json.dumps({"shard": shard, "n": n}) for n in range(12 + shard)]

@@ -173,7 +173,9 @@ def test_wherever_all_ranks_are_killed_the_newest_whole_state_goes_on(made_once,
     check(run, killed, made_once(*plain, world=WORLD).digest)
     actions = [one["action"] for one in run.summary()["faults"] if one["all_ranks_dead"]]
     assert sum("from the newest checkpoint (in memory, of step" in one for one in actions) >= 4
-    assert re.search(r"no rank was left: the copy in memory is of step \d+", run.console)
+    assert re.search(
+        r"no rank was left: continuing from the copy in memory of step \d+", run.console
+    )
 
 
 def test_a_supervisor_killed_amid_a_copy_leaves_the_disk_as_it_was(made_once, tmp_path):

@@ -47,7 +47,7 @@ class RunsCode:
 
 
 INIT = {
-    "pipe": (lambda path, source: os.mkfifo(path), "is no file and no folder"),
+    "pipe": (lambda path, source: os.mkfifo(path), "is neither a file nor a folder"),
     "code": (
         lambda path, source: torch.save({"w": RunsCode()}, path),
         "holds objects that could run code; refused (io.open)",

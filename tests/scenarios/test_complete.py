@@ -55,9 +55,9 @@ def test_a_complete_run_started_again_keeps_its_result(complete):
     with (complete.folder / "mine.py").open("a") as file:
         file.write("# a thought\n")
     said = again(complete, "lr=0.5", "log_interval=3")
-    assert "without effect on it: log.log_interval 10 -> 3, optim.learning_rate 0.01 -> 0.5" in said
+    assert "not applied to it: log.log_interval 10 -> 3, optim.learning_rate 0.01 -> 0.5" in said
     assert "mine.py has changed since" in said
-    assert "a larger --max-steps trains on; --name mine-2 or --resume none starts fresh" in said
+    assert "a larger --max-steps trains on; --name mine-2 or --resume none starts over" in said
     assert {name: (complete.logs / name).read_bytes() for name in kept} == kept
     assert contents(complete.checkpoints) == files
     assert complete.summary() == before

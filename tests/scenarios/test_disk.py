@@ -105,7 +105,7 @@ def test_a_file_is_finished_though_its_writer_and_rank_0_are_killed(fault_free, 
         run.assert_nothing_left()
     (ended,) = run.events("saver_ended")
     assert (ended["signal"], ended["step"]) == (signal.SIGKILL, 10)
-    assert "another one takes its place, and goes on with that of step 10" in run.console
+    assert "another one takes its place, and continues with that of step 10" in run.console
     assert saved(run).count(10) == 1
     assert (saved(run)[-1], run.digest) == (STEPS, fault_free(2).digest)
     assert STEPS in verified_steps(run)
@@ -164,7 +164,7 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_only(fault_free, tmp_path):
         f"slow:rank=0,step={STEPS - 12},seconds=3",
     )
     run = finish(tmp_path, *injected(*specs))
-    assert run.console.count("training goes on") >= 1
+    assert run.console.count("training continues") >= 1
     assert "step_00000010.pt" in run.console
     noted = run.events("fault_tolerated")[0]
     assert (noted["kind"], noted["rank"], noted["step"]) == ("storage_failed", 0, 10)
@@ -211,7 +211,7 @@ def test_an_io_error_costs_one_save(fault_free, tmp_path):
     """Reported with the file, the next one left out, then all is as before, to the last bit."""
     error = injected("disk_error:rank=0,step=9,phase=checkpoint")
     run = finish(tmp_path, *error, "evaluate_interval=1")  # which is followed by a save, at step 12
-    assert "step_00000010.pt: Input/output error; training goes on" in run.console
+    assert "step_00000010.pt: Input/output error; training continues" in run.console
     assert not {10, 12} & set(saved(run))
     assert saved(run)[-1] == STEPS
     assert run.digest == fault_free(2).digest
@@ -244,9 +244,9 @@ def test_a_disk_turned_read_only_fails_the_last_save_and_no_step(tmp_path):
         with read_only(run.checkpoints):
             hold.unlink()
             assert run.wait() == 1, run.console
-    assert "Read-only file system; training goes on" in run.console
+    assert "Read-only file system; training continues" in run.console
     (rescued,) = run.logs.glob("rescued_*/step_00000036.pt")
-    assert f"go on from it with --resume {rescued}" in run.console
+    assert f"resume from it with --resume {rescued}" in run.console
     assert sorted(run.audit(2)[0]) == list(range(1, 37))
     assert max(verified_steps(run)) < 36
 
@@ -296,7 +296,7 @@ def test_a_finished_run_is_kept_elsewhere_where_its_disk_stays_full(made_once, t
         (rescued,) = (tmp_path / "spare_disk").glob("rescued_*/step_00000024.pt")
         assert run.summary()["checkpoint"] == str(rescued)
         assert run.summary()["checkpoint_step"] == 24
-        words = f"go on from it with --resume {rescued}"
+        words = f"resume from it with --resume {rescued}"
         assert run.console.index("ERROR") < run.console.rindex(words)
         with Run(tmp_path, *SETTINGS, "--max-steps", 30, "--resume", rescued) as again:
             assert again.wait() == 0, again.console

@@ -43,7 +43,7 @@ def test_drills_change_no_bit_of_a_run(fault_free, tmp_path, world):
     assert summary["exact_proof"]["drilled"] == [2, 5], run.console
     assert (summary["exact"], summary["faults"]) == (True, [])
     for step, rank in ((2, 0), (5, 1 % world)):
-        words = f"drill at step {step}: a replacement of rank {rank} computes the same bits ("
+        words = f"fire drill at step {step}: a replay of rank {rank} gave identical results ("
         assert words in (run.logs / "supervisor.log").read_text(encoding="utf-8")
         assert (words in run.console) is (console == "verbose")
     assert [event["differs"] for event in run.events("drill")] == ["", ""]

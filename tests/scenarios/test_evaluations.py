@@ -149,7 +149,7 @@ def test_two_texts_have_figures_of_their_own(tmp_path):
     with Run(tmp_path, *QUICK, "monitor=bach/hit", task=spec) as wrong:
         assert wrong.wait() == 2, wrong.console
     (line,) = [one for one in wrong.console.splitlines() if "checkpoint.monitor=bach/hit" in one]
-    assert "did you mean bach/hits? There are: auto, train_loss, all/loss, bach/loss, all/p" in line
+    assert "did you mean bach/hits? available: auto, train_loss, all/loss, bach/loss, all/p" in line
     assert not wrong.checkpoints.exists()
     with Run(tmp_path, *QUICK, "monitor=bach/loss", "checkpoint.mode=max", task=spec) as wrong:
         assert wrong.wait() == 2, wrong.console

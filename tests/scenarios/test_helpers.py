@@ -35,7 +35,7 @@ def test_whichever_helper_is_killed_is_followed_by_another(fault_free, tmp_path)
     for name in ("zygote", "standby", "saver", "spare"):
         (event,) = run.events(f"{name}_ended")
         assert event["signal"] == signal.SIGKILL
-    assert "the tracker csv has ended: signal 9; it is started again" in run.console
+    assert "the tracker csv has ended: signal 9; it is restarted" in run.console
     faults = [(fault["kind"], fault["steps_lost"]) for fault in run.summary()["faults"]]
     assert faults == [("store_died", 0)]
     assert (run.digest, run.summary()["exact"]) == (fault_free(2).digest, True)

@@ -32,7 +32,7 @@ def assert_same_command_goes_on(folder, fault_free, *, step, world):
 def assert_saved_last(run, step):
     """Its last lines and its summary name the file of that step, which is the only one."""
     path = run.checkpoints / f"step_{step:08d}.pt"
-    words = f"step {step} is saved in {path}: the same command goes on from there"
+    words = f"step {step} is saved in {path}: run the same command again to resume"
     assert run.console.count(words) == 1, run.console
     assert run.console.index("ERROR" if "ERROR" in run.console else "stop") < run.console.index(
         words

@@ -51,7 +51,7 @@ def test_a_run_of_frozen_weights_needs_its_begin_again(tmp_path):
         with start(tmp_path / "run", *other, *only) as refused:
             assert refused.wait() == 2, refused.console
         (line,) = [one for one in refused.console.splitlines() if "error" in one]
-        assert "leaves out the 3 weights that its run has begun with" in line
+        assert "leaves out the 3 start weights of its run, which it" in line
         assert f"--init-from {begin[1]}" in line
     assert contents(run.logs) | contents(run.checkpoints) == before, "nothing is touched"
     with start(tmp_path / "run", *begin, *only) as run:

@@ -66,7 +66,7 @@ def test_parts_are_logged_by_name(tmp_path, calm):
     ("task", "says"),
     [
         ("Negative", "a Weighted whose weight is -"),
-        ("Listed", "loss() gave a list of 1 (return the loss of it), not a scalar tensor"),
+        ("Listed", "loss() returned a list of 1 (return the loss of it), not a scalar tensor"),
     ],
 )
 def test_what_loss_may_not_give_ends_the_run_once(tmp_path, task, says):

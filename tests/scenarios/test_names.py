@@ -86,7 +86,7 @@ def test_the_second_experiment_in_a_folder_is_a_run_of_its_own(tmp_path):
     assert "task.hidden: (not set) -> 16" in said
     assert "; --resume none (" in said
     assert "the old settings: no task.hidden" in said
-    offered = shlex.split(re.search(r"three ways on: (.*?) \(a run of its own\)", said)[1])
+    offered = shlex.split(re.search(r"choose one: (.*?) \(a separate run\)", said)[1])
     assert offered == ["--name", "mine-2"]
     code, said = trained(tmp_path, *wider, *offered)
     assert code == 0, said

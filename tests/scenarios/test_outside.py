@@ -53,7 +53,7 @@ def check_one_run(run, *, wall_s):
     summary = run.summary()
     [fault] = summary["faults"]
     assert (fault["kind"], fault["rank"], fault["generation"]) == ("rank_exited", 1, 1), fault
-    assert fault["cause"] == "rank 1 ended without a word: killed, or exited"
+    assert fault["cause"] == "rank 1 ended without reporting an error: killed, or exited"
     assert fault["victims"] == [0]
     assert fault["step"] >= 22
     # Checkpoints are 10 steps apart, and that of step 20 was there; perhaps one was just made.

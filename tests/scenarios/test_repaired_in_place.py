@@ -357,7 +357,7 @@ def test_a_rank_that_dies_leaving_the_other_branch_has_a_successor(tmp_path):
     run = finish(tmp_path, "--max-steps", 4, "--resume", "none", task=task)
     (fault,) = run.summary()["faults"]
     assert (fault["kind"], fault["rank"]) == ("rank_killed", 0)
-    assert run.console.count("does not go on from are now in") == 1
+    assert run.console.count("does not resume from were moved to") == 1
 
 
 def test_a_gradient_that_is_not_finite_is_traced_to_its_rank(tmp_path):

@@ -91,7 +91,7 @@ def test_data_that_changed_between_launches_is_refused_or_reported(tmp_path):
     (line,) = error_lines(run)
     assert "was trained on other data: samples 0, 48 and 95 are other ones" in line
     assert "likely cause: a file that has changed" in line
-    for way in ("the data as it was", "data.compare_samples=tell", "--resume none"):
+    for way in ("the old data", "data.compare_samples=tell", "--resume none"):
         assert way in line
 
     with start(tmp_path, "FromFile", "data.compare_samples=tell", steps=steps + 10) as run:
@@ -137,7 +137,7 @@ def test_a_generator_of_the_dataset_itself_is_named_from_the_start(tmp_path, wor
         run.signal(signal.SIGKILL, run.rank_pid(0))
         assert run.wait() == 0, run.console
     (reason,) = found
-    assert reason.startswith("sample 0 is another one when it is loaded again: its dataset has a")
+    assert reason.startswith("sample 0 is different when it is loaded again: its dataset has a")
     assert run.summary()["inexact_reasons"].count(reason) == 1
     assert run.console.count(reason) == 1
 

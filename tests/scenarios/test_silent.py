@@ -90,7 +90,7 @@ def test_a_rank_whose_device_hangs_is_distinguished_from_who_waits(tmp_path):
     faults = run.summary()["faults"]
     reported = [(fault["kind"], fault["rank"], fault["step"]) for fault in faults]
     assert reported == [("rank_hung", HUNG, 14), ("rank_hung", HUNG, 29)], faults
-    assert all("its device has not come to the sum" in fault["cause"] for fault in faults)
+    assert all("its device has not reached the sum" in fault["cause"] for fault in faults)
     assert [plan["replaced"] for plan in run.events("plan")] == [[HUNG], [HUNG]]
     pids = [
         {one["pid"] for one in run.events("rank_formed") if one["rank"] == r} for r in range(WORLD)

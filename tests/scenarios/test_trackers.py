@@ -136,7 +136,7 @@ def test_trackers_lose_no_point_though_they_and_ranks_are_killed(tmp_path):
         run.wait_for_step(run.committed() + 3)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
-    assert "the tracker csv has ended: signal 9; it is started again" in run.console
+    assert "the tracker csv has ended: signal 9; it is restarted" in run.console
     assert run.summary()["exact"] is True
     stopped_at = run.summary()["steps"]
     assert_written(run, steps=stopped_at)

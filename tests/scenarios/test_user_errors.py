@@ -99,7 +99,7 @@ def check_reported_once(run, text):
 @pytest.mark.parametrize(
     ("name", "gave", "steps"),
     [
-        ("TupleLoss", "a tuple of 2 (return the loss of it), not a scalar tensor, the mean", 0),
+        ("TupleLoss", "a tuple of 2 (return the loss of it), not a scalar tensor, (loss,", 0),
         ("DetachedLoss", "a tensor without a graph to the parameters: nothing would be trained", 0),
         ("DictOfEvaluation", "a dict of loss, logits (return the loss of it), not a scalar", 2),
     ],
@@ -111,7 +111,7 @@ def test_a_loss_that_is_no_number_ends_the_run_at_once(tmp_path, name, gave, ste
         assert run.wait() == 1, run.console
     errors = [line for line in run.console.splitlines() if "ERROR" in line]
     assert len(errors) == 1, run.console
-    assert f"loss() gave {gave}" in errors[0]
+    assert f"loss() returned {gave}" in errors[0]
     assert "Traceback" not in run.console
     plans = [(plan["plan"], plan["kind"]) for plan in run.events("plan")]
     assert plans == [("GiveUp", "rank_raised")]

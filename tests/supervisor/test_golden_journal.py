@@ -76,7 +76,7 @@ def reported(run):
         (rank, events.TuningChanged(rank=0, step=5, action="smaller buckets", inexact_reason="",
                                       fault_free=True, tuning={"micro_batches": 2})),
         (other, events.TuningChanged(rank=1, step=5, action="", inexact_reason="kernels by timing")),
-        (rank, events.FaultTolerated(rank=0, fault=disk, action="training goes on")),
+        (rank, events.FaultTolerated(rank=0, fault=disk, action="training continues")),
         (other, events.FaultTolerated(rank=1, fault=lost, action="it is there again")),
         (other, events.RepairedInPlace(rank=1, fault=fault, action="another sample", seconds=0.123456,
                                          steps_lost=2, inexact_reason="a sample was replaced")),

@@ -73,7 +73,7 @@ def test_one_that_is_killed_is_replaced(simulate, others):
     run.run_until(lambda: run.rank(SAVER) not in (None, first), within_s=40.0)
     (event,) = run.events("saver_ended")
     assert (event["signal"], event["step"]) == (signal.SIGKILL, 20)
-    assert any("goes on with that of step 20" in text for _, text in run.outputs.said)
+    assert any("continues with that of step 20" in text for _, text in run.outputs.said)
     assert_done(run)
     assert bool(lost(run)) == (0 in others)
 

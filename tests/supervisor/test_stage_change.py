@@ -122,7 +122,7 @@ def test_a_later_stage_that_is_refused_keeps_what_was_trained(simulate):
     assert (ending.status, ending.exit_code, ending.error_line) == (RunStatus.FAILED, 1, "")
     assert ending.reason == (
         "stage stage1: checkpoint.monitor=no: no such figure; correct the stage and run the same command"
-        " again, which goes on with it"
+        " again to resume with it"
     )
     assert run.checkpoint == 20
 

@@ -27,7 +27,7 @@ def task(
 
 @pytest.fixture
 def folder(tmp_path):
-    """Ten text files of 2,000 bytes and one that is no text."""
+    """Ten text files of 2,000 bytes and one that is not text."""
     for number in range(10):
         (tmp_path / f"{number}.txt").write_text(f"{number}: the quick brown fox.\n" * 80)
     (tmp_path / "picture.bin").write_bytes(b"\x89PNG\x00\x00" * 100)

@@ -60,12 +60,18 @@ def test_a_stream_without_a_length_is_as_long_as_the_run():
         ),
         ("(DATA, DATA)", "returned a tuple; return Datasets(train=..., validation=...) of the two"),
         ("{'train': DATA}", "returned a dict; return Datasets(train=...)"),
-        ("Datasets(train=None)", "gave None as train; give a dataset: "),
-        ("Datasets(train=DataLoader(DATA))", "gave a DataLoader as train; give its dataset: batch"),
-        ("Datasets(train=DATA, validation=DataLoader(DATA))", "gave a DataLoader as validation; "),
+        ("Datasets(train=None)", "returned None as train; give a dataset: "),
+        (
+            "Datasets(train=DataLoader(DATA))",
+            "returned a DataLoader as train; give its dataset: batch",
+        ),
+        (
+            "Datasets(train=DATA, validation=DataLoader(DATA))",
+            "returned a DataLoader as validation; ",
+        ),
         (
             "Datasets(train=DATA, validation={'a': DataLoader(DATA)})",
-            "gave a DataLoader as validati",
+            "returned a DataLoader as validati",
         ),
     ],
 )
@@ -126,7 +132,7 @@ def test_samples_that_come_by_several_numbers_only_can_be_trained(tmp_path):
     samples = SampleReader(workload.datasets.train, seed=1, collate=list)
     (sample,) = samples.load_here(BatchKey(epoch=0, indices=(3,)))
     assert sample[0].tolist() == [0, 0]
-    with pytest.raises(BadInputError, match="no evaluation gives such a figure"):
+    with pytest.raises(BadInputError, match="no such metric"):
         build("Returns", file=file, monitor="unheard")
 
 

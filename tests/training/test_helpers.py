@@ -53,11 +53,11 @@ def test_numbers_of_every_kind_are_plain_ones(given, figures):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (lambda loss: {"name": "good", "bits": loss}, "gave a str for 'name', not a number"),
-        (lambda loss: {"name": None, "bits": loss}, "gave None for 'name', not a number"),
+        (lambda loss: {"name": "good", "bits": loss}, "returned a str for 'name', not a number"),
+        (lambda loss: {"name": None, "bits": loss}, "returned None for 'name', not a number"),
         (
             lambda loss: {"name": torch.ones(3), "bits": loss},
-            "gave a tensor of shape (3,) for 'name', not a number",
+            "returned a tensor of shape (3,) for 'name', not a number",
         ),
     ],
 )
@@ -71,8 +71,8 @@ def test_what_is_no_number_is_left_out_alone(given, why):
     ("given", "why"),
     [
         (lambda _loss: math.exp(1e4), "raised OverflowError: math range error (test_helpers.py:"),
-        (lambda _loss: None, "gave None, not a dict of names and numbers"),
-        (lambda loss: loss, "gave a float, not a dict of names and numbers"),
+        (lambda _loss: None, "returned None, not a dict of names and numbers"),
+        (lambda loss: loss, "returned a float, not a dict of names and numbers"),
         (lambda _loss: {}["no such name"], "raised KeyError: 'no such name' (test_helpers.py:"),
     ],
 )

@@ -236,7 +236,7 @@ def test_a_resume_needs_the_same_begin(tmp_path, has_base):
         begin = (
             f"--init-from {base['init_from']}" if has_base else "the model as it was built, without"
         )
-        assert f"never changed, by {begin}" in str(raised.value)
+        assert f"never changed, from {begin}" in str(raised.value)
         assert manifest.start_sha256[:16] in str(raised.value)
         assert str(raised.value).isprintable()
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
@@ -268,7 +268,7 @@ def test_a_run_goes_back_by_what_it_has_or_its_begin(tmp_path):
         assert bits_of(state)["model"] == good
     state.model[0].weight.data[0, 0] += 1.0
     (tmp_path / "base.pt").unlink()
-    with pytest.raises(FaultError, match="leaves out what the run began with, and that is gone"):
+    with pytest.raises(FaultError, match="leaves out the start weights of the run, which are gone"):
         restore_newest(settings, workload, state, store)
 
 
@@ -290,6 +290,6 @@ def test_such_a_file_begins_another_run_whose_task_has_the_rest(tmp_path):
         assert torch.equal(again.model[0].weight, state.model[0].weight)
     workload, other = build(**PACED, seed=5)
     with pytest.raises(
-        BadInputError, match=r"build_model\(\) does not give: take that run's final"
+        BadInputError, match=r"build_model\(\) does not create: use that run's final"
     ):
         load_start(settings_of(init_from=str(path), resume="none"), workload, other, fresh)

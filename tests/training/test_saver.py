@@ -142,7 +142,7 @@ def test_what_the_disk_refuses_another_is_the_ranks_to_report(tmp_path):
     ((kind, cause),) = tolerated
     assert kind == "storage_failed"
     assert "Read-only file system" in cause
-    assert "training goes on" in log
+    assert "training continues" in log
 
 
 def _writes_itself(me, folder):

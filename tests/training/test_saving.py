@@ -269,7 +269,7 @@ def _failing_saves(me, folder, failures):
         state.committed_step = step
         due(saving)
         saving.settle()
-    return tried, runtime.saved_steps, runtime.log().count("training goes on")
+    return tried, runtime.saved_steps, runtime.log().count("training continues")
 
 
 def test_after_a_failed_save_the_interval_doubles_until_one_succeeds(tmp_path):
@@ -329,7 +329,7 @@ def _fail_one_save(me, folder, fenced):
     CheckpointStore.save = save
     due(saving)
     saving.settle()
-    return runtime.log().count("training goes on")
+    return runtime.log().count("training continues")
 
 
 @pytest.mark.parametrize(("fenced", "reported"), [(False, 1), (True, 0)])
@@ -360,7 +360,7 @@ def _put_off_behind_one_that_fails(me, folder, asked):
         saving.policy.ask()
     gate.open()
     poll(
-        lambda: wants_file(saving) or "training goes on" in runtime.log(),
+        lambda: wants_file(saving) or "training continues" in runtime.log(),
         what="the end of the first",
     )
     for step in (3, 4, 5):
@@ -396,7 +396,7 @@ def _fails_within_the_wait(me, folder):
         state.committed_step = step
         due(saving)
     saving.settle()
-    return tried, runtime.log().count("training goes on")
+    return tried, runtime.log().count("training continues")
 
 
 def test_the_pause_begins_with_the_save_that_learns_of_the_failure(tmp_path):
@@ -434,7 +434,7 @@ def test_a_save_without_memory_or_thread_costs_a_warning(tmp_path, error):
     assert tried == [1, 3]
     assert saved == [3]
     assert log.count(f"could not be written ({type(error).__name__}") == 1
-    assert "training goes on, without the next 1 checkpoints" in log
+    assert "training continues; skipping the next checkpoint" in log
 
 
 def _save_with_a_bug(me, folder):

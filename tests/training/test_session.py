@@ -429,7 +429,7 @@ def test_a_save_that_fails_leaves_training_going_on(tmp_path):
     report, messages, _ = train(settings(tmp_path), breaks_saving=(6,))
     assert report.steps == STEPS
     assert [saved.step for saved in messages_of(messages, CheckpointSaved)] == [12]
-    assert "training goes on" in (tmp_path / "logs" / "rank_0.log").read_text()
+    assert "training continues" in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
 def test_a_final_save_that_fails_is_a_fault(tmp_path):

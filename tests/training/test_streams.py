@@ -120,4 +120,4 @@ def test_a_roll_back_to_what_other_ranks_have_saved(tmp_path):
 def test_a_loss_that_is_no_scalar_is_named(tmp_path):
     """By its shape; the reduction that DDP would complain of is none of it."""
     ends, _ = _ends(tmp_path, "VectorTask")
-    assert any("loss() gave a tensor of shape (4, 1)" in str(end) for end in ends)
+    assert any("loss() returned a tensor of shape (4, 1)" in str(end) for end in ends)

@@ -293,7 +293,7 @@ def test_module_that_fails_to_import_is_reported_with_its_file(tmp_path, monkeyp
         ("no spec:at all", "FILE.py[:NAME] or module:NAME"),
         ("json:Mine", "there is no 'Mine' in it"),
         ("json:__doc__", "neither a task nor callable"),
-        ("json:JSONDecoder", "what it makes has no build_model, build_datasets, loss"),
+        ("json:JSONDecoder", "the task lacks build_model, build_datasets, loss"),
         ("", "bytes, synthetic, FILE.py"),
     ],
 )

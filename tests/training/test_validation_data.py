@@ -128,14 +128,14 @@ def test_the_highest_of_a_loss_is_never_the_best(name, wanted, loss):
         (
             "TwoTask",
             "bach/sise",
-            r"did you mean bach/size\? There are: auto, train_loss, all/loss,",
+            r"did you mean bach/size\? available: auto, train_loss, all/loss,",
         ),
         (
             "TwoTask",
             "validation_loss",
-            r"no evaluation gives such a figure; .*all/size, bach/double",
+            r"no such metric; .*all/size, bach/double",
         ),
-        ("OneTask", "accuracy", "There are: auto, train_loss, validation_loss, validation_double"),
+        ("OneTask", "accuracy", "available: auto, train_loss, validation_loss, validation_double"),
         ("Task", "validation_loss", "the task gives no validation data: give some, or take train"),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_broken_sample_is_no_matter_of_the_name_of_a_figure(monkeypatch):
 def test_metrics_that_give_none_are_refused_at_the_start(monkeypatch):
     """Where a figure of them is to count."""
     monkeypatch.setattr(OneTask, "metrics", lambda self, model, batch: {"size": "3"}, raising=False)
-    with pytest.raises(BadInputError, match=r"OneTask: metrics\(\) gave for 'size' a str, not"):
+    with pytest.raises(BadInputError, match=r"OneTask: metrics\(\) returned for 'size' a str, not"):
         build("OneTask", monitor="validation_size")
 
 

@@ -157,7 +157,7 @@ def find_collectives(devices: Sequence[str], environment: Mapping[str, str]) -> 
             backend="gloo", found=f"{library} was tried and does not work, gloo does"
         )
     return Collectives(
-        backend="", found=f"neither {library} nor gloo works here (doctor says more)"
+        backend="", found=f"neither {library} nor gloo works here (run doctor for details)"
     )
 
 

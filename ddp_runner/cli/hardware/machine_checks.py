@@ -71,7 +71,7 @@ def check_gpus(seen: VisibleGpus) -> Check:
         cure = "install a torch for CUDA or ROCm, or train with --cpu"
         return Check(name="GPUs", verdict=Verdict.FAIL, found=seen.why_none, cure=cure)
     if seen.is_surprising:
-        cure = "make the tool that shows GPUs work, or train with --cpu"
+        cure = "repair the tool that lists GPUs, or train with --cpu"
         return Check(name="GPUs", verdict=Verdict.WARN, found=seen.why_none, cure=cure)
     return Check(name="GPUs", verdict=Verdict.OK, found=f"none, trains on the CPU: {seen.why_none}")
 
@@ -141,7 +141,9 @@ def _heard(pipe: int, *, limit_s: float) -> Probed | None:
     while True:
         left_s = deadline_s - time.monotonic()
         if not select.select([pipe], [], [], max(0.0, left_s))[0]:
-            what = "the check itself has not ended" if is_imported else "importing torch: no end"
+            what = (
+                "the check itself has not ended" if is_imported else "importing torch has not ended"
+            )
             waited_s = limit_s + _GRACE_S if is_imported else _IMPORT_LIMIT_S
             return Probed(failure=f"{what} within {waited_s:g} s")
         packet = os.read(pipe, 65_536)

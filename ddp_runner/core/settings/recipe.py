@@ -38,9 +38,9 @@ class ModelSettings:
     """The built-in Transformer language models; ``dataset_size`` and ``vocab_size`` shape the synthetic one."""
 
     vocab_size: Annotated[int, Ge(2), WHOLE, REFUSED, PER_STAGE, ReadBy("synthetic")] = 1024
-    """Tokens of the synthetic task's language. The task bytes always has 256."""
+    """Number of tokens of the synthetic task's language. The task bytes always has 256."""
     dataset_size: Annotated[Positive, REFUSED, PER_STAGE, ReadBy("synthetic")] = 10_000
-    """Training samples of the synthetic task."""
+    """Number of training samples of the synthetic task."""
     seq_len: Annotated[
         int,
         Ge(2),
@@ -50,15 +50,15 @@ class ModelSettings:
         ReadBy("bytes", "synthetic"),
         Alias("context_size", "context_length", "block_size"),
     ] = 128
-    """Tokens in a sample: bytes of text, for the task bytes."""
+    """Tokens in a sample. For the task bytes a token is a byte of text."""
     hidden_size: Annotated[Positive, REFUSED, PER_STAGE, ReadBy("bytes", "synthetic")] = 512
     """Width of the model; a multiple of num_heads."""
     num_layers: Annotated[Positive, REFUSED, PER_STAGE, ReadBy("bytes", "synthetic")] = 6
-    """The number of Transformer layers."""
+    """Number of Transformer layers."""
     num_heads: Annotated[Positive, REFUSED, PER_STAGE, ReadBy("bytes", "synthetic")] = 8
-    """The number of attention heads in each layer."""
+    """Number of attention heads in each layer."""
     dropout: Annotated[Below1, REFUSED, PER_STAGE, ReadBy("bytes", "synthetic")] = 0.1
-    """Probability that an activation is dropped while training."""
+    """Probability that an activation is dropped in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
@@ -75,11 +75,12 @@ class DataSettings:
             "--data",
             group=OptionGroup.WHAT,
             metavar="PATH",
-            says="file or folder of text to learn; otherwise Python's own standard library",
+            says="text file or folder to learn [Python's standard library]",
         ),
         Alias("data", "data_path", "data_dir", "train_file"),
     ] = ""
-    """File or folder of text that the task bytes learns. Empty: the sources of Python's standard library."""
+    """Text file, or folder of text files, that the task bytes learns. Empty: the sources of Python's standard
+    library."""
     batch_size: Annotated[
         Positive,
         REFUSED,
@@ -94,8 +95,8 @@ class DataSettings:
         ),
         Alias("per_device_train_batch_size", "train_batch_size"),
     ] = 32
-    """Samples of each rank before gradients are summed over ranks, or accumulated. The global batch is
-    this times accumulation times the number of ranks, or times accumulation_total."""
+    """Samples of each rank in one batch, before gradients are accumulated or summed over ranks. The global batch is
+    batch_size times accumulation times the number of ranks, or batch_size times accumulation_total."""
     accumulation: Annotated[
         Positive,
         REFUSED,
@@ -103,20 +104,20 @@ class DataSettings:
         PER_STAGE,
         Alias("gradient_accumulation_steps", "accumulate_grad_batches"),
     ] = 1
-    """Batches of each rank in a step: a step has batch_size times so many samples of each rank."""
+    """Batches of each rank in a step. A step then has batch_size times accumulation samples of each rank."""
     accumulation_total: Annotated[NonNegative, REFUSED, DERIVED, PER_STAGE] = 0
-    """Batches of all ranks together in a step, as pipelines count that divide them by the number of ranks: a
-    multiple of it, unless shares part them. A step has batch_size times so many samples. 0: accumulation."""
+    """Batches of all ranks together in a step; a multiple of the number of ranks, unless shares divide them. A step
+    then has batch_size times accumulation_total samples. 0: accumulation applies."""
     global_batch_size: Annotated[NonNegative, REFUSED, DERIVED, PER_STAGE] = 0
-    """Samples of a step over all ranks, however many ranks there are: each has its part of them,
-    in batches of at most batch_size. 0: as batch_size, accumulation and ranks have it."""
+    """Samples of a step over all ranks, whatever their number. They are divided over the ranks, in batches of at
+    most batch_size. 0: the size follows from batch_size, accumulation and the number of ranks."""
     micro_batch_size: Annotated[NonNegative, REPORTED, DERIVED, PER_STAGE] = 0
-    """Samples in one forward pass, of a batch that is too large for one; gradients are accumulated.
-    0: the whole batch_size at once."""
+    """Samples in one forward pass, for a batch that does not fit into memory at once; gradients are accumulated. 0:
+    the whole batch_size at once."""
     shares: Annotated[Positives | Literal["auto"], REPORTED, DERIVED, PER_STAGE] = ()
-    """A number for each rank, such as 3,3,2 for devices of unequal speed: a step's samples are shared out in
-    that proportion, and each counts the same. Empty: equal shares. auto: the first launch measures the ranks and
-    proposes shares, which the next fresh start of the same name takes; a resume keeps those it began with."""
+    """One number for each rank, such as 3,3,2 for devices of unequal speed: the samples of a step are divided in
+    that proportion, and each sample counts the same. Empty: equal shares. auto: the first launch measures the ranks
+    and proposes shares, which the next fresh start of the same name uses; a resume keeps its shares."""
     evaluation_batch_size: Annotated[
         NonNegative,
         CANNOT_MATTER,
@@ -133,14 +134,14 @@ class DataSettings:
         DeviceDefault(cpu=0),
         Alias("workers", "data_workers", "dataloader_num_workers"),
     ] = "auto"
-    """Processes that load data, for each rank. auto: 2, or the rank's share of the cores if that is
-    less. 0: the rank loads its own data."""
+    """Data loading processes of each rank. auto: 2, or the rank's share of the cores if that is less. 0: the rank
+    loads its data itself."""
     workers_total: Annotated[NonNegative | None, CANNOT_MATTER, PER_MACHINE, PER_STAGE] = None
-    """Processes that load data, for all ranks of a machine together: shared out over them, the first ranks have
-    the remainder. none: num_workers for each rank."""
+    """Data loading processes of all ranks of a machine together; the first ranks get the remainder. none:
+    num_workers for each rank."""
     preload: Annotated[Switch, CANNOT_MATTER, Alias("preload_data_to_ram")] = False
-    """Read every sample once, at the start, into memory that all ranks share: for map-style data whose
-    samples draw no random numbers. Validation data too."""
+    """Read every sample once, at the start, into memory that all ranks share; validation data too. For map-style
+    data whose samples draw no random numbers."""
     prefetch_factor: Annotated[
         Positive, CANNOT_MATTER, PER_MACHINE, PER_STAGE, Alias("dataloader_prefetch_factor")
     ] = 2
@@ -150,18 +151,19 @@ class DataSettings:
     ] = True
     """Copy batches to the GPU from pinned host memory. It has no effect on the CPU."""
     loader_timeout_s: Annotated[Above0, CANNOT_MATTER, PER_STAGE] = 60.0
-    """Longest wait for one batch, in seconds; then the loader's workers are replaced."""
+    """Time limit for one batch, in seconds; after it the loader workers are replaced."""
     stream_end: Annotated[Literal["wrap", "drop"], REPORTED, PER_STAGE] = "wrap"
-    """Where shards of a stream end early. wrap: who has read all of its own begins again. drop: the epoch ends
-    for all ranks at one step; the data must say how long its shards are (lengths)."""
+    """Rule for ranks whose shards of a stream end before those of others. wrap: such a rank reads its shards again
+    from the start. drop: the epoch ends for all ranks at the same step; the data must give the lengths of its
+    shards."""
     on_bad_sample: Annotated[Literal["stop", "substitute"], CANNOT_MATTER, PER_STAGE] = "stop"
-    """What to do with a sample that cannot be loaded. stop: name it and end the run. substitute:
-    train on another one in its place for good, and note it in quarantine.jsonl."""
+    """Reaction to a sample that cannot be loaded. stop: name it and end the run. substitute: always train on
+    another sample in its place, and record it in quarantine.jsonl."""
     max_bad_samples: Annotated[Positive, CANNOT_MATTER, PER_STAGE] = 10
-    """Samples that may be substituted in a run, over all ranks; one more ends it."""
+    """Number of samples that may be substituted in a run, over all ranks. One more ends the run."""
     compare_samples: Annotated[Literal["stop", "tell", "off"], CANNOT_MATTER, PER_STAGE] = "stop"
-    """What to do where ranks, or a resumed run and its checkpoint, have different training data.
-    stop: end the run, saved. tell: go on, not exact. off: do not compare."""
+    """Reaction to training data that differs between ranks, or between a resumed run and its checkpoint. stop: save
+    and end the run. tell: report it and continue, not exact. off: no comparison."""
     validation_fraction: Annotated[Between0And1, REFUSED, DERIVED, PER_STAGE, ReadBy("bytes")] = (
         0.05
     )
@@ -175,25 +177,26 @@ class OptimSettings:
     optimizer: Annotated[
         Literal["adamw", "adam", "sgd", "adafactor", "muon"], REFUSED, PER_STAGE
     ] = "adamw"
-    """The optimizer of torch that has this name. muon: Muon for the matrices that are no embeddings, with its
-    rate adjusted so that AdamW's suits it, and AdamW for the rest; from torch 2.9 on."""
+    """Name of an optimizer of torch. muon: Muon for matrices other than embeddings, with its rate scaled so that a
+    rate for AdamW fits, and AdamW for the other parameters; from torch 2.9."""
     learning_rate: Annotated[Above0, REPORTED, OF_RATE, PER_STAGE, Alias("lr")] = 1e-4
-    """The highest learning rate, which is reached at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: Annotated[AtLeast0, REPORTED, PER_STAGE, Alias("wd")] = 0.01
-    """Weight decay of matrices; biases and norms have none."""
+    """Weight decay of matrices. Biases and norms have none."""
     beta1: Annotated[Below1, REPORTED, PER_STAGE, Alias("adam_beta1")] = 0.9
-    """Decay of AdamW's and Adam's mean of the gradients."""
+    """Decay of AdamW's and Adam's running mean of the gradients."""
     beta2: Annotated[Below1, REPORTED, PER_STAGE, Alias("adam_beta2")] = 0.999
-    """Decay of AdamW's and Adam's mean of the squared gradients."""
+    """Decay of AdamW's and Adam's running mean of the squared gradients."""
     momentum: Annotated[Literal["auto"] | Below1, REPORTED, PER_STAGE] = "auto"
-    """Momentum of SGD and Muon. auto: 0.9 for sgd, torch's own for muon."""
+    """Momentum of SGD and Muon. auto: 0.9 for sgd, torch's default for muon."""
     epsilon: Annotated[Literal["auto"] | Above0, REPORTED, PER_STAGE] = "auto"
-    """What keeps the optimizer from dividing by zero; sgd has none. auto: torch's own."""
+    """Term that keeps the optimizer from dividing by zero; sgd has none. auto: torch's default."""
     train_layers: Annotated[Text, REFUSED, PER_STAGE] = "full"
-    """Which layers are trained: full (as the task has made them), or groups of the task's layer_groups()
-    and patterns of module names, with commas. The others are frozen, outside of DDP and optimizer."""
+    """Layers that are trained: full (as the task builds the model), or groups of the task's layer_groups() and
+    patterns of module names, separated by commas. The other layers are frozen and left out of DDP and the
+    optimizer."""
     unfreeze: Annotated[Text, REPORTED, PER_STAGE] = ""
-    """Layers that are trained from a step on, or from a share of the run: encoder@1000,backbone.*@0.5."""
+    """Layers that are trained from a given step, or from a given share of the run: encoder@1000,backbone.*@0.5."""
     schedule: Annotated[
         Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt", "range_test"],
         REPORTED,
@@ -202,43 +205,43 @@ class OptimSettings:
         Alias("lr_scheduler", "lr_scheduler_type"),
         Alias("decay_lr", off="constant"),
     ] = "cosine"
-    """The course of the learning rate after the warm-up. cosine, linear: down to min_learning_rate at the
-    last step. wsd: constant, and linear in the last decay_steps. inverse_sqrt: with the square root
-    of the steps, no lower than min_learning_rate. range_test: up from min_learning_rate by equal
-    factors in the last decay_steps, as --find-lr does."""
+    """Learning rate after the warm-up. cosine, linear: down to min_learning_rate at the last step. wsd: constant,
+    then linearly down in the last decay_steps. inverse_sqrt: falls with the square root of the steps, to
+    min_learning_rate at the lowest. range_test: up from min_learning_rate by equal factors in the last decay_steps,
+    as --find-lr does."""
     schedule_steps: Annotated[
         NonNegative, REPORTED, OF_RATE, PER_STAGE, Alias("lr_decay_iters")
     ] = 0
-    """Steps at which the schedule ends, before the end of the run or beyond. 0: with the run."""
+    """Step at which the schedule ends; it may be before or after the end of the run. 0: the end of the run."""
     warmup_steps: Annotated[
         Literal["auto"] | StepsOrShare, REPORTED, OF_RATE, PER_STAGE, Alias("warmup_iters")
     ] = "auto"
-    """Steps in which the learning rate grows linearly, or their share of the schedule; at most half of it.
-    auto: 100, or a tenth of a schedule that is shorter than 1,000."""
+    """Steps over which the learning rate grows linearly, or their share of the schedule; at most half of it. auto:
+    100, or a tenth of a schedule that is shorter than 1,000 steps."""
     decay_steps: Annotated[StepsOrShare, REPORTED, OF_RATE, PER_STAGE] = 0.1
-    """Steps, or their share of the schedule, in which wsd goes down at its end; at most what the warm-up
-    leaves."""
+    """Steps at the end of the schedule in which wsd lowers the rate, or their share of the schedule; at most the
+    steps that the warm-up leaves."""
     min_learning_rate: Annotated[AtLeast0, REPORTED, OF_RATE, PER_STAGE, Alias("min_lr")] = 0.0
-    """The learning rate at the end of the schedule; learning_rate or less."""
+    """Learning rate at the end of the schedule; at most learning_rate."""
     plateau_patience: Annotated[NonNegative, REPORTED, PER_STAGE] = 0
-    """After so many evaluations in a row without an improvement of checkpoint.monitor the learning rate is
-    multiplied by plateau_factor. 0: it is not."""
+    """Consecutive evaluations without an improvement of checkpoint.monitor after which the learning rate is
+    multiplied by plateau_factor. 0: never."""
     plateau_min_delta: Annotated[AtLeast0, REPORTED, PER_STAGE] = 0.0
-    """How much better than the best a figure must be to count as an improvement."""
+    """Difference to the best value that an improvement must exceed."""
     plateau_factor: Annotated[Between0And1, REPORTED, PER_STAGE] = 0.5
-    """What the learning rate is multiplied by on a plateau, for the rest of the run."""
+    """Factor for the learning rate on a plateau; it applies for the rest of the run."""
     plateau_cooldown: Annotated[NonNegative, REPORTED, PER_STAGE] = 0
-    """Evaluations after that which do not count."""
+    """Evaluations after such a reduction that are not counted."""
     max_grad_norm: Annotated[
         Above0 | None,
         REPORTED,
         PER_STAGE,
         Alias("clip_grad", "grad_clip", "gradient_clip_val", "max_norm"),
     ] = 1.0
-    """The norm that gradients are clipped to. none: it is not clipped."""
+    """Norm to which gradients are clipped. none: no clipping of the norm."""
     max_grad_value: Annotated[Above0 | None, REPORTED, PER_STAGE] = None
-    """The largest value of a gradient's element, either sign, to which it is clipped after the norm.
-    none: values are not clipped."""
+    """Largest absolute value of a gradient's element, to which it is clipped after the norm. none: no clipping of
+    values."""
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
         REPORTED,
@@ -258,17 +261,17 @@ class OptimSettings:
         Alias("fp16", on="fp16"),
         Alias("bf16", on="bf16"),
     ] = "auto"
-    """The arithmetic of forward and backward: fp32, or mixed with bf16, or with fp16 and a loss scale. auto:
-    bf16 where the device is fast with it, else fp16 on a GPU and fp32 on the CPU."""
+    """Arithmetic of forward and backward: fp32, or mixed with bf16, or with fp16 and a loss scale. auto: bf16 if
+    the device computes it fast, otherwise fp16 on a GPU and fp32 on the CPU."""
     amp_init_scale: Annotated[Above0, CANNOT_MATTER, PER_STAGE] = 65536.0
-    """The loss scale that fp16 begins with."""
+    """Initial loss scale of fp16."""
     amp_growth_interval: Annotated[Positive, REPORTED, PER_STAGE] = 2000
     """Steps without an overflow after which fp16 doubles its loss scale."""
     ema_decay: Annotated[Between0And1 | None, REPORTED, PER_STAGE] = None
-    """Decay of a moving average of the weights, which evaluation then uses. none: no average."""
+    """Decay of a moving average (EMA) of the weights, which evaluations then use. none: no average."""
     ema_every: Annotated[Positive, REPORTED, PER_STAGE] = 1
     """Steps between updates of the average."""
     ema_start_step: Annotated[NonNegative, REPORTED, PER_STAGE] = 0
-    """The step whose weights are the first average; before it there is none."""
+    """Step whose weights are the first average; before it there is none."""
     ema_device: Annotated[Literal["same", "cpu"], REPORTED, PER_STAGE] = "same"
-    """Where the average is kept. same: with the weights. cpu: in host memory."""
+    """Place of the average. same: with the weights. cpu: in host memory."""

@@ -39,15 +39,15 @@ class RecoverySettings:
             "--max-restarts",
             group=OptionGroup.KEEPING_GOING,
             metavar="N",
-            says="repairs within an hour before giving up",
+            says="number of repairs within an hour before the run gives up",
         ),
     ] = 10
-    """Repairs within restart_window_s; with one more the run gives up (exit code 3)."""
+    """Repairs allowed within restart_window_s. With one more the run gives up (exit code 3)."""
     restart_window_s: Annotated[Above0, CANNOT_MATTER] = 3600.0
-    """The time over which repairs and a rank's faults are counted, in seconds."""
+    """Time over which repairs and the faults of a rank are counted, in seconds."""
     no_progress_generations: Annotated[Positive, CANNOT_MATTER] = 3
-    """The run gives up after so many repairs in a row with the same cause, or after as many faults
-    of its own, without a committed step in between."""
+    """Limit for repairs without progress. The run gives up after this many consecutive repairs of the same cause,
+    or this many faults of its own, with no committed step between them."""
     min_ranks: Annotated[
         NonNegative,
         CANNOT_MATTER,
@@ -55,12 +55,12 @@ class RecoverySettings:
             "--min-ranks",
             group=OptionGroup.KEEPING_GOING,
             metavar="N",
-            says="go on with so few when a rank keeps failing; 0: only with all",
+            says="smallest number of ranks to continue with when a rank keeps failing; 0: all",
         ),
     ] = 0
-    """The run goes on with so few ranks when others keep failing. 0: only with all."""
+    """Smallest number of ranks with which the run continues when others keep failing. 0: all ranks are needed."""
     slot_failures_max: Annotated[Positive, CANNOT_MATTER] = 3
-    """With min_ranks: a rank that caused so many faults within restart_window_s is given up."""
+    """Faults of one rank within restart_window_s after which it is given up, if min_ranks is set."""
     regrow_after: Annotated[
         AtLeast0,
         CANNOT_MATTER,
@@ -68,70 +68,71 @@ class RecoverySettings:
             "--regrow-after",
             group=OptionGroup.KEEPING_GOING,
             metavar="SECONDS",
-            says="try a rank that was given up again after so long; 0: never",
+            says="time before a rank that was given up is tried again; 0: never",
         ),
         Alias("regrow_after_s"),
     ] = 0.0
-    """Seconds until a rank that was given up is tried again, twice as long after each return that
-    fails. 0: never."""
+    """Seconds before a rank that was given up is tried again; the time doubles after each failed return. 0:
+    never."""
     backoff_first_s: Annotated[AtLeast0, CANNOT_MATTER] = 0.0
-    """Seconds to wait before the first repair of a cause. Before the next ones of the same cause the
-    wait doubles from half a second, or from this if it is more."""
+    """Wait before the first repair of a cause, in seconds. Before further repairs of the same cause the wait
+    doubles, from half a second or from this value if it is larger."""
     backoff_max_s: Annotated[AtLeast0, CANNOT_MATTER] = 30.0
     """Longest wait before a repair, in seconds."""
     startup_timeout_s: Annotated[Above0, CANNOT_MATTER, PER_MACHINE] = 600.0
-    """Longest time for a process to start, in seconds: imports, model, data, what is resumed. While samples
-    are preloaded it counts from the newest."""
+    """Time limit for the start of a process, in seconds: imports, model, data and resumed state. While samples are
+    preloaded, the time counts from the newest sample."""
     # On GPUs a generation that was left may take 30 s to be let go, and making communicators some more.
     form_timeout_s: Annotated[Above0, CANNOT_MATTER, DeviceDefault(gpu=120.0)] = 60.0
-    """Longest time for the ranks to form a process group and agree on the state, in seconds."""
+    """Time limit for the ranks to form a process group and agree on the state, in seconds."""
     node_silent_s: Annotated[float, Ge(1), NUMBER, CANNOT_MATTER] = 3.0
-    """With several machines: one of which nothing is heard for so long is lost, in seconds."""
+    """Seconds without a message after which a machine counts as lost, with several machines."""
     node_patience_s: Annotated[AtLeast0, CANNOT_MATTER] = 30.0
-    """How long a machine that was lost is waited for before the run goes on with fewer, in seconds."""
+    """Time to wait for a lost machine before the run continues with fewer, in seconds."""
     coordinator_wait_s: Annotated[AtLeast0, CANNOT_MATTER, PER_MACHINE] = 120.0
-    """How long a machine looks for a coordinator that was lost before it ends with exit code 75, in seconds."""
+    """Time for which a machine looks for a lost coordinator, in seconds. After it the machine ends with exit code
+    75."""
     warm_spare: Annotated[Switch | Literal["process", "model"], CANNOT_MATTER, PER_MACHINE] = True
-    """Keep a process ready that becomes the next lost rank, and, once the process that forks was lost, one for
-    that. On the CPU: process has torch and the task imported; model has also built data and model, in a rank's
-    memory; true is model if building took 0.1 s and that is a quarter of what is free. On GPUs: CUDA's libraries
-    are loaded, and no memory of a GPU is held."""
+    """Keep a spare process ready to replace a lost rank. On the CPU: process has imported torch and the task; model
+    has also built data and model, in a rank's memory; true means model if building takes 0.1 s or more and needs at
+    most a quarter of the free memory. On GPUs the spare has loaded CUDA's libraries and holds no GPU memory."""
     hang_min_s: Annotated[Above0, CANNOT_MATTER] = 10.0
-    """The shortest time without progress, in seconds, after which a rank may be called hung. One that the system
-    holds stopped is found within two seconds; one that loads samples itself has data.loader_timeout_s."""
+    """Shortest time without progress after which a rank may be called hung, in seconds. A rank that the system
+    holds stopped is found within two seconds. A rank that loads its samples itself has data.loader_timeout_s."""
     hang_factor: Annotated[Above1, CANNOT_MATTER] = 10.0
-    """A rank is hung after so many times the slowest recent step, if that is more than hang_min_s."""
+    """Multiple of the slowest recent step after which a rank is hung, if that is longer than hang_min_s."""
     first_step_timeout_s: Annotated[Above0, CANNOT_MATTER] = 600.0
-    """Longest time for each of the first three steps of a process, in seconds: compilation, caches,
-    device start."""
+    """Time limit for each of the first three steps of a process, in seconds: compilation, caches, device start."""
     evaluation_timeout_s: Annotated[Above0, CANNOT_MATTER] = 1800.0
-    """Longest time without progress in an evaluation, in seconds."""
+    """Time limit without progress in an evaluation, in seconds."""
     checkpoint_timeout_s: Annotated[Above0, CANNOT_MATTER] = 600.0
-    """Longest time for a save that training waits for, the last one of a run, or one that does nothing, in seconds."""
+    """Time limit, in seconds, for a save that training waits for, for the last save of a run, and for a save
+    without progress."""
     stop_timeout_s: Annotated[Above0, CANNOT_MATTER] = 300.0
-    """Longest time to finish the step and save once the run was asked to stop, in seconds."""
+    """Time limit to finish the step and save after a request to stop, in seconds."""
     max_errors_per_epoch: Annotated[NonNegative, CANNOT_MATTER] = 10
-    """Steps of an epoch that may be skipped because a loss or gradient is not finite or explodes.
-    With one more the run goes back to its newest checkpoint at half the learning rate."""
+    """Steps of an epoch that may be skipped because a loss or gradient is not finite or explodes. With one more the
+    run rolls back to its newest checkpoint at half the learning rate."""
     rollbacks_max: Annotated[NonNegative, CANNOT_MATTER] = 2
-    """How often the run may go back so, halving the learning rate each time, before it fails. Roll-backs for wrong
-    gradients are counted apart, up to the same number."""
+    """Roll-backs of that kind before the run fails; each halves the learning rate. Roll-backs for wrong gradients are
+    counted separately, up to the same number."""
     explosion_window: Annotated[NonNegative, CANNOT_MATTER] = 100
-    """Steps after the warm-up that a step's loss and gradient norm are held against to recognize an
-    explosion. 0: do not look for explosions."""
+    """Steps after the warm-up with which the loss and gradient norm of a step are compared to detect an explosion.
+    0: no detection."""
     explosion_loss_factor: Annotated[Above1, CANNOT_MATTER] = 10.0
-    """A loss above so many times the window's median, and far outside its spread, is an explosion."""
+    """Multiple of the window's median loss above which a loss, if it is also far outside the window's spread, is an
+    explosion."""
     explosion_grad_factor: Annotated[Above1, CANNOT_MATTER] = 100.0
-    """The same for the norm of the gradient."""
+    """Multiple of the window's median gradient norm above which a norm is an explosion."""
     explosion_loss_max: Annotated[Number | None, CANNOT_MATTER] = None
-    """A loss above this is an explosion at any step, the first included. none: no such threshold."""
+    """Loss above which any step, the first included, is an explosion. none: no such threshold."""
     explosion_rate_factor: Annotated[float, Gt(0), Le(1), NUMBER, CANNOT_MATTER] = 1.0
-    """Each explosion multiplies the learning rate by this, beside that its step is skipped. 1: it does not."""
+    """Factor for the learning rate after each explosion, in addition to the skipped step. 1: no change."""
     explosion_recover_steps: Annotated[Positive, CANNOT_MATTER] = 1000
-    """Steps over which such a lowered rate comes back, in equal parts."""
+    """Steps over which a rate lowered that way returns to its value, in equal parts."""
     replica_check_steps: Annotated[NonNegative, CANNOT_MATTER] = 500
-    """Steps between comparisons of the ranks' weights, which are compared before each save too. 0:
-    never, also not before a save."""
+    """Steps between comparisons of the ranks' weights, which are also compared before each save. 0: never, not even
+    before a save."""
     drill_at: Annotated[
         Positives | None,
         CANNOT_MATTER,
@@ -139,22 +140,21 @@ class RecoverySettings:
             "--no-proof",
             group=OptionGroup.KEEPING_GOING,
             constant="none",
-            says="no fire drills; the run ends without them and counts the unproved repairs",
+            says="run no fire drills; the summary counts the repairs that are not proved",
         ),
     ] = (2, 50, 1000)
-    """Steps of a fire drill, counted from where this launch began: in the background, a process like a
-    replacement recomputes one rank's share, to prove that a repair is exact. A drill also follows each repair.
-    none: no drills."""
+    """Steps of fire drills, counted from the start of this launch. In a drill a process like a replacement
+    recomputes the share of one rank in the background, to prove that a repair is exact. A drill also follows each
+    repair. none: no drills."""
     proof_share: Annotated[Share, CANNOT_MATTER] = 0.005
-    """Share of the machine's time for further drills, at random steps throughout the run. 0: no drills at random
-    steps."""
+    """Share of the machine's time for further drills, at random steps of the run. 0: none."""
     on_wrong_gradient: Annotated[Literal["continue", "rollback", "stop"], CANNOT_MATTER] = (
         "rollback"
     )
     """Reaction to wrong gradients: rollback (to the newest checkpoint before the rank's last passed drill, at most
     rollbacks_max times), stop (exit code 1), continue (report only)."""
     require_exact: Annotated[Switch, CANNOT_MATTER] = False
-    """End a run once it is not exact: its state is saved, exit code 1."""
+    """End the run when it stops being exact: its state is saved, and the exit code is 1."""
 
     @property
     def stopped_max_s(self) -> float:

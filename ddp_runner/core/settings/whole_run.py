@@ -58,10 +58,10 @@ class RunSettings:
             "--task",
             group=OptionGroup.WHAT,
             metavar="TASK",
-            says="bytes, synthetic, FILE.py[:NAME] or module:NAME",
+            says="task to train: bytes, synthetic, FILE.py[:NAME] or module:NAME",
         ),
     ] = "bytes"
-    """What is trained: bytes, synthetic, FILE.py[:NAME] or module:NAME."""
+    """Task to train: bytes, synthetic, FILE.py[:NAME] or module:NAME."""
     name: Annotated[
         Text,
         CANNOT_MATTER,
@@ -71,11 +71,11 @@ class RunSettings:
             group=OptionGroup.FILES,
             metavar="NAME",
             default="the task's",
-            says="of this run: it writes to logs/NAME and checkpoints/NAME",
+            says="name of the run, which writes to logs/NAME and checkpoints/NAME",
         ),
         Alias("run_name", "experiment_name"),
     ] = "bytes"
-    """The name of the run, which names its folders. Without one it is the task's name."""
+    """Name of the run and of its folders. The default is the name of the task."""
     seed: Annotated[
         int,
         Ge(0),
@@ -83,9 +83,9 @@ class RunSettings:
         WHOLE,
         REFUSED,
         PER_STAGE,
-        Option("--seed", group=OptionGroup.WHAT, metavar="N", says="of everything random"),
+        Option("--seed", group=OptionGroup.WHAT, metavar="N", says="random seed"),
     ] = 1234
-    """The seed of everything random: first weights, order of samples, augmentation, dropout."""
+    """Random seed for initial weights, order of samples, augmentation and dropout."""
     epochs: Annotated[
         Positive,
         REPORTED,
@@ -101,7 +101,7 @@ class RunSettings:
         ),
         Alias("num_epochs", "max_epochs", "num_train_epochs", "n_epochs"),
     ] = 10
-    """Passes over the training data. max_steps wins over it where that is not 0."""
+    """Passes over the training data. max_steps takes precedence if it is not 0."""
     max_steps: Annotated[
         NonNegative,
         REPORTED,
@@ -111,11 +111,11 @@ class RunSettings:
             "--max-steps",
             group=OptionGroup.HOW_LONG,
             metavar="N",
-            says="optimizer steps of the run; wins over --epochs; 0: by epochs",
+            says="optimizer steps of the run, in place of --epochs; 0: epochs decide",
         ),
         Alias("num_steps", "max_iters", "steps"),
     ] = 0
-    """Optimizer steps of the whole run, resumes included. 0: as many as the epochs have."""
+    """Optimizer steps of the whole run, resumes included. 0: epochs decides."""
     max_time: Annotated[
         Duration | None,
         CANNOT_MATTER,
@@ -124,21 +124,21 @@ class RunSettings:
             group=OptionGroup.HOW_LONG,
             metavar="23h30m",
             default="none",
-            says="of this launch: then it saves and ends with exit code 75",
+            says="time limit; at the limit the run saves and exits with 75",
         ),
     ] = None
-    """Time of this launch, such as 23h30m, 90m or 3600 (seconds); then it saves and ends with exit code
-    75. So it does before the end that SLURM has announced for its job. none: no limit."""
+    """Time limit of this launch, such as 23h30m, 90m or 3600 (seconds). At the limit the run saves and exits with
+    75. The same happens before the end that SLURM announces for the job. none: no limit."""
     target_loss: Annotated[Number | None, CANNOT_MATTER, PER_STAGE] = None
-    """The run ends, complete, once the mean training loss of the last 20 steps is this or less."""
+    """Mean training loss of the last 20 steps at which the run is complete. none: no such loss."""
     early_stopping_patience: Annotated[NonNegative, CANNOT_MATTER, PER_STAGE] = 0
-    """The run ends, complete, after so many evaluations in a row that improve the figure of
-    checkpoint.monitor by no more than early_stopping_min_delta. 0: it does not."""
+    """Consecutive evaluations without an improvement of checkpoint.monitor after which the run is complete. 0: no
+    early stopping."""
     early_stopping_min_delta: Annotated[AtLeast0, CANNOT_MATTER, PER_STAGE] = 0.0
-    """How much better than the best a figure must be to count as an improvement."""
+    """Difference to the best value that an improvement must exceed."""
     load_best_at_end: Annotated[Switch, REPORTED, DERIVED, Alias("load_best_model_at_end")] = False
-    """Have final.pt, and what a script is given, be of the best checkpoint, not of the last. Each new best is
-    then saved where it was evaluated, which training waits for."""
+    """Give final.pt, final_ema.pt and the model that a script receives the weights of the best checkpoint instead
+    of the last. Each new best is saved at its evaluation, and training waits for that save."""
     resume: Annotated[
         Text,
         CANNOT_MATTER,
@@ -146,13 +146,14 @@ class RunSettings:
             "--resume",
             group=OptionGroup.KEEPING_GOING,
             metavar="WHICH",
-            says="auto: the newest, if any; last, best, PATH; none: set old ones aside",
+            says="checkpoint to resume from: auto (the newest, if any), last, best, PATH, or "
+            "none to start over",
         ),
         Alias("ckpt_path"),
     ] = "auto"
-    """What to go on from. auto: the newest checkpoint, if there is one. last, best or the path
-    of a checkpoint: that one, which must exist; later ones are moved to a backup folder. none: start
-    fresh; all old checkpoints are moved to a backup folder."""
+    """Checkpoint to resume from. auto: the newest one, if any. last, best or a path: that checkpoint, which must
+    exist; later ones are moved to a backup folder. none: start fresh; all old checkpoints are moved to a backup
+    folder."""
     init_from: Annotated[
         StartWeights,
         CANNOT_MATTER,
@@ -160,16 +161,17 @@ class RunSettings:
             "--init-from",
             group=OptionGroup.WHAT,
             metavar="PATH",
-            says="start from these weights (hf://USER/NAME, scratch), on the very first start only",
+            says="weights to start from, read at the first start only: PATH, hf://USER/NAME or "
+            "scratch",
         ),
         Alias("pretrained_path"),
     ] = ""
-    """Weights to start from, on the very first start of the run only, and at each resume for what
-    checkpoint.only_trained leaves out: a checkpoint (PATH:ema: its average), a state dict, safetensors, a
-    folder of shards with their index, or hf://USER/NAME[@REVISION]. Empty or scratch: none."""
+    """Weights to start from: a checkpoint (PATH:ema: its average), a state dict, safetensors, a folder of shards
+    with their index, or hf://USER/NAME[@REVISION]. They are read at the first start of the run, and at each resume
+    for weights that checkpoint.only_trained leaves out. Empty or scratch: none."""
     init_strict: Annotated[Switch, CANNOT_MATTER, PER_STAGE] = True
-    """All weights of the model must be in init_from, and no others. false: what fits is loaded, and the
-    rest of the model is as the task has built it."""
+    """Require that init_from has exactly the weights of the model. false: matching weights are loaded; the others
+    stay as the task builds them."""
     stage: Annotated[
         Text,
         CANNOT_MATTER,
@@ -177,11 +179,11 @@ class RunSettings:
             "--stage",
             group=OptionGroup.WHAT,
             metavar="NAME",
-            says="begin with this one of the stages that the file of --config lists",
+            says="start at this stage of the --config file",
         ),
     ] = ""
-    """The stage to begin with, of those that a file lists as stages; a run that has come that far goes on,
-    and begins it again with resume=none. Empty: the first."""
+    """Stage to start at, of those that a file lists as stages. A run that has already reached it resumes;
+    resume=none starts the stage again. Empty: the first."""
     log_dir: Annotated[
         Text,
         CANNOT_MATTER,
@@ -192,11 +194,11 @@ class RunSettings:
             group=OptionGroup.FILES,
             metavar="DIR",
             default="logs/NAME",
-            says="logs, metrics, status.json, summary.json",
+            says="folder for logs, metrics, status.json and summary.json",
         ),
         Alias("logging_dir"),
     ] = "logs/bytes"
-    """The folder for logs, metrics, status.json and summary.json."""
+    """Folder for logs, metrics, status.json and summary.json."""
     checkpoint_dir: Annotated[
         Text,
         CANNOT_MATTER,
@@ -207,18 +209,18 @@ class RunSettings:
             group=OptionGroup.FILES,
             metavar="DIR",
             default="checkpoints/NAME",
-            says="checkpoints, to resume from and to keep",
+            says="folder for checkpoints",
         ),
         Alias("out_dir"),
     ] = "checkpoints/bytes"
-    """The folder for checkpoints: the run resumes from it and saves to it."""
+    """Folder for checkpoints: the run resumes from it and saves to it."""
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         REPORTED,
         DERIVED,
         Option("--cpu", group=OptionGroup.WHERE, constant="cpu", says="train on the CPU"),
     ] = "auto"
-    """Where to compute. auto: on GPUs if any is visible and usable, otherwise on the CPU."""
+    """Device to train on. auto: GPUs if any is visible and usable, otherwise the CPU."""
     gpus: Annotated[
         tuple[NonNegative, ...],
         WHOLES,
@@ -230,12 +232,13 @@ class RunSettings:
             aliases=("--gpu-ids",),
             group=OptionGroup.WHERE,
             metavar="0,1",
-            says="GPUs to use, as CUDA_VISIBLE_DEVICES counts them; otherwise all. 0,0: two ranks on one, over gloo, for trying out",
+            says="GPUs to use, numbered as in CUDA_VISIBLE_DEVICES [all]; 0,0 puts two ranks on "
+            "one GPU, over gloo, for tests",
         ),
         Alias("gpu_ids", "device_ids"),
     ] = ()
-    """The GPUs to use, counted as CUDA_VISIBLE_DEVICES counts them, one rank for each. Empty: every
-    visible one. A GPU that is named twice is shared by two ranks over gloo, which is slow."""
+    """GPUs to use, one rank for each, numbered as CUDA_VISIBLE_DEVICES numbers them. Empty: every visible one. A
+    GPU that is named twice is shared by two ranks over gloo, which is slow."""
     nproc_per_node: Annotated[
         Literal["auto"] | Positive,
         REPORTED,
@@ -246,23 +249,23 @@ class RunSettings:
             aliases=("--nproc",),
             group=OptionGroup.WHERE,
             metavar="N",
-            says="ranks; auto: one per GPU, or up to 2 on the CPU",
+            says="number of ranks; auto: one per GPU, or up to 2 on the CPU",
         ),
         Alias("nproc", "num_processes", "num_gpus"),
     ] = "auto"
-    """The number of ranks. auto: one per GPU, or up to 2 on the CPU."""
+    """Number of ranks. auto: one per GPU, or up to 2 on the CPU."""
     mode: Annotated[
         Literal["auto", "single", "data_parallel", "distributed"],
         REPORTED,
         DERIVED,
         Alias("training_mode"),
     ] = "auto"
-    """How several devices are used. distributed: a rank for each. data_parallel: one rank shares each of
-    its batches out over all. single: one rank on one device. auto: distributed where ranks can
-    meet, else data_parallel, else single; the start block says why."""
+    """Use of several devices. distributed: one rank for each. data_parallel: one rank divides each of its batches
+    over all devices. single: one rank on one device. auto: distributed if ranks can meet, else data_parallel, else
+    single; the start block gives the reason."""
     threads_per_rank: Annotated[NonNegative, REPORTED, DERIVED] = 0
-    """Threads that one operation of torch uses in each rank. 0: OMP_NUM_THREADS where that is set, else the
-    cores divided by the ranks, on GPUs at most 8."""
+    """Threads of one torch operation in each rank. 0: OMP_NUM_THREADS if it is set, otherwise the cores divided by
+    the ranks (on GPUs at most 8)."""
     allow_different_code: Annotated[
         Switch,
         CANNOT_MATTER,
@@ -270,17 +273,17 @@ class RunSettings:
         Option(
             "--allow-different-code",
             group=OptionGroup.MACHINES,
-            says="let machines in that run other code; exact is then false",
+            says="accept machines whose code differs; exact is then false",
         ),
     ] = False
-    """With several machines: let in one whose code is not the coordinator's. The run is then not exact."""
+    """Accept machines whose code differs from the coordinator's. The run is then not exact."""
     audit: Annotated[
         Switch,
         CANNOT_MATTER,
         Option(
             "--audit",
             group=OptionGroup.TRYING_OUT,
-            says="record what each step trained on: audit_rank_<r>.jsonl",
+            says="record the samples of each step in audit_rank_<r>.jsonl",
         ),
     ] = False
     """Write the sample indices and the loss of each committed step to audit_rank_<r>.jsonl."""
@@ -288,48 +291,53 @@ class RunSettings:
         Switch,
         CANNOT_MATTER,
         Option(
-            "--test", group=OptionGroup.TRYING_OUT, says="two small epochs in folders of their own"
+            "--test",
+            group=OptionGroup.TRYING_OUT,
+            says="train two small epochs in separate folders",
         ),
     ] = False
-    """A small run that ends in seconds, in folders of its own."""
+    """Train a small run that ends in seconds, in separate folders."""
     debug: Annotated[
         Switch,
         CANNOT_MATTER,
-        Option("--debug", group=OptionGroup.TRYING_OUT, says="verbose logs and checks; slow"),
+        Option(
+            "--debug",
+            group=OptionGroup.TRYING_OUT,
+            says="write verbose logs and run extra checks; slow",
+        ),
     ] = False
     """Write verbose logs and run extra checks. Slow."""
     detect_anomaly: Annotated[Switch, CANNOT_MATTER] = False
-    """Turn on torch.autograd.set_detect_anomaly: an error in backward names the forward operation
-    that it belongs to. Slow."""
+    """Turn on torch.autograd.set_detect_anomaly: an error in backward then names its forward operation. Slow."""
     deterministic: Annotated[Switch, REPORTED] = False
-    """Use only GPU kernels that give the same bits each time. Without it a run on GPUs is not
-    bit-exact; with it some operations are slower, and a few raise an error."""
+    """Use only GPU kernels that give the same bits each time. Without it a run on GPUs is not exact; with it some
+    operations are slower, and a few raise an error."""
     matmul_precision: Annotated[
         Literal["highest", "high", "medium"],
         REPORTED,
         PER_STAGE,
         Alias("tf32", "allow_tf32", on="high", off="highest"),
     ] = "highest"
-    """How exact torch multiplies matrices of float32. high: TF32 on GPUs that have it; medium: bf16.
-    highest: as torch, or the task, has it."""
+    """Precision of float32 matrix products. high: TF32 on GPUs that have it; medium: bf16. highest: the setting of
+    torch, or of the task."""
     channels_last: Annotated[Switch, REPORTED, PER_STAGE] = False
-    """Have the weights of convolutions in memory by channels last, which some GPUs compute faster."""
+    """Store the weights of convolutions in the channels-last format, which is faster on some GPUs."""
     compile: Annotated[Switch, REPORTED, PER_STAGE, Alias("torch_compile", "use_torch_compile")] = (
         False
     )
-    """Compile the model with torch.compile, in place: names in files stay. Where that fails on a rank, all
-    go on without, with a warning."""
+    """Compile the model in place with torch.compile; names in files stay the same. If compilation fails on one
+    rank, all ranks continue without it, with a warning."""
     compile_mode: Annotated[
         Literal["default", "reduce-overhead", "max-autotune"],
         REPORTED,
         PER_STAGE,
         Alias("torch_compile_mode"),
     ] = "default"
-    """What torch.compile aims at. max-autotune times kernels and takes the fastest, and is not exact."""
+    """Mode of torch.compile. max-autotune chooses kernels by timing, and is not exact."""
     compile_fullgraph: Annotated[Switch, CANNOT_MATTER, PER_STAGE] = False
-    """The model must compile into one graph; else that counts as a failure."""
+    """Require that the model compiles into one graph; otherwise compilation fails."""
     compile_dynamic: Annotated[Switch, REPORTED, PER_STAGE] = False
-    """Compile once for all sizes, which is not exact. Without it each shape has its own code."""
+    """Compile once for all shapes, which is not exact. Without it each shape is compiled separately."""
     inject: Annotated[
         Texts,
         CANNOT_MATTER,
@@ -337,7 +345,7 @@ class RunSettings:
             "--inject",
             group=OptionGroup.TRYING_OUT,
             metavar="SPEC",
-            says="cause a fault, such as kill:rank=1,step=20 (below); may be repeated",
+            says="cause a fault, such as kill:rank=1,step=20 (see below); may be repeated",
         ),
     ] = ()
     """Faults to cause on purpose, each written as KIND:KEY=VALUE,... (--help lists them)."""

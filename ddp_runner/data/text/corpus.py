@@ -51,7 +51,7 @@ def scan_text_files(path: Path, *, suffixes: tuple[str, ...] | None = None) -> S
 
     Binary files (a NUL byte in the first 8 KiB) and unreadable ones are counted and left out,
     empty ones, folders of version control and symbolic links to folders are passed by; with
-    ``suffixes``, so is any other file. Raises BadInputError if there is no text at all.
+    ``suffixes``, so is any other file. Raises BadInputError if there is not text at all.
     """
     return _scan(path, suffixes=suffixes, without_dirs=_NOT_TEXT_DIRS)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 AUTO: Literal["auto"] = "auto"
 AUTO_MAX = 2
-_ONLY = "so many only help where data waits for disks or networks"
+_ONLY = "more only help if data waits for disks or networks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

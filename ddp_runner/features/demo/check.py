@@ -382,22 +382,27 @@ stopped and resumed. Each must end with bit-identical weights and report itself
 exact. A table of results follows. Exit codes: 0 if all runs pass, 1 if not
 (with the reason; the folder is kept), 2 for wrong input. Put it into your CI.""",
     options=(
-        Option("--task", key="run.task", metavar="FILE.py:NAME", says="the task"),
+        Option("--task", key="run.task", metavar="FILE.py:NAME", says="task to check"),
         Option(
             LOOP,
             key="run.task",
             metavar="FILE.py [ARGUMENTS]",
-            says="the program of a loop; it runs in this folder, each time with these ARGUMENTS",
+            says="program with its own loop; it runs in this folder, each time with these "
+            "ARGUMENTS",
         ),
         Option(
-            "--nproc-per-node", short="-n", key="run.nproc_per_node", metavar="N", says="ranks [2]"
+            "--nproc-per-node",
+            short="-n",
+            key="run.nproc_per_node",
+            metavar="N",
+            says="number of ranks [2]",
         ),
         Option(
             "--batch-size",
             short="-b",
             key="data.batch_size",
             metavar="N",
-            says="samples per rank and step [as of train]",
+            says="samples per rank and step [as in train]",
         ),
         Option(
             "--max-steps",
@@ -405,8 +410,8 @@ exact. A table of results follows. Exit codes: 0 if all runs pass, 1 if not
             metavar="N",
             says=f"steps of each run, {STEPS_MIN} or more [{STEPS}]",
         ),
-        Option(KEEP, says="keep the folder: logs and checkpoints of the runs"),
-        replace(JSON, says="the table as JSON, for programs"),
+        Option(KEEP, says="keep the folder with logs and checkpoints of the runs"),
+        replace(JSON, says="print the table as JSON, for programs"),
     ),
     closing="""Every other option and setting of train (with --loop: of run) works as well,
 except those of folders, --resume and --inject. The runs use the device that

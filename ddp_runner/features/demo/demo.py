@@ -218,14 +218,14 @@ DECLARATION = SmallCommand(
     usage=f"""Usage:  {COMMAND} demo [-n N] [--keep]
 
 Trains a small model three times on the CPU, in a temporary folder: without
-faults; with every kind of fault that must not change the result (ranks,
-loader workers, memory, disk, a flipped bit); and with those that do. Each has
-a table of the faults. Ends with whether the first two runs have the same
-weights, bit for bit: exit 0 if so, 1 if not, or if a fault was not noticed.
-Takes about a minute on two cores. Ctrl-C ends it and removes the folder.""",
+faults; with each fault that must not change the result (ranks, loader workers,
+memory, disk, a flipped bit); and with the faults that change it. A table shows
+the faults of each run. Exit codes: 0 if the first two runs have bit-identical
+weights and every fault was noticed, otherwise 1. The demo takes about a minute
+on two cores. Ctrl-C ends it and removes the folder.""",
     options=(
         Option(NPROC, short="-n", metavar="N", says=f"ranks, {RANKS_MIN} to {RANKS_MAX} [2]"),
-        Option(KEEP, says="keep the folder: logs and checkpoints of the runs"),
+        Option(KEEP, says="keep the folder with logs and checkpoints of the runs"),
     ),
     perform=_run,
 )

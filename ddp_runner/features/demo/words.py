@@ -7,12 +7,12 @@ from ddp_runner.cli.commands import Row
 COMMANDS = {
     "check": Row(
         module="ddp_runner.features.demo.check",
-        says="is your own task exact under every kill? a table of what holds",
+        says="check that your own task is exact under every kind of kill",
         place=70,
     ),
     "demo": Row(
         module="ddp_runner.features.demo.demo",
-        says="watch ranks being killed, and the weights come out the same",
+        says="watch ranks being killed while the weights stay the same",
         place=80,
     ),
 }

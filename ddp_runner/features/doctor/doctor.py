@@ -386,27 +386,36 @@ def check_variables(environment: Mapping[str, str]) -> Check:
 DECLARATION = SmallCommand(
     usage=f"""Usage:  {COMMAND} doctor [-g 0,1] [--quick] [--json]
 
-Checks everything that training needs; exit 1 if something is missing. Ranks on
-the chosen devices form, sum, are aborted, form again and sum again.""",
+Checks everything that training needs; exits with 1 if something is missing. The
+last check starts ranks on the chosen devices, interrupts a sum over them,
+forms a new group and repeats the sum.""",
     options=(
-        Option("--gpus", short="-g", metavar="0,1", says="GPUs to try [all; without any, the CPU]"),
-        Option("--backend", metavar="NAME", says="how ranks meet: nccl or gloo [nccl on GPUs]"),
-        Option(_CPU, says="try the CPU"),
-        Option(_QUICK, says="leave that out: it takes some seconds"),
+        Option(
+            "--gpus", short="-g", metavar="0,1", says="GPUs to check [all; without any, the CPU]"
+        ),
+        Option(
+            "--backend", metavar="NAME", says="communication library: nccl or gloo [nccl on GPUs]"
+        ),
+        Option(_CPU, says="check the CPU"),
+        Option(_QUICK, says="skip that last check, which takes some seconds"),
         replace(LOG_DIR, says="folder of logs to check [logs]"),
         replace(CHECKPOINT_DIR, says="folder of checkpoints to check [checkpoints]"),
         Option(
             _ENDPOINT,
             metavar="HOST[:PORT]",
-            says="of a run on several machines: does it answer, is the token right, which address "
-            "would be used here, are folders shared? A run there is left alone",
+            says="endpoint of a run on several machines: check that it answers, the token, the "
+            "local address and shared folders, without disturbing a run there",
         ),
         Option(
             _TOKEN_FILE,
             metavar="FILE",
-            says="as for training [DDP_RUNNER_TOKEN, or the folder's]",
+            says="file with the token, as for training [DDP_RUNNER_TOKEN, or the folder's]",
         ),
-        Option(_LOCAL_ADDR, metavar="ADDR", says="as for training [the one that leads there]"),
+        Option(
+            _LOCAL_ADDR,
+            metavar="ADDR",
+            says="address of this machine, as for training [the one that leads to the endpoint]",
+        ),
         JSON,
     ),
     perform=_run,

@@ -7,7 +7,7 @@ from ddp_runner.cli.commands import Row
 COMMANDS = {
     "doctor": Row(
         module="ddp_runner.features.doctor.doctor",
-        says="can this machine train, and if not, what to do",
+        says="check whether this machine can train, and say what to do if not",
         place=50,
     ),
 }

@@ -80,8 +80,8 @@ class GpuReader:
         if self._keeper.look(now_s) is not None and not self._has_warned:
             self._has_warned = True
             self._say(
-                f"the GPU driver has not answered for {self._keeper.role.silent_s:g} s: what it said last is"
-                " shown with its age, and training goes on; another process asks it again",
+                f"the GPU driver has not answered for {self._keeper.role.silent_s:g} s: its last reading is"
+                " shown with its age, and training continues; another process asks it again",
                 level="WARNING",
             )
 

@@ -250,7 +250,7 @@ def _faults(restart: Restart, reported: Mapping[int, _ByRestart]) -> list[Fault]
             kind=FaultKind.RANK_EXITED,
             rank=silent[0] if len(silent) == 1 else -1,
             step=max((fault.step for fault in faults), default=max(0, newest.step)),
-            cause=f"{who} ended without a word: killed, or exited",
+            cause=f"{who} ended without reporting an error: killed, or exited",
             at_ns=min((fault.at_ns for fault in faults), default=newest.at_ns),
         )
         faults.append(lost)

@@ -111,7 +111,7 @@ class StartPage:
     async def build(self) -> None:
         """Draw it."""
         frame = Frame("Start a run", home=True)
-        ui.label("What is left empty is as its default.").classes("ddp-small")
+        ui.label("Empty fields keep their default.").classes("ddp-small")
         with ui.element("div").classes("ddp-form"):
             for key in _FIRST:
                 self._field(key)

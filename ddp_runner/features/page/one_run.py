@@ -79,7 +79,7 @@ class OneRun:
                 self._faults = FaultsPanel(self._run)
             with ui.tab_panel("timeline"):
                 self._timeline = Plot("ddp-timeline")
-                ui.label("Dashed lines are generations.").classes("ddp-small")
+                ui.label("Ticks mark a new process group after a repair.").classes("ddp-small")
                 self._times = TimePanel(self._run)
             with ui.tab_panel("ranks"):
                 self._ranks = RanksPanel(self._run, self._figures_of_all, dark=dark)
@@ -115,11 +115,9 @@ class OneRun:
 
     async def _ask_stop(self) -> None:
         with ui.dialog() as dialog, ui.card():
+            ui.label("Stop after this step? The run saves; run the same command again to resume.")
             ui.label(
-                "Stop after this step? The run saves, and the same command goes on from there."
-            )
-            ui.label(
-                "Stopped now, it saves nothing: the same command goes on from its newest checkpoint."
+                "Stop now? The run does not save; the same command resumes from its newest checkpoint."
             ).classes("ddp-small")
             with ui.row():
                 ui.button("stop", on_click=lambda: dialog.submit("stop")).props("no-caps")

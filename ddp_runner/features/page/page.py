@@ -44,7 +44,7 @@ def _serve(root: Path, listener: socket.socket, host: str, *, can_inject: bool) 
     print(f"{root.resolve()} is shown until Ctrl-C at")
     print(f"  http://{shown}:{listener.getsockname()[1]}/?token={token}")
     if is_open:
-        print("without the token it can be looked at from this machine, and changes nothing")
+        print("without the token, users of this machine can watch but not control runs")
     sys.stdout.flush()
     import_module("ddp_runner.features.page.site").serve(
         root, listener, token=token, is_open=is_open, can_inject=can_inject
@@ -83,19 +83,19 @@ DECLARATION = SmallCommand(
         {COMMAND} train --page ...
 
 Shows runs in a browser while they train, until Ctrl-C: curves with every fault
-and repair, faults, timeline, ranks and their logs, checkpoints, settings. Who
-came by the printed link can save, stop and start runs. `train --page` serves
-the page beside a run, which then needs no second command.""",
+and repair, faults, timeline, ranks and their logs, checkpoints, settings. The
+printed link lets its holder save, stop and start runs. `train --page` serves
+the page together with a run, without a second command.""",
     options=(
-        replace(LOG_DIR, says="a run's log folder, or a folder of such [logs]"),
-        Option("--port", metavar="N", says="[8080]"),
+        replace(LOG_DIR, says="log folder of a run, or the folder of several [logs]"),
+        Option("--port", metavar="N", says="TCP port [8080]"),
         Option(
             "--host",
             metavar="ADDRESS",
-            says="who may reach it [127.0.0.1: this machine]; from elsewhere only with the token "
-            "of the link printed",
+            says="address to listen on [127.0.0.1: this machine only]; other machines need the "
+            "token of the printed link",
         ),
-        Option(_CAN_INJECT, says="let it end or stop ranks, to see them replaced"),
+        Option(_CAN_INJECT, says="allow it to end or stop ranks, to show how they are replaced"),
     ),
     perform=_run,
 )

@@ -83,7 +83,9 @@ class PageKeeper(ProgramBeside):
         self._programs.forget(self._keeper.role)
         self._keeper.ended(self._clock.monotonic())
         again = f"{start.COMMAND} page -l {self._log_dir}"
-        self._say(f"the page has ended: {ended.how}; the run goes on, and `{again}` shows it again")
+        self._say(
+            f"the page has ended: {ended.how}; the run continues, and `{again}` shows it again"
+        )
         return True
 
     def _start(self, listener: socket.socket, now_s: float) -> None:

@@ -48,7 +48,7 @@ class RunStarter:
         given = []
         for key, value in values.items():
             if key not in SETTINGS:
-                raise BadInputError(key[:80], "", "is no setting that can be chosen here")
+                raise BadInputError(key[:80], "", "cannot be set here")
             if len(value) > VALUE_CHARACTERS_MAX or "\0" in value:
                 raise BadInputError(key, f"{value[:40]}...", "is too long, or no text")
             if value.strip():

@@ -143,7 +143,7 @@ class Reading:
             hashed = sample_hash(sample)
             is_same = hashed == sample_hash(again) if hashed else packed == _packed(again, index)
         if not is_same:
-            raise NotKeptError(f"sample {index} is another one when it is read again")
+            raise NotKeptError(f"sample {index} differs when it is read again")
 
     def _samples(self, indices: Sequence[int], *, epoch: int = 0) -> list[Any]:
         found = self._loaded(indices, epoch)
@@ -212,7 +212,7 @@ def _compare(sample: Any, packed: bytearray, index: int) -> None:
     except Exception as error:
         raise NotKeptError(f"sample {index} cannot be made of its pickle: {error}") from error
     if type(back) is not type(sample) or sample_hash(back) != sample_hash(sample):
-        raise NotKeptError(f"sample {index} is another one when it comes back from its pickle")
+        raise NotKeptError(f"sample {index} differs when it comes back from its pickle")
 
 
 # Whether the samples that are preloaded fit into memory. Values only.

@@ -210,7 +210,7 @@ def _after_coordinator(ended: Ended) -> Answer:
         return replace(_given_up(why), exit_code=ExitCode.GAVE_UP)
     if ended.has_begun and not ended.starts_again_from_newest:
         return _given_up(
-            "the coordinator is lost: --resume auto goes on from the newest checkpoint"
+            "the coordinator is lost: --resume auto resumes from the newest checkpoint"
         )
     if ended.has_begun and not ended.has_its_state:
         return _given_up("the coordinator is lost, and its machine's checkpoints are not elsewhere")

@@ -10,6 +10,6 @@ OPTIONS = (
         "--engine",
         metavar="ray",
         group=OptionGroup.MACHINES,
-        says="have Ray's cluster place and restart the machines; only --nnodes is given then",
+        says="let a Ray cluster place and restart the machines; give only --nnodes with it",
     ),
 )

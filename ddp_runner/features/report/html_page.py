@@ -114,7 +114,7 @@ def _head(state: RunStanding) -> str:
 
 def _improve(summary: RunSummary | None, run: RunHistory) -> str:
     if summary is None:
-        said = "<p>What to improve is known once the run has ended.</p>"
+        said = "<p>Suggestions appear once the run has ended.</p>"
     else:
         found = improvements(EndedRun.of(run, summary))
         said = "".join(

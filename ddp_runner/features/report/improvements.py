@@ -203,7 +203,7 @@ def _against(run: EndedRun, repeated: FaultRecord | None) -> str:
         who = f"rank {repeated.rank}" if repeated.rank >= 0 else "all ranks"
         first = f"the cause, which comes again and again: {who}, {repeated.kind}: {repeated.cause}"
         if repeated.rank >= 0 and run.settings.get("recovery.min_ranks") == 0:
-            first += "; recovery.min_ranks to go on without such a rank"
+            first += "; recovery.min_ranks to continue without such a rank"
         return first
     if any(fault.steps_lost for fault in faults):
         lost = sum(fault.steps_lost for fault in faults)

@@ -42,7 +42,7 @@ def _ended(word: str) -> EndedRun:
     elif is_name(word):
         folder = log_dir_of(Arguments(values={"--name": word}))
     else:
-        raise BadInputError("--compare", word, "is no log folder, and no name of a run")
+        raise BadInputError("--compare", word, "is neither a log folder nor the name of a run")
     try:
         if (other := other_report(folder / "summary.json")) is not None:
             expected = f"is the run of {other.what}, which has nothing to compare"

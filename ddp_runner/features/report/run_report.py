@@ -131,7 +131,7 @@ def _report_unfinished(text: str, directory: Path) -> int:
         show(f"no summary yet: the run is on {host}, and wrote its status {duration(old_s)} ago")
     elif _is_alive(pid):
         show(f"{run}: {state} {place}")
-        show(f"no summary yet: the run goes on (process {pid})")
+        show(f"no summary yet: the run is still training (process {pid})")
     elif state in _ENDED:
         show(f"{run}: {state} {place}")
         show("the run has ended, and its summary.json could not be written")
@@ -323,10 +323,9 @@ first, faults and their repair.""",
         Option(
             "--html",
             metavar="FILE",
-            says="writes one file for a browser instead, to send to somebody: curves, timeline, "
-            "faults, settings",
+            says="write one HTML file instead: curves, timeline, faults, settings",
         ),
-        Option(_COMPARE, metavar="A B", says="two runs side by side; names, or log folders"),
+        Option(_COMPARE, metavar="A B", says="show two runs side by side; names or log folders"),
     ),
     words_max=2,
     perform=_run,

@@ -7,7 +7,7 @@ from ddp_runner.cli.commands import Row
 COMMANDS = {
     "report": Row(
         module="ddp_runner.features.report.run_report",
-        says="what happened in a run, for people",
+        says="summarize a run",
         place=40,
     ),
 }

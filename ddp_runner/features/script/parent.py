@@ -554,8 +554,8 @@ class ScriptAgent:
         threads = self.plan.threads_per_rank
         lines = (
             *self.plan.notes,
-            f"{self._who()}, {threads} threads each",
-            f"what they write: {self._files.folder(self._attempt.number)}/rank_<r>.log",
+            f"{self._who()}, {threads} thread{'' if threads == 1 else 's'} each",
+            f"output: {self._files.folder(self._attempt.number)}/rank_<r>.log",
         )
         self.recorder.record(
             events.RunBegins(

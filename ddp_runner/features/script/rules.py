@@ -197,7 +197,7 @@ def plan_restart(
     if newest.exit_code == WRONG_ARGUMENTS and newest.fault.kind is FaultKind.RANK_EXITED:
         return end("its arguments are wrong")
     if not restarts:
-        return end("started again only with --max-restarts or --resume-with")
+        return end("restarted only with --max-restarts or --resume-with")
     is_of_script = newest.fault.kind is not FaultKind.NODE_LOST
     if is_of_script and counts_steps and not any(attempt.steps for attempt in attempts):
         return end("it failed before the first optimizer step")

@@ -1,4 +1,4 @@
-"""``run``: any script that torchrun starts, supervised. What can be wrong is found before a process starts."""
+"""``run``: supervise any script that torchrun can start. What can be wrong is found before a process starts."""
 
 from __future__ import annotations
 
@@ -463,9 +463,7 @@ def _check_file(path: str) -> None:
         compile(Path(path).read_bytes(), path, "exec")
     except (SyntaxError, ValueError) as error:
         where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise BadInputError(
-            "run", path, f"is no Python that can be read{where}: {error}"
-        ) from error
+        raise BadInputError("run", path, f"is not valid Python{where}: {error}") from error
     except OSError as error:
         raise BadInputError("run", path, f"cannot be read: {error.strerror}") from error
 
@@ -496,15 +494,14 @@ def _settings(words: _Words, script: ScriptPlan) -> list[str]:
 def run_help() -> str:
     """The text of ``run --help``."""
     lines = [
-        "ddp_runner run - any script that torchrun starts, supervised.",
+        "ddp_runner run - supervise any script that torchrun can start.",
         "",
         f"Usage:  {COMMAND} run [OPTIONS] [KEY=VALUE ...] train.py ARGS",
         f"        {COMMAND} run [OPTIONS] [KEY=VALUE ...] -m MODULE ARGS",
         "",
         *textwrap.wrap(
-            "Each rank finds the variables that torchrun sets. A rank that is lost ends the others, and with "
-            "--max-restarts all start again, from the script's own checkpoint: what it did since then is lost, "
-            "and it must resume by itself.",
+            "Each rank gets the variables that torchrun sets. A lost rank ends the others. With --max-restarts all "
+            "ranks restart, and the script must resume from its own checkpoint: its work since then is lost.",
             _WIDTH,
         ),
         "",
@@ -520,7 +517,7 @@ def run_help() -> str:
         "Exit codes:",
         "  0 done · 2 bad usage · 3 gave up (--max-restarts) · 130, 143 asked to stop",
         "  75 a machine is missing, or its coordinator (several machines)",
-        "  else that of the rank that failed first; 128 and the number of its signal",
+        "  otherwise that of the rank that failed first, or 128 plus its signal number",
     ]
     return "\n".join(lines)
 

@@ -19,32 +19,33 @@ SHARED = (
 OF_ATTACHED = ("--resume", "--checkpoint-dir", "--inject")
 # Where they mean a little less.
 SAYS_OF_SHARED = {
-    "--name": "of this run: it writes to logs/NAME [the script's]",
-    "--log-dir": "of this run: a log for each attempt and rank, and the files of the run [logs/NAME]",
-    "--max-restarts": "restarts of all ranks within an hour; without it none",
-    "--resume": "of an attached loop: auto, last, best, none or a file [auto]",
-    "--checkpoint-dir": "of an attached loop [checkpoints/NAME]",
-    "--inject": "of an attached loop: cause faults, to see them repaired",
+    "--name": "name of the run, which writes to logs/NAME [the script's name]",
+    "--log-dir": "folder for the files of the run and a log for each attempt and rank [logs/NAME]",
+    "--max-restarts": "number of restarts of all ranks within an hour [none]",
+    "--resume": "for an attached loop: checkpoint to resume from: auto, last, best, none or a "
+    "file [auto]",
+    "--checkpoint-dir": "for an attached loop: folder for checkpoints [checkpoints/NAME]",
+    "--inject": "for an attached loop: cause a fault, to see it repaired",
     "--rdzv-id": "name of the run, and TORCHELASTIC_RUN_ID in each rank",
-    "--token-file": "file with the secret that all machines know; otherwise DDP_RUNNER_TOKEN, or a file that "
-    "the coordinator creates in a shared log folder",
+    "--token-file": "file with the secret shared by all machines [DDP_RUNNER_TOKEN, or a file that "
+    "the coordinator creates in a shared log folder]",
 }
 OWN_OPTIONS = (
     Option("--module", short="-m", metavar="MODULE", says="run a module, as python -m does"),
     Option(
         "--no-python",
-        says="run a program as it is, such as bash worker.sh: its steps and hangs are not seen",
+        says="run any program, such as bash worker.sh; its steps and hangs are not detected",
     ),
     Option(
         "--grace-period",
         metavar="SECONDS",
-        says="from SIGTERM to SIGKILL when the run is asked to stop [30]",
+        says="time between SIGTERM and SIGKILL when the run is asked to stop [30]",
     ),
     Option(
         "--hang-timeout",
         metavar="SECONDS",
-        says="from the start on: without a step, a collective, a line or "
-        "ddp_runner.heartbeat() of any rank it is a fault [no limit]",
+        says="time without a step, collective, output line or ddp_runner.heartbeat() of any "
+        "rank that counts as a hang [no limit]",
     ),
     Option(
         "--preload",
@@ -58,45 +59,53 @@ OWN_OPTIONS = (
     Option(
         "--master-addr",
         metavar="HOST",
-        says="host of the endpoint on several machines: the same as --rdzv-endpoint HOST:PORT with "
-        "--master-port PORT",
+        says="host of the endpoint on several machines; with --master-port PORT the same as "
+        "--rdzv-endpoint HOST:PORT",
     ),
-    Option("--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"),
+    Option(
+        "--master-port",
+        key="ddp.port",
+        metavar="PORT",
+        says="TCP port of the store [any free port]",
+    ),
     Option(
         "--resume-with",
         metavar="GLOB:WORDS",
-        says="words that are added at each start at which such a file exists, as in "
-        "'out/ckpt.pt:--resume out/ckpt.pt'; {} is the newest whole match; may be repeated",
+        says="arguments to add at each start if such a file exists: 'out/ckpt.pt:--resume "
+        "out/ckpt.pt'; {} is the newest complete match; may be repeated",
     ),
     Option(
         "--from-scratch",
-        says="a restart may begin at the beginning, though an attempt before has saved",
+        says="allow a restart from the beginning although an earlier attempt has saved",
     ),
-    Option("--plain-saves", says="leave torch.save as it is: else a file is replaced whole"),
+    Option(
+        "--plain-saves", says="leave torch.save unchanged; otherwise it replaces files atomically"
+    ),
     Option(
         "--tee",
         short="-t",
         metavar="WHICH",
-        says="show these ranks on the console, each line with [default<r>]: 3: all, 0:3,1:3: "
-        "these; a log has stdout and stderr in one",
+        says="print the output of these ranks, prefixed with [default<rank>]: 3 for all, "
+        "0:3,1:3 for ranks 0 and 1; stdout and stderr share one log",
     ),
     Option(
         "--local-ranks-filter",
         metavar="0,1",
-        says="show these ranks only on the console [0]",
+        says="show only these ranks on the console [0]",
     ),
     Option(
         "--mixed-precision",
         metavar="NAME",
-        says="of a script with accelerate: no, fp16, bf16 or fp8 [as accelerate config has stored]",
+        says="precision for a script with accelerate: no, fp16, bf16 or fp8 [from "
+        "accelerate config]",
     ),
     Option(
         "--monitor-interval",
         metavar="SECONDS",
-        says="accepted: the end of a rank is noticed at once",
+        says="accepted and ignored: the end of a rank is noticed at once",
     ),
-    Option("--standalone", says="accepted for a run on one machine"),
-    Option("--role", metavar="NAME", says="what ROLE_NAME is in each rank [default]"),
+    Option("--standalone", says="accepted and ignored for a run on one machine"),
+    Option("--role", metavar="NAME", says="value of ROLE_NAME in each rank [default]"),
 )
 # As accelerate and others call them.
 ALSO_CALLED = {
@@ -111,19 +120,19 @@ ALSO_CALLED = {
 }
 # What is for a script only: what an attached loop has instead.
 OF_SCRIPTS = {
-    "--resume-with": "resumes from checkpoints of its own: see --resume",
-    "--from-scratch": "resumes from checkpoints of its own: --resume none starts fresh",
+    "--resume-with": "resumes from its own checkpoints: see --resume",
+    "--from-scratch": "resumes from its own checkpoints: --resume none starts fresh",
     "--plain-saves": "is saved by run, and its own torch.save is left as it is",
-    "--hang-timeout": "is watched without it: recovery.hang_min_s and recovery.hang_factor say how",
+    "--hang-timeout": "is always watched: see recovery.hang_min_s and recovery.hang_factor",
     "--grace-period": "saves before it ends: recovery.stop_timeout_s is the time for that",
     "--tee": "has a log file for each rank below --log-dir",
     "--local-ranks-filter": "has a log file for each rank below --log-dir",
 }
 # Of ``train``, for what it builds itself.
 OF_TASKS = {
-    "--find-batch-size": "is for a task: the batches of a program with a loop of its own are its own",
-    "--find-lr": "is for a task: the learning rate of a program with a loop of its own is its own",
-    "--dry-run": "is for a task: what a program with a loop of its own builds is its own",
+    "--find-batch-size": "is for tasks: a program with its own loop decides its batches",
+    "--find-lr": "is for tasks: a program with its own loop decides its learning rate",
+    "--dry-run": "is for tasks: a program with its own loop builds its model itself",
 }
 # What means nothing of a program that is no Python of ours to run.
 PYTHON_ONLY = (
@@ -137,12 +146,12 @@ REFUSED = {
     "--run-path": "is not needed: a Python file runs in a fork of this command's own Python",
     "--shutdown-timeout": "is called --grace-period here",
     "--signals-to-handle": "cannot be chosen: SIGINT, SIGTERM, SIGHUP and SIGUSR1 stop the run",
-    "--logs-specs": "is not in this version",
-    "--event-log-handler": "is not in this version: events.jsonl has what happened",
-    "--duplicate-stdout-filters": "is not in this version",
-    "--duplicate-stderr-filters": "is not in this version",
-    "--numa-binding": "is not in this version",
-    "--virtual-local-rank": "is not in this version",
+    "--logs-specs": "is not supported",
+    "--event-log-handler": "is not supported: events.jsonl lists the events",
+    "--duplicate-stdout-filters": "is not supported",
+    "--duplicate-stderr-filters": "is not supported",
+    "--numa-binding": "is not supported",
+    "--virtual-local-rank": "is not supported",
 }
 REFUSED_SWITCHES = ("--run-path", "--virtual-local-rank")
 # Values with which they say what is so in any case, as regular expressions.
@@ -158,14 +167,14 @@ OF_ENVIRONMENT = (
 EXAMPLES = (
     ("train.py --lr 1e-3", "two ranks on the CPU, or one per GPU"),
     ("-n 4 train.py", "as torchrun --nproc-per-node 4 train.py"),
-    ("--max-restarts 3 train.py", "started again from its own checkpoint"),
+    ("--max-restarts 3 train.py", "restart from the script's own checkpoint"),
     (
         "--resume-with 'out/checkpoint-*:--resume {}' train.py",
         "the same command resumes, now and after a failure",
     ),
     ("--hang-timeout 600 --tee 3 train.py", "hangs are faults, and all ranks are shown"),
     ("-m package.train --epochs 3", "a module, as python -m"),
-    ("--no-python bash worker.sh", "a program that is no Python"),
+    ("--no-python bash worker.sh", "a program other than Python"),
     ("--nnodes 2 --rdzv-endpoint node0 train.py", "on each of two machines"),
     ("--engine ray --nnodes 2:4 train.py", "on machines of a Ray cluster"),
 )

@@ -1,4 +1,4 @@
-"""The command ``run``: any script that torchrun starts, supervised."""
+"""The command ``run``: supervise any script that torchrun can start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ddp_runner.cli.commands import Row
 COMMANDS = {
     "run": Row(
         module="ddp_runner.features.script.run_command",
-        says="any script that torchrun starts, supervised: run train.py ARGS",
+        says="run any script that torchrun can start, supervised: run train.py ARGS",
         place=20,
     )
 }

@@ -108,7 +108,7 @@ class TrackerKeeper(ProgramBeside):
                 time.sleep(_POLL_S)
             if is_alive:
                 self._say(
-                    f"{role.name} was not done within {role.end_s:g} s: a resume goes on there"
+                    f"{role.name} was not done within {role.end_s:g} s: a resume continues there"
                 )
             self._programs.forget(role)
 
@@ -138,9 +138,9 @@ class TrackerKeeper(ProgramBeside):
         keeper.ended(self._clock.monotonic())
         name = keeper.role.name
         goes_on = (
-            f"the run goes on without it, see {self._log_path(name)}; a resume takes it up again"
+            f"the run continues without it, see {self._log_path(name)}; a resume starts it again"
             if keeper.is_given_up
-            else "it is started again and goes on where it was"
+            else "it is restarted and continues where it was"
         )
         self._say(f"the tracker {name} has ended: {how}; {goes_on}", level="WARNING")
 

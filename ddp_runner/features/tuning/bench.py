@@ -154,17 +154,17 @@ def table(parts: Sequence[Part], verdict: Verdict) -> list[str]:
 DECLARATION = SmallCommand(
     usage=f"""Usage:  {COMMAND} bench [OPTIONS of train] [--steps N] [--json]
 
-Trains some steps in a folder of its own, with the settings and on the devices
-that training would have, and shows what a step's time is made of: data, forward,
-backward, communication and optimizer, what bounds it and what to try. The run
-itself, if there is one, is left alone.""",
+Trains some steps in a separate folder, with the settings and devices of train.
+Shows the time of each part of a step (data, forward, backward, communication,
+optimizer), the part that limits the speed, and settings to try. An existing run
+is not touched.""",
     options=(
         Option(
             _STEPS,
             metavar="N",
             says=f"steps that are measured, after {WARM_UP} that are not [{STEPS}]",
         ),
-        replace(JSON, says="one JSON object, for programs"),
+        replace(JSON, says="print one JSON object, for programs"),
     ),
     takes_rest=True,
     perform=_run,

@@ -54,7 +54,7 @@ def find(plan: LaunchPlan, finding: Finding) -> int:
     """Look for it; the exit code. Raises BadInputError."""
     share = share_of(finding.value)
     if plan.settings.data.micro_batch_size:
-        expected = "leave it out: how much fits at once is what is looked for"
+        expected = "leave it out: the size that fits is the result"
         raise BadInputError("data.micro_batch_size", plan.settings.data.micro_batch_size, expected)
     search = _Search(plan, finding, share=share)
     code = in_temporary_folder("find-batch-size", search.perform, keep=False)
@@ -84,7 +84,7 @@ def limit_of(plan: LaunchPlan, *, share: float) -> Limit:
         return Limit(share=share, bytes=int(most_gb * _GB), of=f"max_memory_gb={most_gb:g}")
     room_bytes = free_bytes(container_limit())
     ranks = plan.world_size
-    of = f"a rank's part of the {fmt.byte_size(room_bytes)} that are free"
+    of = f"its share of the {fmt.byte_size(room_bytes)} free"
     return Limit(share=share, bytes=room_bytes // ranks, of=of)
 
 
@@ -184,9 +184,9 @@ class _Search:
 
     def _show_begin(self) -> None:
         ranks, limit = self._plan.world_size, self._limit
-        of = f" ({fmt.byte_size(limit.bytes)})" if limit.of.startswith("a rank's") else ""
+        of = f" ({fmt.byte_size(limit.bytes)})" if limit.of.startswith("its share") else ""
         say_now(f"find-batch-size: {STEPS} steps on {ranks} rank{'s' * (ranks > 1)} at each size;")
-        say_now(f"a rank may take {fmt.percent(limit.share)} of {limit.of}{of}")
+        say_now(f"limit for each rank: {fmt.percent(limit.share)} of {limit.of}{of}")
         say_now("")
         say_now(f"{'batch':>9}  {'peak of a rank':>14}  {'share':>5}  {'samples/s':>9}")
 

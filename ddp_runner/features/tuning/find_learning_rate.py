@@ -208,7 +208,7 @@ class _Test:
             say_now("no suggestion: the smoothed loss has not fallen at any rate")
         else:
             say_now(f"  S  {found.steepest:.2e}  where the loss falls fastest")
-            say_now(f"  V  {found.valley:.2e}  amid its longest fall")
+            say_now(f"  V  {found.valley:.2e}  in the middle of its longest fall")
             say_now(f"  M  {found.tenth:.2e}  a tenth of the rate at which it is lowest")
             say_now("to use the middle one of them:")
             say_now(f"    learning_rate={found.rate:g}")

@@ -12,7 +12,7 @@ BATCH_SIZE, LEARNING_RATE = "--find-batch-size", "--find-lr"
 COMMANDS = {
     "bench": Row(
         module="ddp_runner.features.tuning.bench",
-        says="what a step's time is made of, what bounds it, what to try",
+        says="measure the parts of a step's time and suggest what to change",
         place=90,
     ),
 }
@@ -23,7 +23,7 @@ INSTEAD = (
             "--dry-run",
             aliases=("--test-model",),
             group=OptionGroup.TRYING_OUT,
-            says="build, compute one micro-batch, show modules and memory; write nothing",
+            says="build the model, compute one micro-batch, show modules and memory; write nothing",
         ),
     ),
     Instead(
@@ -33,8 +33,8 @@ INSTEAD = (
             BATCH_SIZE,
             metavar="[SHARE]",
             group=OptionGroup.TRYING_OUT,
-            says="try sizes by a few steps each, and show the largest batch that takes "
-            "no more than SHARE of the memory [0.8]",
+            says="try batch sizes with a few steps each, and show the largest that needs at "
+            "most SHARE of the memory [0.8]",
         ),
     ),
     Instead(
@@ -44,7 +44,8 @@ INSTEAD = (
             LEARNING_RATE,
             metavar="[LOW:HIGH[:STEPS]]",
             group=OptionGroup.TRYING_OUT,
-            says="train a copy at rates that grow, show the curve and a suggestion [1e-7:10:100]",
+            says="train a copy at increasing learning rates, and show the curve and a "
+            "suggestion [1e-7:10:100]",
         ),
     ),
 )

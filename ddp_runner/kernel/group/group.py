@@ -493,7 +493,7 @@ def _prove_peers(group: Group) -> None:
     group.wait_for_messages(works)
     for rank in others:
         if not torch.equal(seen[rank], expected[rank]):
-            raise tampered(f"what connected as rank {rank} is no rank of this run")
+            raise tampered(f"what connected as rank {rank} is not a rank of this run")
 
 
 def _as_tensor(data: bytes) -> Tensor:

@@ -127,7 +127,7 @@ class HangFinder:
             what = f"no sign of life for {verdict.waited_s:.1f} s"
             if verdict.by_device:
                 what = (
-                    f"its device has not come to the sum over ranks; all have waited for"
+                    f"its device has not reached the sum over ranks; all have waited for"
                     f" {verdict.waited_s:.1f} s"
                 )
             return [self.hung(self._world.ranks[rank], what) for rank in verdict.ranks]

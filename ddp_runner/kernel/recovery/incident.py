@@ -134,7 +134,7 @@ def repair_line(
         repair = [f"waiting for {rank_list(plan.ranks)}"]
     else:
         repair = repair_in_words(plan)
-    words = ", ".join([*actions, *repair]) or "forming the world again"
+    words = ", ".join([*actions, *repair]) or "forming the process group again"
     return f"{blamed_in_words(incident, ranks=ranks)}; {words}{wait}"
 
 

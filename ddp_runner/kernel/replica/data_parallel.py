@@ -110,7 +110,7 @@ class Cut:
             fields = dataclasses.fields(value)
             changed = {one.name: self.part_of(getattr(value, one.name)) for one in fields}
             return dataclasses.replace(value, **changed)
-        raise not_shareable(f"nobody knows how to cut a {type(value).__name__} in it")
+        raise not_shareable(f"there is no rule to split a {type(value).__name__} in it")
 
     def _tensor(self, value: Tensor) -> Tensor:
         if value.ndim == 0:
@@ -131,7 +131,7 @@ class Cut:
             return type(value)(changed)  # type: ignore[call-arg] # as a ModelOutput, or a BatchEncoding
         except TypeError:
             kind = type(value).__name__
-            raise not_shareable(f"nobody knows how to cut a {kind} in it") from None
+            raise not_shareable(f"there is no rule to split a {kind} in it") from None
 
     def _sequence(self, value: Any) -> Any:
         if len(value) == self.count and self._is_of_samples(value):

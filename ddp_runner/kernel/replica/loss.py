@@ -20,10 +20,7 @@ _OWN_NAMES = {"loss", "learning_rate", "grad_norm", "epoch", "tokens", "loss_sca
     *("samples_per_s", "data_wait_share", "step_s"),
     *PHASE_NAMES,
 }
-EXPECTED = (
-    "a scalar tensor, the mean loss of the batch; nor (loss, {name: number}),"
-    " nor Weighted(total, weight)"
-)
+EXPECTED = "a scalar tensor, (loss, {name: number}) or Weighted(total, weight)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ def checked_loss(value: object, *, what: str = "") -> Tensor:
             return value.float().reshape(())
     else:
         wrong = _wrong_object(value)
-    raise _user_error(f"loss() gave {what}{wrong}, not {EXPECTED}")
+    raise _user_error(f"loss() returned {what}{wrong}, not {EXPECTED}")
 
 
 def times(value: Any, factor: float) -> Any:
@@ -143,7 +140,7 @@ def _read_weight(weight: object, *, like: Tensor) -> Tensor:
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         shown = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else ""
         raise _user_error(
-            f"loss() gave a Weighted whose weight is {shown or _wrong_object(weight)}, not a number"
+            f"loss() returned a Weighted whose weight is {shown or _wrong_object(weight)}, not a number"
         )
     if not 0 <= weight < math.inf:
         raise BadWeightError(f"{weight:g}")
@@ -152,12 +149,12 @@ def _read_weight(weight: object, *, like: Tensor) -> Tensor:
 
 def _read_parts(found: Mapping[Any, Any], *, like: Tensor | Weighted) -> dict[str, Tensor]:
     if len(found) > PARTS_MAX:
-        raise _user_error(f"loss() gave {len(found)} named numbers: at most {PARTS_MAX}")
+        raise _user_error(f"loss() returned {len(found)} named numbers: at most {PARTS_MAX}")
     device = (like.total if isinstance(like, Weighted) else like).device
     parts = {}
     for name, number in found.items():
         if not isinstance(name, str) or not name or name in _OWN_NAMES:
-            raise _user_error(f"loss() gave a number named {name!r}: give it a name of its own")
+            raise _user_error(f"loss() returned a number named {name!r}: give it a name of its own")
         if isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex():
             parts[name] = number.detach().float().reshape(()).to(device)
         elif isinstance(number, (int, float)):
@@ -165,7 +162,7 @@ def _read_parts(found: Mapping[Any, Any], *, like: Tensor | Weighted) -> dict[st
         else:
             kind = type(number).__name__
             shape = f" of shape {tuple(number.shape)}" if isinstance(number, Tensor) else ""
-            raise _user_error(f"loss() gave as {name!r} a {kind}{shape}, not a number")
+            raise _user_error(f"loss() returned as {name!r} a {kind}{shape}, not a number")
     return parts
 
 
@@ -174,7 +171,7 @@ def bad_weight(error: BadWeightError, *, rank: int, samples: Sequence[int]) -> F
     shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
     one = "sample" if len(samples) == 1 else "samples"
     return _user_error(
-        f"loss() gave a Weighted whose weight is {error}, on rank {rank} for {one} {shown}:"
+        f"loss() returned a Weighted whose weight is {error}, on rank {rank} for {one} {shown}:"
         " it must be 0 or more"
     )
 
@@ -186,7 +183,7 @@ def no_graph() -> FaultError:
     first step, the run would train nothing.
     """
     return _user_error(
-        "loss() gave a tensor without a graph to the parameters: nothing would be trained; "
+        "loss() returned a tensor without a graph to the parameters: nothing would be trained; "
         "leave out .detach(), .item() and torch.no_grad()"
     )
 

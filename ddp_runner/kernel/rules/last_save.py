@@ -71,7 +71,7 @@ def next_saver(
 def why_not_saved(causes: Sequence[Fault]) -> str:
     """Why the state that is left is not to be saved, in words; empty where it is."""
     if any(one.kind is FaultKind.REPLICA_DIVERGED and not one.may_retry for one in causes):
-        return "the ranks' states differ, and nobody knows whose is right"
+        return "the ranks' states differ, and none is known to be right"
     if any(one.kind is FaultKind.STORAGE_FAILED for one in causes):
         return "the disk refuses it"  # for as long as a last save is tried
     return ""
@@ -100,11 +100,11 @@ def closing_words(
     ``newest`` is the step and path of the newest checkpoint, ``resume`` the word of this command.
     """
     option = "" if resume in _RESUMES_NEWEST else " with --resume auto"
-    go_on = f"the same command{option} goes on from there"
+    go_on = f"run the same command again{option} to resume"
     if outcome.is_rescued:
         return (
             f"step {outcome.step} is saved, but not with the other checkpoints: "
-            f"go on from it with --resume {outcome.path}"
+            f"resume from it with --resume {outcome.path}"
         )
     if outcome.is_saved and (newest is None or newest[0] < outcome.step):
         return f"step {outcome.step} is saved in {outcome.path} on another machine: {go_on}"
@@ -112,7 +112,7 @@ def closing_words(
     if outcome.cause:
         lost = f"step {outcome.step} could not be saved: {outcome.cause}; "
     if newest is None:
-        return f"{lost}there is no checkpoint: the same command begins at step 0"
+        return f"{lost}there is no checkpoint: the same command starts at step 0"
     step, path = newest
     if step >= committed_step:
         return f"step {step} is saved in {path}: {go_on}"

@@ -100,13 +100,13 @@ def _open_regular(path: Path, flags: int, *, mode: int = FILE_MODE) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        what = {errno.ELOOP: "is a symbolic link", errno.ENXIO: "is no regular file"}
+        what = {errno.ELOOP: "is a symbolic link", errno.ENXIO: "is not a regular file"}
         if flags & os.O_NOFOLLOW and error.errno in what:
             raise RefusedFileError(error.errno, what[error.errno], str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RefusedFileError(errno.EINVAL, "is no regular file", str(path))
+        raise RefusedFileError(errno.EINVAL, "is not a regular file", str(path))
     # A process that is started with it expects what it prints to wait for the disk.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & os.O_APPEND)
     return descriptor

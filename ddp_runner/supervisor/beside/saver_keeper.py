@@ -193,7 +193,7 @@ class SaverKeeper(Observer):
         self._wait_from(now_s)
         if self._keeper.tries.failures > 1:
             return  # said of the first one
-        goes_on = "" if step < 0 else f", and goes on with that of step {step}"
+        goes_on = "" if step < 0 else f", and continues with that of step {step}"
         self._recorder.say(
             f"the process that writes checkpoints ended ({ended.how}): another one takes its place{goes_on}",
             level="WARNING",

@@ -49,7 +49,7 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
             keys = "Ctrl-C once more" if by_key else "Ctrl-C twice"
             yield f"{reason}: finishing the step and saving; {keys} ends at once", "INFO"
         case events.SaveAsked():
-            yield "a checkpoint was asked for: saving after this step, and going on", "INFO"
+            yield "checkpoint requested: saving after this step", "INFO"
         case events.CheckpointSaved(blocked_s=None, path=path):
             yield f"{path} is on disk; its rank has not reported it", "INFO"
         case events.FolderMadeAgain(text=text):
@@ -59,7 +59,7 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.Plan(line=line) if line:
             yield line, "WARNING"
         case events.Repaired():
-            where = f", going on from step {event.step}" if event.steps_lost else ""
+            where = f", continuing from step {event.step}" if event.steps_lost else ""
             yield (
                 (
                     f"{fault_line(event.culprit)} -> {event.outcome}{where}, "
@@ -68,7 +68,7 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
                 "INFO",
             )
         case events.CopyTaken(step=step):
-            yield f"no rank was left: the copy in memory is of step {step}", "INFO"
+            yield f"no rank was left: continuing from the copy in memory of step {step}", "INFO"
         case events.Straggler(rank=rank, factor=factor):
             words = f"rank {rank} takes {factor:.1f} times as long as the others for its own work"
             yield words, "WARNING"
@@ -77,7 +77,7 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.Drill(differs="", rank=rank, step=step, seconds=seconds):
             yield (
                 (
-                    f"drill at step {step:,}: a replacement of rank {rank} computes the same bits"
+                    f"fire drill at step {step:,}: a replay of rank {rank} gave identical results"
                     f" ({seconds:.1f} s, in the background)"
                 ),
                 "DETAIL",
@@ -94,7 +94,7 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.ZygoteReady(warning=warning) if warning:
             yield warning, "WARNING"
         case events.ZygoteReplaced():
-            yield "the zygote died; the standby zygote forks from now on", "WARNING"
+            yield "the process that forks ranks died; its standby takes over", "WARNING"
         case _:
             pass
 

@@ -60,7 +60,7 @@ def _logger(path: Path, *, debug: bool, warn: Warn) -> DDPLogger:
     try:
         logger = DDPLogger(rank=None, path=path, debug=debug)
     except OSError as error:
-        warn(f"{path} cannot be written ({error.strerror}); training goes on without it")
+        warn(f"{path} cannot be written ({error.strerror}); training continues without it")
         logger = DDPLogger(rank=None)
         logger.close()
     return logger
@@ -122,7 +122,9 @@ class Outputs:
         for rank in range(self._ranks):
             path = directory / f"rank_{rank}.log"
             if os.path.lexists(path) and not is_regular(path):
-                self.warn_console(f"{path} is no regular file: what rank {rank} says is not kept")
+                self.warn_console(
+                    f"{path} is not a regular file: what rank {rank} says is not kept"
+                )
 
     def follow(
         self, paths: Sequence[Path], *, shown: Collection[int], marks_lines: bool = False

@@ -149,12 +149,14 @@ def lines_of_kept(settings: Settings, first: Ready) -> list[str]:
     lines = [f"already complete: {where}, nothing to train; the result is kept"]
     without_effect = changed_settings(settings)
     if without_effect:
-        lines.append(f"without effect on it: {', '.join(without_effect)}")
+        lines.append(f"not applied to it: {', '.join(without_effect)}")
     if first.changed_task:
-        lines.append(f"{first.changed_task} has changed since: the result is of what it was")
+        lines.append(
+            f"{first.changed_task} has changed since this run; the result is from the old version"
+        )
     length = "--max-steps" if settings.run.max_steps else "--epochs"
     lines.append(
-        f"a larger {length} trains on; {config.own_folder(settings)} or --resume none starts fresh"
+        f"raise {length} to train longer; {config.own_folder(settings)} or --resume none starts over"
     )
     return lines
 

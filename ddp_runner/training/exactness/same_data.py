@@ -38,12 +38,12 @@ from ddp_runner.training.workload import TaskWorkload
 PATIENCE_S = 5.0
 PATIENCE_OF_REPAIR_S = 1.0
 OWN_RANDOMNESS = (
-    "another one when it is loaded again: its dataset has a random generator of its own, or reads the"
+    "different when it is loaded again: its dataset has its own random generator, or reads the"
     " time; use the global generators, which are seeded for each sample"
 )
 OWN_MEMORY = (
-    "another one when other samples were loaded before it: its dataset remembers what it has loaded, and"
-    " a replacement begins without that"
+    "different when other samples were loaded before it: its dataset remembers what it has loaded, and"
+    " a replacement starts without that"
 )
 _COUNT, _ORDER = "samples", "order"
 _SETTING = "data.compare_samples"

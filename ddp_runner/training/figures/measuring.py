@@ -79,7 +79,7 @@ def build_objects(task: Task, settings: Settings, device: torch.device) -> dict[
         return {}
     given: object = task.build_metrics()
     if not isinstance(given, Mapping):
-        raise _refused(settings, f"its build_metrics() gave {_kind(given)}, not a dict by name")
+        raise _refused(settings, f"its build_metrics() returned {_kind(given)}, not a dict by name")
     if given and not measures(task):
         raise _refused(settings, "it has build_metrics(), and no metrics(model, batch) beside it")
     found: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def build_objects(task: Task, settings: Settings, device: torch.device) -> dict[
         _refuse_name(settings, name)
         lacks = [method for method in METHODS if not callable(getattr(one, method, None))]
         if lacks:
-            what = f"its build_metrics() gave for {name!r} {_kind(one)} without {lacks[0]}()"
+            what = f"its build_metrics() returned for {name!r} {_kind(one)} without {lacks[0]}()"
             raise _refused(settings, what)
         found[name] = one.to(device) if isinstance(one, nn.Module) else one
         try:
@@ -134,24 +134,26 @@ class Meter:
         assert self._measure is not None, "asked only where it is"
         given: object = self._measure(model, batch)
         if not isinstance(given, Mapping):
-            raise _user_error(f"metrics() gave {_kind(given)}, not {EXPECTED}")
+            raise _user_error(f"metrics() returned {_kind(given)}, not {EXPECTED}")
         for name, value in given.items():
             if name in self._objects:
                 words = value if isinstance(value, tuple) else (value,)
                 self._objects[name].update(*words)
                 continue
             if not isinstance(name, str) or not name or name == LOSS or "/" in name:
-                raise _user_error(f"metrics() gave a figure named {name!r}: give it another name")
+                raise _user_error(
+                    f"metrics() returned a figure named {name!r}: give it another name"
+                )
             if isinstance(value, (int, float, np.generic, Tensor)):  # a mean over the batch
                 added, weight = _number(name, value) * samples, float(samples)
             elif isinstance(value, tuple) and len(value) == 2:
                 added, weight = (_number(name, one) for one in value)
             else:
-                raise _user_error(f"metrics() gave for {name!r} {_kind(value)}, not {EXPECTED}")
+                raise _user_error(f"metrics() returned for {name!r} {_kind(value)}, not {EXPECTED}")
             total, weights = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (total + added, weights + weight)
         if len(self._sums) > FIGURES_MAX:
-            raise _user_error(f"metrics() gave more than {FIGURES_MAX} names")
+            raise _user_error(f"metrics() returned more than {FIGURES_MAX} names")
 
     def figures(self, over: OverRanks) -> dict[str, float]:
         """Return the figures by name, of all ranks' samples, the same on each. Every rank must call it."""

@@ -119,9 +119,7 @@ def monitor_for(
         near = nearest(monitor.name.replace("/", "_"), [one.replace("/", "_") for one in known])
         meant = next((one for one in known if one.replace("/", "_") == near), "")
         hint = f"did you mean {meant}? " if meant else ""
-        expected = (
-            f"no evaluation gives such a figure; {hint}There are: {', '.join([AUTO, *known])}"
-        )
+        expected = f"no such metric; {hint}available: {', '.join([AUTO, *known])}"
     raise BadInputError(OPTION, wanted, expected)
 
 

@@ -43,9 +43,7 @@ class KeptObjects:
             self.optimizers[name] = value
         elif hasattr(value, "param_groups") and callable(getattr(value, "step", None)):
             kind = type(value).__name__
-            expected = (
-                f"is of type {kind}, which is no torch.optim.Optimizer: keep the one that it wraps"
-            )
+            expected = f"is of type {kind}, which is not a torch.optim.Optimizer: keep the one that it wraps"
             raise BadInputError(f"keep({name}=...)", "", expected)
         else:
             _refuse_without_state(name, value)

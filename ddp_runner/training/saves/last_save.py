@@ -98,7 +98,7 @@ class LastSave:
             raise FaultError(
                 replace(fault, cause=f"{fault.cause}; nor elsewhere: {error.fault.cause}")
             ) from error
-        action = f"saved as {saved.path} instead: go on from it with --resume {saved.path}"
+        action = f"saved as {saved.path} instead: resume from it with --resume {saved.path}"
         return saved, replace(fault, cause=f"{fault.cause}; {action}")
 
     def _is_of_disk(self, error: FaultError) -> bool:

@@ -481,8 +481,12 @@ class Saving:
         if self._runtime.slot.get(Cell.FENCED):
             return  # no disk refused it but the fence, and this process is about to be killed
         skips = self.policy.failed()
-        pause = f", without the next {skips} checkpoints" if skips else ""
-        self._disk_faults.warn(fault, f"training goes on{pause}")
+        pause = (
+            f"; skipping the next {'checkpoint' if skips == 1 else f'{skips} checkpoints'}"
+            if skips
+            else ""
+        )
+        self._disk_faults.warn(fault, f"training continues{pause}")
 
     def _report(
         self,

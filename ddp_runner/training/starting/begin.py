@@ -67,8 +67,8 @@ def begin_with(settings: Settings, state: TrainState) -> None:
         weights = filled(found.weights, found.start, own)
     if weights is None:
         expected = (
-            "leaves out what its run has begun with and never changed (checkpoint.only_trained), which the"
-            " task's build_model() does not give: take that run's final.pt, which is whole"
+            "leaves out the start weights that its run never changed (checkpoint.only_trained), which the"
+            " task's build_model() does not create: use that run's final.pt, which is complete"
         )
         raise BadInputError(_OPTION, value, expected)
     weights, renamed = read_under(weights, own)

@@ -71,7 +71,7 @@ def load_start(
         raise BadInputError(
             "--resume",
             settings.run.resume,
-            f"there is no checkpoint in {store.directory}; --resume auto starts at step 0 then",
+            f"there is no checkpoint in {store.directory}; --resume auto would start at step 0",
         )
     start_fresh(settings, state)
     note_begin(settings, workload, state)
@@ -130,7 +130,7 @@ def leave_other_branch(
     origin = Path(begun_from) if begun_from else None
     aside = store.catalog.set_other_branch_aside(origin, stamp)
     if aside is not None:
-        say(f"checkpoints that this run does not go on from are now in {aside}")
+        say(f"checkpoints that this run does not resume from were moved to {aside}")
 
 
 def newest_to_restore(settings: Settings, state: TrainState, store: CheckpointStore) -> int:
@@ -246,7 +246,7 @@ def restore_newest(
     except BadInputError as error:
         # It was there when the run began: no word of the user's is wrong.
         none_yet = f"there is no checkpoint in {store.directory} yet"
-        cause = f"{none_yet}, and what the run began with is gone ({error})"
+        cause = f"{none_yet}, and the start weights of the run are gone ({error})"
         raise FaultError(nothing_left(cause)) from error
     state.tuning = tuning
     return loaded
@@ -295,12 +295,12 @@ def _note_best(
         return
     if store.catalog.best_step() is None:
         expected = (
-            f"no checkpoint in {store.directory} was judged: give validation data, or take last"
+            f"no checkpoint in {store.directory} has a metric: give validation data, or use last"
         )
         raise BadInputError("--resume", "best", expected)
     gone = store.catalog.best_is_gone(taken)
     if not workload.monitor.by_evaluations:
-        gone = f"step {taken.step:,} is the best of the checkpoints that there were, by train_loss when they were saved"
+        gone = f"step {taken.step:,} is the best checkpoint by its train_loss"
     if gone:
         state.changes = (*state.changes, f"--resume best: {gone}")
 

@@ -74,7 +74,7 @@ def load_task(settings: Settings) -> Task:
         raise BadInputError("--task", spec.text, f"{spec.name} is neither a task nor callable")
     made = _make(target, settings, spec)
     if missing := _missing_methods(made):
-        what = f"what it makes has no {', '.join(missing)}{_slip(type(made))}"
+        what = f"the task lacks {', '.join(missing)}{_slip(type(made))}"
         raise BadInputError("--task", spec.text, what)
     refuse_uncalled(made, spec.text)
     return cast("Task", made)

@@ -56,10 +56,10 @@ def completed_in_run(
     try:
         saved = completed(loaded.state, workload.first_state(settings, state, store)["model"])
     except BadInputError as error:
-        cause = f"{loaded.path} leaves out what the run began with, and that is gone ({error})"
+        cause = f"{loaded.path} leaves out the start weights of the run, which are gone ({error})"
         raise FaultError(nothing_left(cause)) from error
     if saved is None:
-        cause = f"{loaded.path} leaves out what the run began with, and that is another by now"
+        cause = f"{loaded.path} leaves out the start weights of the run, which have changed since"
         raise FaultError(nothing_left(cause))
     return saved
 
@@ -69,7 +69,7 @@ def _other_begin(loaded: Loaded) -> str:
     named = record.get("init_from")
     begin = f"--init-from {named}" if named else "the model as it was built, without --init-from"
     return (
-        f"{loaded.path} leaves out the {len(left_out(loaded.state))} weights that its run has begun with"
-        f" and never changed, by {begin} (SHA-256 {str(record['sha256'])[:16]}...): this launch begins with"
+        f"{loaded.path} leaves out the {len(left_out(loaded.state))} start weights of its run, which it"
+        f" never changed, from {begin} (SHA-256 {str(record['sha256'])[:16]}...): this launch starts with"
         " others; give the same, or start fresh with --resume none"
     )

@@ -106,7 +106,7 @@ def test_a_driver_that_hangs_is_given_up_and_nobody_waits_for_it(driver, kept):
     kept.until(lambda reader: reader.gpus[0].use == 0.1)
     ((level, text),) = kept.said
     assert level == "WARNING"
-    assert "training goes on" in text
+    assert "training continues" in text
 
 
 def test_nobody_to_ask_is_said_once_and_not_tried_again(driver, kept):

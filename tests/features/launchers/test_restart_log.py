@@ -160,7 +160,7 @@ def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
                                   action="new workers", seconds=0.5))  # fmt: skip
     runtime[0].report(Faulted(generation=1, fault=fault(FaultKind.COLLECTIVE_FAILED)))
     full = fault(FaultKind.STORAGE_FAILED, rank=0)
-    runtime[0].report(FaultTolerated(rank=0, fault=full, action="training goes on"))
+    runtime[0].report(FaultTolerated(rank=0, fault=full, action="training continues"))
     runtime[0].report(SAVED)
     runtime[0].report(FAULT_FREE)
     summary = summary_of(runtime, tmp_path)
@@ -169,7 +169,7 @@ def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
     assert (record["kind"], record["detail"]) == ("loader_worker_died", "a traceback")
     assert (record["action"], record["seconds"]) == ("new workers", {"total": 0.5})
     (failed,) = summary["tolerated"]
-    assert (failed["kind"], failed["action"]) == ("storage_failed", "training goes on")
+    assert (failed["kind"], failed["action"]) == ("storage_failed", "training continues")
     assert failed["recovered_s"] is not None, "the next save succeeded"
     assert (summary["checkpoint"], summary["checkpoint_step"]) == ("p", 10)
 

@@ -86,7 +86,7 @@ def test_the_rank_that_reported_nothing_is_the_one_that_was_lost():
     made = summed_up(of(silent(1, 100), silent(2, 150), first=[faulted(1, 0)]))
     [record] = made.faults
     assert (record.kind, record.rank, record.victims) == ("rank_exited", 1, (0,))
-    assert record.cause == "rank 1 ended without a word: killed, or exited"
+    assert record.cause == "rank 1 ended without reporting an error: killed, or exited"
     assert record.action == "all ranks restarted by the launcher"
     assert (record.step, record.steps_lost, record.generation) == (30, 10, 1)
     assert (record.detected_s, record.recovered_s, record.seconds) == (40.0, 56.0, {"total": 16.0})
@@ -116,7 +116,10 @@ def test_a_restart_that_ended_in_order_has_no_fault():
 def test_several_silent_ranks_are_named_together():
     """All were killed at once: nobody knows who began."""
     [record] = summed_up(of(silent(1, 100), silent(2, 150))).faults
-    assert (record.rank, record.cause) == (-1, "ranks 0,1 ended without a word: killed, or exited")
+    assert (record.rank, record.cause) == (
+        -1,
+        "ranks 0,1 ended without reporting an error: killed, or exited",
+    )
 
 
 def test_a_job_that_never_restarted_has_nothing_between():

@@ -105,7 +105,7 @@ def test_without_the_extra_a_run_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     wanted = settings(("log.page", "true"))
     (line,) = page_notes(wanted)
-    assert line.startswith("no page, the run goes on without it: NiceGUI is not installed")
+    assert line.startswith("no page, the run continues without it: NiceGUI is not installed")
     assert "environment --extra page" in line
     assert page_notes(settings()) == ()
     monkeypatch.setattr(parent, "find_spec", lambda name: None)

@@ -113,7 +113,7 @@ def test_a_long_run_opens_scrolls_and_is_exact_where_zoomed(tmp_path, huge_metri
         press_until(driver, "TAB", "training")
         press(driver, "ARROW_RIGHT")
         press(driver, "ENTER")
-        shows(driver, "Dashed lines are generations.")
+        shows(driver, "Ticks mark a new process group after a repair.")
 
 
 def test_a_run_is_started_from_the_form(tmp_path):

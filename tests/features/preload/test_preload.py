@@ -374,7 +374,7 @@ def test_a_sample_that_draws_is_refused_wherever_it_is(memory, at, draws, whose)
 def test_a_sample_that_differs_by_its_own_means_is_refused(memory):
     """By a generator of the dataset's, a clock, or a counter: nobody seeds these."""
     own = np.random.default_rng(1)
-    with pytest.raises(NotKeptError, match="sample 99 is another one when it is read again"):
+    with pytest.raises(NotKeptError, match="sample 99 differs when it is read again"):
         read_into(memory, Quiet(draws=own.random))
     assert memory.filling().done == 0
 

@@ -131,7 +131,7 @@ def test_two_runs_stand_side_by_side(tmp_path, monkeypatch, capsys):
         (["--compare", "one", "--html", "x"], "takes two runs, and no --html"),
         (["--compare", "one", "no"], "no such folder"),
         (["--compare", "one", "../.."], "holds no run|has not ended"),
-        (["--compare", "one", "a/b"], "is no log folder, and no name of a run"),
+        (["--compare", "one", "a/b"], "is neither a log folder nor the name of a run"),
         (["--compare", "one", "live"], "has not ended"),
         (["--compare", "one", "torn"], "its summary.json cannot be read"),
         (["one"], "unexpected word"),

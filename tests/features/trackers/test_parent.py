@@ -70,7 +70,7 @@ def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files):
         assert kept.keeper.links() == {"csv": str(files.folder / "metrics.csv")}
     kept.keeper.end(0)
     assert time.monotonic() - began_s < 5.0
-    assert kept.said[-1] == "csv was not done within 0.2 s: a resume goes on there"
+    assert kept.said[-1] == "csv was not done within 0.2 s: a resume continues there"
     assert kept.keeper.outlasts() == set()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -144,7 +144,7 @@ def test_the_largest_batch_below_the_limit_is_found(start, tmp_path):
     assert table["4"][-1] == "does not fit: a rank was ended beyond the limit"
     assert 1.5 <= float(table["4"][0].removesuffix(" GB")) < 4, "it was ended in time"
     assert table["3"][-1].startswith("does not fit: out of memory: can't allocate memory")
-    assert "a rank may take 75% of max_memory_gb=2" in text
+    assert "limit for each rank: 75% of max_memory_gb=2" in text
     assert re.search(
         r"the largest that fits is 2; to use it:\n +--batch-size 2 +steps of 4 samples, as asked\n",
         text,
@@ -227,8 +227,8 @@ def test_ctrl_c_ends_a_search_and_leaves_nothing(start, tmp_path):
         (("--find-lr", "--resume", "best"), "--resume=best: there is no checkpoint in"),
         (("--find-lr", "learning_rate=-1"), "learning_rate=-1: must be a number, above 0"),
         (("check", "--find-lr"), "--find-lr: is a command of its own"),
-        (("run", "--find-lr", "train.py"), "--find-lr: is for a task: the learning rate"),
-        (("run", "--find-batch-size=0.5", "train.py"), "is for a task: the batches of a program"),
+        (("run", "--find-lr", "train.py"), "--find-lr: is for tasks: a program"),
+        (("run", "--find-batch-size=0.5", "train.py"), "is for tasks: a program with its own loop"),
         (
             ("schedule=range_test",),
             "min_learning_rate=0.0: must be above 0 with schedule=range_test",

@@ -239,7 +239,7 @@ def test_a_pair_of_two_samples_is_no_list_of_samples():
     ("batch", "words"),
     [
         (torch.ones(3, 8), "one is of shape (3, 8)"),
-        (object(), "nobody knows how to cut a object"),
+        (object(), "there is no rule to split a object"),
         ({"scale": torch.tensor(1.0)}, "no tensor with its 4 samples first"),
         ((torch.ones(4), torch.ones(9, 4)), "must come first in each tensor"),
     ],

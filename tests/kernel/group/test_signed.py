@@ -208,7 +208,7 @@ def test_whoever_connects_to_gloo_without_the_secret_is_no_peer():
         answers = results(processes)
     assert answers[0] == (
         FaultKind.STORE_TAMPERED,
-        "another program meddled: what connected as rank 1 is no rank of this run",
+        "another program meddled: what connected as rank 1 is not a rank of this run",
     )
 
 

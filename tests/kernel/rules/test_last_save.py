@@ -71,13 +71,13 @@ def test_a_state_that_a_comparison_has_found_to_differ_is_not_saved():
             SaveOutcome(step=40, path="c/40.pt"),
             (40, "c/40.pt"),
             "auto",
-            "step 40 is saved in c/40.pt: the same command goes on from there",
+            "step 40 is saved in c/40.pt: run the same command again to resume",
         ),
         (
             SaveOutcome(),
             (40, "c/40.pt"),
             "none",
-            "step 40 is saved in c/40.pt: the same command with --resume auto goes on from there",
+            "step 40 is saved in c/40.pt: run the same command again with --resume auto to resume",
         ),
         (
             SaveOutcome(step=40, cause="a full disk"),
@@ -85,21 +85,21 @@ def test_a_state_that_a_comparison_has_found_to_differ_is_not_saved():
             "last",
             (
                 "step 40 could not be saved: a full disk; newest checkpoint: step 35 of 40 in "
-                "c/35.pt: the same command goes on from there"
+                "c/35.pt: run the same command again to resume"
             ),
         ),
         (
             SaveOutcome(),
             (35, "c/35.pt"),
             "auto",
-            "newest checkpoint: step 35 of 40 in c/35.pt: the same command goes on from there",
+            "newest checkpoint: step 35 of 40 in c/35.pt: run the same command again to resume",
         ),
-        (SaveOutcome(), None, "auto", "there is no checkpoint: the same command begins at step 0"),
+        (SaveOutcome(), None, "auto", "there is no checkpoint: the same command starts at step 0"),
         (
             SaveOutcome(step=40, path="r/40.pt", is_rescued=True),
             (35, "c/35.pt"),
             "auto",
-            "step 40 is saved, but not with the other checkpoints: go on from it with --resume r/40.pt",
+            "step 40 is saved, but not with the other checkpoints: resume from it with --resume r/40.pt",
         ),
     ],
 )

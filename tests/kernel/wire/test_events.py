@@ -36,7 +36,7 @@ def test_no_two_events_have_one_name():
 
 
 def test_the_journal_gets_what_is_written_only():
-    """What other sinks need is no JSON, and no line grows by it."""
+    """What other sinks need is not JSON, and no line grows by it."""
     event = events.RepairedInPlace(
         rank=1, action="skipped", seconds=0.54321, steps_lost=1, fault=FAULT, inexact_reason="x"
     )
