@@ -14,14 +14,14 @@ from ddp_runner.cli.planning import plan_launch
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.settings import Settings
 from ddp_runner.features.doctor import doctor
-from ddp_runner.kernel.system.torch_versions import (
+from ddp_runner.system.environment import kept_against_advice, training_environment
+from ddp_runner.system.torch_versions import (
     DIFFERENCES,
     TESTED,
     USE_NCCL2,
     TorchBuild,
     untested,
 )
-from ddp_runner.system.environment import kept_against_advice, training_environment
 
 PACKAGE = Path(__file__).parents[1] / "ddp_runner"
 CLASSES = "from torch._C._distributed_c10d import ProcessGroupNCCL2\n"

@@ -27,9 +27,9 @@ from ddp_runner.core.settings.declaration import Option
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.run_files import replace_file
-from ddp_runner.kernel.system.torch_versions import torch_build
 from ddp_runner.observe.gpus import VisibleGpus
 from ddp_runner.start import COMMAND
+from ddp_runner.system.torch_versions import torch_build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -32,7 +32,6 @@ from ddp_runner.kernel.system.interfaces import (
     is_loopback,
 )
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
-from ddp_runner.kernel.system.torch_versions import torch_build
 from ddp_runner.supervisor.assembly import supervise, take_over
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
@@ -49,6 +48,7 @@ from ddp_runner.system.code_files import (
 from ddp_runner.system.question import WrongTokenError, ask
 from ddp_runner.system.run_directories import RunDirectories
 from ddp_runner.system.token_file import TOKEN_NAME, given_token_in, make_token, shared_token
+from ddp_runner.system.torch_versions import torch_build
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:

@@ -45,7 +45,8 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.rules.secrets import masked_words
 from ddp_runner.kernel.rules.stopping import time_limit
-from ddp_runner.kernel.system.torch_versions import (
+from ddp_runner.observe.gpus import VisibleGpus
+from ddp_runner.system.torch_versions import (
     NCCL2,
     has_nccl2,
     installed_nccl,
@@ -54,7 +55,6 @@ from ddp_runner.kernel.system.torch_versions import (
     torch_has,
     untested,
 )
-from ddp_runner.observe.gpus import VisibleGpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -40,7 +40,15 @@ from ddp_runner.integrations.accelerate_limits import (
     why_not_prepared,
     why_not_version,
 )
-from ddp_runner.integrations.in_place import LOCAL_RANK, RUN, Draws, refuse
+from ddp_runner.integrations.framework_run import (
+    LOCAL_RANK,
+    RUN,
+    Draws,
+    refuse,
+    show_one_process,
+)
+
+show_one_process()
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as _Base

@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-import ddp_runner
+from ddp_runner.integrations.framework_run import RUN, refuse
 from ddp_runner.integrations.lightning_limits import (
     OPTIONS,
     why_not,
@@ -31,13 +31,11 @@ from ddp_runner.integrations.lightning_limits import (
     why_not_version,
 )
 from ddp_runner.integrations.lightning_private import Steps, lacking
-from ddp_runner.integrations.lightning_values import refuse
 
 if TYPE_CHECKING:
     from ddp_runner import AttachedRun
 
 _SAVED_WAIT_S = 120.0
-RUN: AttachedRun | None = ddp_runner.attach() if ddp_runner.is_supervised() else None
 
 
 class _OfRun(ClusterEnvironment):  # type: ignore[misc]

@@ -32,6 +32,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 import ddp_runner
+from ddp_runner.integrations.framework_run import refuse
 from ddp_runner.integrations.lightning_limits import (
     why_not_alike,
     why_not_loader,
@@ -44,7 +45,6 @@ from ddp_runner.integrations.lightning_values import (
     as_plain,
     as_text,
     go_on_with_rows,
-    refuse,
 )
 
 # What else is looked up by name: the class -> its attributes, which the next version may lack.

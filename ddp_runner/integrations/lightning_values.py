@@ -11,16 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ddp_runner
-from ddp_runner.integrations.lightning_limits import Refused
+from ddp_runner.integrations.framework_run import refuse
 
 _PLAIN = (type(None), bool, int, float, str, Tensor)
-
-
-def refuse(refused: Refused | None) -> None:
-    """Raise BadInputError for what is refused."""
-    if refused is not None:
-        raise ddp_runner.BadInputError(*refused)
 
 
 class Attributes:

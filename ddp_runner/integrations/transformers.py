@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -29,6 +27,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 
 import ddp_runner
+from ddp_runner.integrations.framework_run import RUN, Draws, refuse, show_one_process
 from ddp_runner.integrations.transformers_limits import (
     why_not,
     why_not_loader,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 # Called before the update, so perhaps several times for one step.
 _BEFORE_UPDATE = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step")
 # What the loop of Trainer is entered by. They are Trainer's own, and may be others in its next version.
@@ -65,12 +63,7 @@ _SAVED_WAIT_S = 120.0
 _THEIRS = transformers.Trainer
 _SEEDS_OF_EPOCH = 1_000_003
 
-# The run that this process is a rank of, if a supervisor has started it. Trainer is to see one process, whose
-# TrainingArguments would otherwise form a process group by these variables.
-RUN = ddp_runner.attach() if ddp_runner.is_supervised() else None
-if RUN is not None:
-    for _name in _OF_RANK:
-        os.environ.pop(_name, None)
+show_one_process()  # before TrainingArguments are made
 
 
 def in_place(trainer: type[Any]) -> type[Any]:
@@ -81,18 +74,13 @@ def in_place(trainer: type[Any]) -> type[Any]:
     """
     if RUN is None:
         return trainer
-    _refuse(why_not_version(transformers.__version__, _lacking(trainer)))
+    refuse(why_not_version(transformers.__version__, _lacking(trainer)))
     # A subclass behind it stands behind super(): what the user overrides is called as ever.
     return type(trainer.__name__, (_InPlace, trainer), {"__module__": trainer.__module__})
 
 
 def _lacking(trainer: type[Any]) -> list[str]:
     return [name for name in _ENTERED_BY if not callable(getattr(trainer, name, None))]
-
-
-def _refuse(refused: tuple[str, object, str] | None) -> None:
-    if refused is not None:
-        raise ddp_runner.BadInputError(*refused)
 
 
 class _StepBatches:
@@ -171,25 +159,6 @@ def _write_as_a_save_does(model: Any) -> None:
         model.config.architectures = [type(model).__name__]
 
 
-class _Draws:
-    """The random generators as a batch has left them: what Trainer draws before the step begins is drawn aside."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()  # noqa: NPY002 - the generator that libraries draw from
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def put_back(self) -> None:
-        """Draw from here on as if nothing had been drawn."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002 - as above
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-
-
 def _nothing() -> Any:
     """A loader to be skipped and begun by Trainer, in place of one whose batches the run draws."""
     return DataLoader([0], generator=torch.Generator())  # type: ignore[arg-type]
@@ -201,9 +170,9 @@ class _InPlace(_Base):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Have Trainer see one process on this rank's device, of which rank 0 alone writes."""
         run, args = _run(), self.args
-        _refuse(why_not_made(args))
+        refuse(why_not_made(args))
         self._batches: list[Any] | None = None  # of the step in hand, which has not begun
-        self._draws: _Draws | None = None  # as that batch has left them
+        self._draws: Draws | None = None  # as that batch has left them
         self._given: Iterator[list[Any]] | None = None
         self._is_in_step = False
         self._is_first_entry = True
@@ -235,7 +204,7 @@ class _InPlace(_Base):  # type: ignore[misc]
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Train as Trainer does; a run that is resumed ignores Trainer's checkpoints, as its own are newer."""
-        _refuse(why_not(self, searches=trial is not None, resumes=bool(resume_from_checkpoint)))
+        refuse(why_not(self, searches=trial is not None, resumes=bool(resume_from_checkpoint)))
         self._resumed = resume_from_checkpoint or None
         handler = self.callback_handler
         handler.call_event = self._notified_once(handler.call_event)
@@ -244,7 +213,7 @@ class _InPlace(_Base):  # type: ignore[misc]
 
     def hyperparameter_search(self, *args: Any, **named: Any) -> Any:  # noqa: ARG002 - as Trainer's
         """Refuse it."""
-        _refuse(why_not(self, searches=True))
+        refuse(why_not(self, searches=True))
 
     # The beginning.
 
@@ -259,8 +228,8 @@ class _InPlace(_Base):  # type: ignore[misc]
         )
         is_stream = not _has_length(dataloader)
         if is_stream and self._resumed:
-            _refuse(why_not(self, resumes=True, is_stream=True))
-        _refuse(why_not_loader(dataloader, kinds, world_size=_run().world_size))
+            refuse(why_not(self, resumes=True, is_stream=True))
+        refuse(why_not_loader(dataloader, kinds, world_size=_run().world_size))
         self._loader = dataloader
         return super().set_initial_training_values(args, dataloader)
 
@@ -323,7 +292,7 @@ class _InPlace(_Base):  # type: ignore[misc]
                 resumed = get_last_checkpoint(self.args.output_dir)
                 if resumed is None:
                     expected = f"there is no checkpoint in {self.args.output_dir}"
-                    _refuse(("resume_from_checkpoint", True, expected))
+                    refuse(("resume_from_checkpoint", True, expected))
             if resumed is not None:
                 self._load_from_checkpoint(resumed)
             super()._init_training_state(max_steps, steps_per_epoch, epochs, resumed, *more)
@@ -352,7 +321,7 @@ class _InPlace(_Base):  # type: ignore[misc]
                 self._progress.take_between()
             self._batches = next(self._given, None)
             is_left = self._batches is not None and not begins
-            self._draws = _Draws(run.device) if is_left else None
+            self._draws = Draws(run.device) if is_left else None
             self._progress.is_new = False
             if self.state.global_step != self._made():  # of an older state, on all ranks
                 self._progress.put_between()

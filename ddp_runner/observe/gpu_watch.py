@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import psutil
 
 from ddp_runner.core.gpu_reading import GpuReading, GpuTally, Tally, throttling
-from ddp_runner.kernel.system.torch_versions import torch_build
 from ddp_runner.observe.gpus import AmdReader, NoAmdToolError
+from ddp_runner.system.torch_versions import torch_build
 
 _T = TypeVar("_T")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.gpu_reading import GpuReading
-from ddp_runner.kernel.system.torch_versions import torch_build
+from ddp_runner.system.torch_versions import torch_build
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

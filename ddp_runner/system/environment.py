@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddp_runner.kernel.system.torch_versions import USE_NCCL2
 from ddp_runner.start import IMPORT_FOLDER, PACKAGE_PARENT
+from ddp_runner.system.torch_versions import USE_NCCL2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,7 +22,6 @@ from ddp_runner.features.doctor.doctor import (
     check_variables,
 )
 from ddp_runner.features.doctor.gpu_checks import check_collectives
-from ddp_runner.kernel.system.torch_versions import TorchBuild, torch_build
 from ddp_runner.observe.gpus import (
     Gpu,
     find_amd_gpus,
@@ -30,6 +29,7 @@ from ddp_runner.observe.gpus import (
     parse_rocm_smi,
     visible_amd,
 )
+from ddp_runner.system.torch_versions import TorchBuild, torch_build
 
 WITH_ROCM = TorchBuild(version="2.9.0+rocm6.4", cuda="", hip="6.4.43484")
 # As of amd-smi 26.2, of two GPUs that it does not list in the order of the kernel's nodes.

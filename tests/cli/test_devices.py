@@ -19,8 +19,8 @@ from ddp_runner.core.launch_plan import group_backend
 from ddp_runner.features.doctor import doctor
 from ddp_runner.kernel.recovery.communicator_cut import SILENT_LEAVE_TIMEOUT_S
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.system.torch_versions import TorchBuild, torch_build
 from ddp_runner.observe.gpus import VisibleGpus, visible
+from ddp_runner.system.torch_versions import TorchBuild, torch_build
 
 LISTED = """0, GPU-aaaa1111, NVIDIA H200, 143771 MiB
 1, GPU-aaaa2222, NVIDIA H200, 143771 MiB

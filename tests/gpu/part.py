@@ -10,7 +10,7 @@ import time
 import traceback
 
 from ddp_runner.kernel.system import parent_death
-from ddp_runner.kernel.system.torch_versions import torch_build
+from ddp_runner.system.torch_versions import torch_build
 from tests.gpu import driver
 from tests.gpu.conducting import STACKS_SIGNAL
 from tests.gpu.facts import Facts, error_text, rehearses

@@ -288,7 +288,7 @@ def test_a_save_that_was_cut_off_is_made_again_by_its_state(alone):
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["of the loader too", "of the sampler"])
-def test_an_epoch_has_its_order_also_where_those_before_it_were_not_drawn(is_shared):
+def test_an_epoch_has_its_order_where_earlier_ones_were_not_drawn(is_shared):
     def loader():
         generator = torch.Generator().manual_seed(3)
         sampler = torch.utils.data.RandomSampler(range(9), generator=generator)

@@ -26,14 +26,14 @@ from ddp_runner.core.modes import (
 from ddp_runner.core.threads import AUTO_CPU_RANKS
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.run_files import from_json, read_lines
-from ddp_runner.kernel.system.torch_versions import installed_nccl, torch_build
 from ddp_runner.observe.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, find_amd_gpus, visible
+from ddp_runner.system.torch_versions import installed_nccl, torch_build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ddp_runner.core.settings import RunSettings, Settings
-    from ddp_runner.kernel.system.torch_versions import TorchBuild
+    from ddp_runner.system.torch_versions import TorchBuild
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader")
 _QUERY_TIMEOUT_S = 30.0

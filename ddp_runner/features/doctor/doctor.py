@@ -39,7 +39,10 @@ from ddp_runner.features.doctor.gpu_checks import check_collectives, gpu_checks
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
-from ddp_runner.kernel.system.torch_versions import (
+from ddp_runner.observe.format import byte_size
+from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus
+from ddp_runner.start import COMMAND, IS_CHECKOUT
+from ddp_runner.system.torch_versions import (
     TESTED,
     TorchBuild,
     has_nccl2,
@@ -48,9 +51,6 @@ from ddp_runner.kernel.system.torch_versions import (
     torch_build,
     untested,
 )
-from ddp_runner.observe.format import byte_size
-from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus
-from ddp_runner.start import COMMAND, IS_CHECKOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

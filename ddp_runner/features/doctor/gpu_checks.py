@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.hardware.machine_checks import Check, Probed, Verdict
-from ddp_runner.kernel.system.torch_versions import installed_nccl, nccl_trouble, version_numbers
 from ddp_runner.observe.format import byte_size
+from ddp_runner.system.torch_versions import installed_nccl, nccl_trouble, version_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from ddp_runner.kernel.system.torch_versions import TorchBuild
     from ddp_runner.observe.gpus import Gpu
+    from ddp_runner.system.torch_versions import TorchBuild
 
 _COMMAND = "nvidia-smi"
 _ASK_TIMEOUT_S = 30.0

@@ -29,8 +29,8 @@ from ddp_runner.features.doctor.gpu_checks import (
     parse_peers,
 )
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.system.torch_versions import TorchBuild
 from ddp_runner.observe.gpus import Gpu, VisibleGpus
+from ddp_runner.system.torch_versions import TorchBuild
 from tests.processes import ROOT, poll
 from tests.rank.failing_probe import VARIABLE
 

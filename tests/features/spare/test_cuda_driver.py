@@ -9,10 +9,10 @@ import subprocess
 import pytest
 
 from ddp_runner.features.spare.rules import SPARE
-from ddp_runner.kernel.system.torch_versions import torch_build
 from ddp_runner.kernel.wire.events import SpareReady
 from ddp_runner.kernel.wire.fork_specs import SpareKind
 from ddp_runner.kernel.wire.messages import Ready
+from ddp_runner.system.torch_versions import torch_build
 from tests.processes import run_ranks
 from tests.rank.supervising import PlayedSupervisor
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 import ddp_runner
 
+if TYPE_CHECKING:
+    from ddp_runner import AttachedRun
+
 # A library would form a process group by these variables, which is the run's to do.
 _OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
-# The run that this process is a rank of, if a supervisor has started it. The library is to see one process.
-RUN = ddp_runner.attach() if ddp_runner.is_supervised() else None
+# The run that this process is a rank of, if a supervisor has started it: one, whatever a program imports.
+RUN: AttachedRun | None = ddp_runner.attach() if ddp_runner.is_supervised() else None
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
-if RUN is not None:
-    for _name in _OF_RANK:
-        os.environ.pop(_name, None)
+
+
+def show_one_process() -> None:
+    """Remove the variables of a rank, so that the library sees one process and forms no group."""
+    if RUN is not None:
+        for name in _OF_RANK:
+            os.environ.pop(name, None)
 
 
 def refuse(refused: tuple[str, object, str] | None) -> None:
