@@ -344,8 +344,8 @@ def test_metrics_of_torchmetrics_need_nothing_of_ours(world):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (None, "gave None"),
-        ([1, 2], "gave a list, not"),
+        (None, "returned None"),
+        ([1, 2], "returned a list, not"),
         ({"loss": (1, 1)}, "a figure named 'loss'"),
         ({"a/b": (1, 1)}, "a figure named 'a/b'"),
         ({"hits": "3"}, "for 'hits' a str, not"),
