@@ -109,7 +109,7 @@ def test_a_list_is_for_files_and_python(tmp_path):
         resolve(command_line=[("stages", "pre,tune")])
     settings = from_flat({"stages": [PRE, TUNE], "batch_size": 3})
     assert settings.stages == (PRE, TUNE)
-    with pytest.raises(BadInputError, match="stage pre: has no end"):
+    with pytest.raises(BadInputError, match="stage pre: needs an end"):
         from_flat({"stages": [{"name": "pre"}]})
 
 

@@ -407,7 +407,7 @@ def test_nothing_that_counts_is_no_number():
             Classifier(declaring=lambda: Declaring("dim_zero_mean")),
             "'declaring': hits is to be put together by dim_zero_mean: only states that are summed",
         ),
-        (SimpleNamespace(build_metrics=list, metrics=lambda m, b: {}), "gave a list"),
+        (SimpleNamespace(build_metrics=list, metrics=lambda m, b: {}), "returned a list"),
     ],
 )
 def test_objects_that_are_none_are_refused_at_the_start(task, words):
