@@ -68,8 +68,8 @@ def test_what_a_later_stage_begins_with(tmp_path, word, begins_with, init_from):
             ({"name": "pre"},),
             "stages: stage pre: needs an end: give it max_steps or epochs above 0",
         ),
-        (({"name": "pre", "max_steps": 0},), "stages: stage pre: has no end of its own"),
-        ((PRE, {"name": "tune", "run": {"max_steps": "0"}}), "stages: stage tune: has no end"),
+        (({"name": "pre", "max_steps": 0},), "stages: stage pre: needs an end"),
+        ((PRE, {"name": "tune", "run": {"max_steps": "0"}}), "stages: stage tune: needs an end"),
         ((), "stages: has no stages: list some, or leave the line out"),
         ((PRE, PRE), "stages=pre: two stages have this name: give each its own"),
         (({"epochs": 1},), "stages: stage 1: must have a name"),
@@ -85,7 +85,7 @@ def test_what_a_later_stage_begins_with(tmp_path, word, begins_with, init_from):
         (({**PRE, "batch_size": 0},), "stages: stage pre: batch_size=0: must be a whole number"),
         (
             ({**PRE, "init_from": "best"},),
-            "stages: stage pre: init_from=best: is of the stage before",
+            "stages: stage pre: init_from=best: needs an earlier stage",
         ),
         (
             (PRE, {**TUNE, "init_from": 3}),
@@ -109,7 +109,7 @@ def test_a_list_is_for_files_and_python(tmp_path):
         resolve(command_line=[("stages", "pre,tune")])
     settings = from_flat({"stages": [PRE, TUNE], "batch_size": 3})
     assert settings.stages == (PRE, TUNE)
-    with pytest.raises(BadInputError, match="stage pre: has no end"):
+    with pytest.raises(BadInputError, match="stage pre: needs an end"):
         from_flat({"stages": [{"name": "pre"}]})
 
 
@@ -222,8 +222,8 @@ def test_a_note_says_of_which_stage_it_is(tmp_path):
         ),
         (["--stage", "tune"], {}, "of which there is no checkpoint"),
         (["--nnodes", "2", "--rdzv-endpoint", "h"], {}, "are for one machine"),
-        ([], {"preload": True}, "data.preload=true: cannot be with stages"),
-        ([], {"only_trained": True}, "cannot be with stages"),
+        ([], {"preload": True}, "data.preload=true: cannot be combined with stages"),
+        ([], {"only_trained": True}, "cannot be combined with stages"),
         (
             [],
             {"stages": (PRE, {**TUNE, "optim.unfreeze": "a@1", "static_graph": True})},
@@ -235,7 +235,7 @@ def test_a_note_says_of_which_stage_it_is(tmp_path):
             {"stages": (PRE, {**TUNE, "run.task": "no.py"})},
             "stage tune: --task=no.py: no such file",
         ),
-        (["--stage", "pre"], {"stages": ()}, "--stage=pre: there are no stages"),
+        (["--stage", "pre"], {"stages": ()}, "--stage=pre: this run has no stages"),
     ],
 )
 def test_what_cannot_be_trained_is_found_before_anything_starts(tmp_path, words, changes, said):

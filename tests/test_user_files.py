@@ -39,7 +39,7 @@ def test_a_file_at_home_lies_under_presets_and_files(places):
     at_home.unlink()
     plan = planned("--preset=small")
     assert (plan.settings.data.num_workers, plan.settings.data.batch_size) == (0, 4)
-    assert not any("lies under" in note for note in plan.notes)
+    assert not any("is included in" in note for note in plan.notes)
 
 
 def test_what_is_wrong_at_home_is_named_with_its_file(places):

@@ -85,8 +85,8 @@ def test_answers_on_a_terminal_become_a_file_that_runs_take(tmp_path):
     """Enter keeps what is usual, a wrong answer is asked again, and what stood there besides stays."""
     home, file = tmp_path / "home", tmp_path / "home" / ".config" / "ddp_runner.yaml"
     answers = {
-        "What is trained": ["synthetic"],
-        "Where to compute": ["cpu"],
+        "Task: bytes": ["synthetic"],
+        "Device: auto": ["cpu"],
         "Ranks": ["1"],
         "Samples": ["many", "16"],
         "Checkpoints": ["1"],
@@ -109,7 +109,7 @@ def test_answers_on_a_terminal_become_a_file_that_runs_take(tmp_path):
     assert resolve(files=[file]).settings.run.seed == 7
 
     dialogue = Dialogue("--preset", "small", cwd=tmp_path, home=home)
-    dialogue.answer("What is trained")
+    dialogue.answer("Task: bytes")
     dialogue.answer("File or folder")
     dialogue.press("\x04")
     assert dialogue.end() == 130, dialogue.shown
@@ -125,13 +125,13 @@ def test_each_answer_is_checked_where_it_is_given(tmp_path):
     """GPUs that are not there, machines that no number is, and a place that is none; an empty default is named."""
     (tmp_path / "text.txt").write_text("to be read\n" * 100)
     dialogue = Dialogue("--preset", "cluster", cwd=tmp_path, home=tmp_path)
-    dialogue.answer("What is trained", "gone.py")
-    assert "--task=gone.py: no such file gone.py" in dialogue.answer("What is trained")
+    dialogue.answer("Task: bytes", "gone.py")
+    assert "--task=gone.py: no such file gone.py" in dialogue.answer("Task: bytes")
     assert "(empty): " in dialogue.answer("File or folder", "gone.txt")
     assert "--data=gone.txt: no such file or folder" in dialogue.answer(
         "File or folder", "text.txt"
     )
-    dialogue.answer("Where to compute", "cpu")
+    dialogue.answer("Device: auto", "cpu")
     assert "(empty): " in dialogue.answer("GPUs", "0,x")
     assert "run.gpus=0,x: must be whole numbers" in dialogue.answer("GPUs", "0,1")
     assert "--gpus=0,1: contradicts --cpu" in dialogue.answer("GPUs", "-")
@@ -187,7 +187,7 @@ def test_without_a_terminal_nobody_can_be_asked(tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert f"needs a terminal to ask on; without one, write {tmp_path}/.config/ddp" in error
     assert main(["configure", "--preset", "a/b"]) == 2
-    assert "--preset=a/b: must be a plain name" in capsys.readouterr().err
+    assert "--preset=a/b: must be a plain file name" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -30,7 +30,7 @@ def test_a_token_in_the_shared_folder_lets_the_second_machine_in(nodes, one_mach
     shared = nodes.folder / "shared"
     words = (SLOW, "-c", shared / "kept", "-l", shared / "logs")
     second = nodes.start(1, *words, has_token=False)
-    poll(lambda: "which the coordinator makes" in second.console, what="its wait")
+    poll(lambda: "which the coordinator creates" in second.console, what="its wait")
     first = nodes.start(0, *words, has_token=False)
     first.logs, first.checkpoints = shared / "logs", shared / "kept"
     second.checkpoints = first.checkpoints

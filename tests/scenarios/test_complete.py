@@ -57,7 +57,7 @@ def test_a_complete_run_started_again_keeps_its_result(complete):
     said = again(complete, "lr=0.5", "log_interval=3")
     assert "not applied to it: log.log_interval 10 -> 3, optim.learning_rate 0.01 -> 0.5" in said
     assert "mine.py has changed since" in said
-    assert "a larger --max-steps trains on; --name mine-2 or --resume none starts over" in said
+    assert "raise --max-steps to train longer; --name mine-2 or --resume none starts over" in said
     assert {name: (complete.logs / name).read_bytes() for name in kept} == kept
     assert contents(complete.checkpoints) == files
     assert complete.summary() == before

@@ -183,7 +183,7 @@ def test_without_being_asked_nothing_is_started_again(tmp_path):
     (tmp_path / "harm_1_0").write_text("os._exit(7)", encoding="utf-8")
     with run_script(tmp_path, TRAIN) as run:
         assert run.wait() == 7, run.console
-    assert "started again only with --max-restarts" in run.console
+    assert "restarted only with --max-restarts" in run.console
     assert len(run.summary()["attempts"]) == 1
 
 

@@ -279,7 +279,7 @@ def test_such_a_file_begins_another_run_whose_task_has_the_rest(tmp_path):
     found = read_weights(path)
     assert set(found.weights) == state.weights().keys() - set(LEFT_OUT)
     assert found.start == start_record(torch.load(path, weights_only=True))
-    with pytest.raises(BadInputError, match=r"take final\.pt"):
+    with pytest.raises(BadInputError, match=r"use final\.pt"):
         load_weights(path)
     fresh = CheckpointStore(tmp_path / "fresh", keep_last=1)
     for word in ("", ":ema"):

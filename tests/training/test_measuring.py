@@ -344,8 +344,8 @@ def test_metrics_of_torchmetrics_need_nothing_of_ours(world):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (None, "gave None"),
-        ([1, 2], "gave a list, not"),
+        (None, "returned None"),
+        ([1, 2], "returned a list, not"),
         ({"loss": (1, 1)}, "a figure named 'loss'"),
         ({"a/b": (1, 1)}, "a figure named 'a/b'"),
         ({"hits": "3"}, "for 'hits' a str, not"),
@@ -407,7 +407,7 @@ def test_nothing_that_counts_is_no_number():
             Classifier(declaring=lambda: Declaring("dim_zero_mean")),
             "'declaring': hits is to be put together by dim_zero_mean: only states that are summed",
         ),
-        (SimpleNamespace(build_metrics=list, metrics=lambda m, b: {}), "gave a list"),
+        (SimpleNamespace(build_metrics=list, metrics=lambda m, b: {}), "returned a list"),
     ],
 )
 def test_objects_that_are_none_are_refused_at_the_start(task, words):

@@ -50,7 +50,7 @@ def test_a_run_becomes_one_file(tmp_path, a_plotly, capsys):
     status = {"run_id": "r1", "state": "running", "step": 5, "max_steps": 9, "pid": os.getpid()}
     (tmp_path / "logs" / "status.json").write_text(json.dumps(status))
     assert main(["report", "-l", logs, "--html", str(file)]) == 0
-    assert "known once the run has ended" in file.read_text()
+    assert "appear once the run has ended" in file.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path, a_plotly, capsys):

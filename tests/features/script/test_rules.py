@@ -44,7 +44,7 @@ def test_a_lost_rank_has_all_start_again():
 @pytest.mark.parametrize(
     ("attempts", "restarts", "exit_code", "reason"),
     [
-        ([attempt()], False, 137, "started again only with --max-restarts"),
+        ([attempt()], False, 137, "restarted only with --max-restarts"),
         ([attempt(steps=0)], True, 137, "before the first optimizer step"),
         ([raised(), raised()], True, 1, "the same error after as many steps again"),
         (

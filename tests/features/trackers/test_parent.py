@@ -128,12 +128,12 @@ def test_a_tracker_that_cannot_start_is_given_up(tmp_path):
         kept.keeper.look()
         assert len(kept.said) == number
         clock.now_s += pause_s * 0.2
-    assert "is started again" in kept.said[-2]
-    assert "the run goes on without it" in kept.said[-1]
+    assert "is restarted" in kept.said[-2]
+    assert "the run continues without it" in kept.said[-1]
     clock.now_s += 1_000_000.0
     kept.keeper.look()
     kept.keeper.end(0)
     assert len(kept.said) == int(TRACKER.tries)
     again = Kept(tmp_path / "logs", clock=clock)
     again.keeper.look()
-    assert "is started again" in again.said[-1]
+    assert "is restarted" in again.said[-1]
