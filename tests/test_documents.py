@@ -49,7 +49,6 @@ _STUMBLE = re.compile(
 NOT_YET_PLAIN = {
     "ARCHITECTURE.md",
     "docs/protocols.md",
-    "docs/several-machines.md",
 }
 
 
