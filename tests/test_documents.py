@@ -45,14 +45,6 @@ _STUMBLE = re.compile(
     r"|comes? to (?:the|an) end)\b",
     re.IGNORECASE,
 )
-# Pages that still have longer lines, sentences or cells, or such words. This list may only shrink.
-NOT_YET_PLAIN = {
-    "ARCHITECTURE.md",
-    "docs/own-loop.md",
-    "docs/protocols.md",
-    "docs/several-machines.md",
-    "docs/transformers.md",
-}
 
 
 def documents():
@@ -136,11 +128,7 @@ def not_plain_in(text):
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_lines_sentences_and_cells_of_a_page_are_short_and_plain(path):
     """A sentence is read once, and a table at a glance."""
-    found = list(not_plain_in(path.read_text(encoding="utf-8")))
-    if str(path.relative_to(ROOT)) in NOT_YET_PLAIN:
-        assert found, "it is plain now: take it from NOT_YET_PLAIN"
-    else:
-        assert found == []
+    assert list(not_plain_in(path.read_text(encoding="utf-8"))) == []
 
 
 def test_long_lines_sentences_and_cells_are_found():
