@@ -29,7 +29,7 @@ from ddp_runner.config import (
 )
 from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.config.presets import RECIPES
-from ddp_runner.core.settings import Settings
+from ddp_runner.core.settings import OptimSettings, Settings
 from ddp_runner.kernel.rules.errors import BadInputError
 
 _DEVICES = ("cpu", "gpu")
@@ -884,3 +884,15 @@ def test_a_loop_of_ones_own_has_no_shares():
     """Its batches are its own."""
     with pytest.raises(BadInputError, match=r"data\.shares=3,2: is for a task"):
         refuse_for_loops(resolved(("shares", "3,2")))
+
+
+def test_a_users_task_that_is_tried_out_has_the_usual_rate():
+    """It may make its own optimizer, next to which a rate is refused; built-in tasks have one for so few steps."""
+    words = [("--test", "true"), ("run.task", "mine.py:Mine")]
+    mine = resolve(preset="cpu_test", command_line=words).settings.optim
+    assert (mine.learning_rate, mine.warmup_steps) == (
+        OptimSettings().learning_rate,
+        OptimSettings().warmup_steps,
+    )
+    built_in = resolve(preset="cpu_test", command_line=[("--test", "true")]).settings.optim
+    assert (built_in.learning_rate, built_in.warmup_steps) == (1e-3, 4)

@@ -286,7 +286,8 @@ def elected_elsewhere(plan: LaunchPlan, token: bytes) -> tuple[str, int] | None:
     """
     options = plan.nodes
     assert options is not None
-    if options.moving_fd is not None or why_no_vote_holds(least=options.least, most=options.most):
+    may_vote = plan.settings.recovery.elect_coordinator and options.moving_fd is None
+    if not may_vote or why_no_vote_holds(least=options.least, most=options.most):
         return None
     for peer in others_of(BallotFile(Path(plan.settings.run.checkpoint_dir)).read()):
         where = (peer.host, peer.port)

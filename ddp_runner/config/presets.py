@@ -27,8 +27,6 @@ _SMALL: Mapping[str, object] = {
     "model.num_heads": 2,
     "data.batch_size": 8,
     "data.num_workers": 1,
-    "optim.learning_rate": 1e-3,
-    "optim.warmup_steps": 4,
     "checkpoint.save_interval": 1,
     "log.log_interval": 4,
     "log.evaluate_batches": 4,
@@ -54,12 +52,15 @@ _LANGUAGE_MODEL_ON_CPU: Mapping[str, object] = {
     "log.evaluate_every_steps": 500,
     "log.log_interval": 20,
 }
+_TRIED_OUT = {"optim.learning_rate": 1e-3, "optim.warmup_steps": 4}
 # By preset and task. A recipe lies below everything but the defaults.
 RECIPES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "cpu": {
         "bytes": {**_LANGUAGE_MODEL_ON_CPU, "log.evaluate_batches": 25},
         "synthetic": _LANGUAGE_MODEL_ON_CPU,
-    }
+    },
+    "cpu_test": {"bytes": _TRIED_OUT, "synthetic": _TRIED_OUT},
+    "gpu_test": {"bytes": _TRIED_OUT, "synthetic": _TRIED_OUT},
 }
 # Pairs of settings by epochs and by steps: one of them is in force.
 CADENCES = (

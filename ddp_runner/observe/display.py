@@ -136,7 +136,9 @@ class PlainDisplay:
         self._flush()
 
     def line(self, text: str, *, level: str) -> None:
-        """Write ``text``, marked where it is a warning or an error."""
+        """Write ``text``, marked where it is a warning or an error; a quiet display leaves out what is only informative."""
+        if self._is_quiet and level.upper() in ("INFO", "DETAIL"):
+            return
         self._held.add(text, level.upper())
         self._flush()
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ddp_runner.core.gpu_reading import GpuReading
 
+LAST = "LAST"  # the level of lines about how a run has ended: shown by a quiet console, too
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:

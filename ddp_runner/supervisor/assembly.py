@@ -448,11 +448,12 @@ class _Here:
             owner=machines.owner,
             probes=machines.probes,
         )
+        elects = plan.settings.recovery.elect_coordinator
         return _Coordinating(
             agent=supervisor,
             shown=run,
             summary=_summary(run, supervisor),
-            close=supervisor.decide_by_majority(place).close,
+            close=supervisor.decide_by_majority(place).close if elects else lambda: None,
         )
 
     def _begun(self, place: Place) -> tuple[Node, FolderOwner]:

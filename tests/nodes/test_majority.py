@@ -10,7 +10,7 @@ from tests.nodes.conftest import Nodes
 from tests.nodes.test_two_nodes import SLOW
 from tests.scenarios.harness import poll
 
-WORDS = (SLOW, "recovery.node_patience_s=300", "save_interval=0")
+WORDS = (SLOW, "recovery.elect_coordinator=true", "recovery.node_patience_s=300", "save_interval=0")
 LEADS = "this machine coordinates from here on"
 
 

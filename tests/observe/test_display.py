@@ -17,6 +17,7 @@ import pytest
 from ddp_runner.features.display.live import LiveDisplay
 from ddp_runner.observe.display import NoDisplay, PlainDisplay, make_display
 from ddp_runner.observe.terminal import HELD_LINES_MAX, ConsoleWriter
+from ddp_runner.observe.view import LAST
 from tests.observe.views import rank_view, run_summary, run_view
 
 
@@ -193,6 +194,19 @@ def test_plain_output_has_no_control_characters_and_is_paced():
     assert steps == ["10", "30", "50", "70"]
     assert "WARNING: \\x1b[31mcareful\\x1b[0m\n  why\n" in text
     assert text.rstrip().endswith("logs")
+
+
+def test_a_quiet_display_shows_warnings_and_how_the_run_has_ended():
+    """Neither progress nor what is only informative; the last lines are those of any run."""
+    stream = io.StringIO()
+    display = PlainDisplay(stream, is_quiet=True)
+    for level in ("INFO", "DETAIL", "WARNING", LAST, "RAW"):
+        display.line(f"line {level}", level=level)
+    display.update(run_view(2, step=5, logged_step=5))
+    display.finish(run_summary())
+    shown = stream.getvalue().splitlines()
+    assert shown[:3] == ["WARNING: line WARNING", f"line {LAST}", "line RAW"]
+    assert [shown[3], *shown[4].split()] == ["", "status", "completed"]
 
 
 def test_plain_output_is_silent_before_the_first_step():

@@ -137,7 +137,9 @@ def test_a_generator_of_the_dataset_itself_is_named_from_the_start(tmp_path, wor
         run.signal(signal.SIGKILL, run.rank_pid(0))
         assert run.wait() == 0, run.console
     (reason,) = found
-    assert reason.startswith("sample 0 is different when it is loaded again: its dataset has a")
+    assert reason.startswith(
+        "sample 0 is different when it is loaded again: its dataset has its own"
+    )
     assert run.summary()["inexact_reasons"].count(reason) == 1
     assert run.console.count(reason) == 1
 

@@ -318,7 +318,16 @@ def test_a_look_keeps_no_batch_alive():
 
 
 class _Wrapper(torch.optim.Optimizer):
-    """As other libraries wrap one: their own counts are no state of training."""
+    """As accelerate wraps one: its own counts are no state of training."""
+
+    __module__ = "accelerate.optimizer"
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """It has slow weights of its own, which a replaced rank lacks."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -331,3 +340,4 @@ def test_a_wrapper_of_a_kept_optimizer_is_no_variable():
     assert _is_kept(_Wrapper(optimizer), {id(optimizer)})
     assert not _is_kept(_Wrapper(optimizer), set())
     assert not _is_kept(schedule, {id(optimizer)})
+    assert not _is_kept(_Lookahead(optimizer), {id(optimizer)})

@@ -92,6 +92,9 @@ class RecoverySettings:
     coordinator_wait_s: Annotated[AtLeast0, CANNOT_MATTER, PER_MACHINE] = 120.0
     """Time for which a machine looks for a lost coordinator, in seconds. After it the machine ends with exit code
     75."""
+    elect_coordinator: Annotated[Switch, CANNOT_MATTER, PER_MACHINE] = False
+    """Let a majority of three or more machines, each with its own checkpoint folder, choose another coordinator if theirs
+    is lost. Give it to every machine. Experimental: only a majority of the machines can then train."""
     warm_spare: Annotated[Switch | Literal["process", "model"], CANNOT_MATTER, PER_MACHINE] = True
     """Keep a spare process ready to replace a lost rank. On the CPU: process has imported torch and the task; model
     has also built data and model, in a rank's memory; true means model if building takes 0.1 s or more and needs at

@@ -93,7 +93,9 @@ def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int] | 
     parent_death.set_process_name("ddp:follower")
     signals = SignalBox()
     display = make_display(
-        "plain" if plan.settings.log.display != "none" else "none", stream=sys.stdout
+        "plain" if plan.settings.log.display != "none" else "none",
+        stream=sys.stdout,
+        console=plan.settings.log.console,
     )
     display.start()
     with signals.installed(), selectors.DefaultSelector() as selector:
@@ -101,7 +103,7 @@ def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int] | 
             plan, meeting, signals=signals, selector=selector, display=display, clock=SYSTEM_CLOCK
         )
         if lead is not None:
-            if plan.opaque is None:
+            if plan.opaque is None and plan.settings.recovery.elect_coordinator:
                 loop.voting = Voting(plan, token=meeting.token, clock=SYSTEM_CLOCK)
             loop.succession = Succession(plan, voting=loop.voting, clock=SYSTEM_CLOCK)
         try:

@@ -22,7 +22,7 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RunEnds
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.summary import EndOfRun, RunSummary, Summary
-from ddp_runner.observe.view import NodeView, RunView
+from ddp_runner.observe.view import LAST, NodeView, RunView
 from ddp_runner.supervisor.around import OfScreen, programs
 from ddp_runner.supervisor.beside.folders import FolderKeeper
 from ddp_runner.supervisor.reporting.recorder import Recorder
@@ -242,9 +242,9 @@ class RunScreen:
             recorder.say(ending.detail, level="ERROR")
         if not ending.error_line and self._supervisor.machine.state is RunState.FAILED:
             is_wanted = ending.status in (RunStatus.PREEMPTED, RunStatus.INTERRUPTED)
-            recorder.say(ending.reason, level="INFO" if is_wanted else "ERROR")
+            recorder.say(ending.reason, level=LAST if is_wanted else "ERROR")
             if closing := self._supervisor.closing_words():
-                recorder.say(closing)
+                recorder.say(closing, level=LAST)
         finished = self._world.present[0].finished
         sample = finished.report.get("sample") if finished is not None else None
         if sample:

@@ -524,10 +524,13 @@ class AttachedRun:
 
 
 def _is_kept(value: Any, kept: set[int]) -> bool:
-    """Return True for what is no variable of the loop: kept by its id, ours, or another library's wrapper of a kept optimizer."""
+    """Return True for what is no variable of the loop: kept by its id, ours, or accelerate's wrapper of a kept optimizer.
+
+    Other wrappers may have state of their own, as the slow weights of a Lookahead.
+    """
     if id(value) in kept or isinstance(value, (_Steps, AttachedModule)):
         return True
-    is_wrapper = isinstance(value, torch.optim.Optimizer)
+    is_wrapper = type(value).__module__.startswith("accelerate.")
     return is_wrapper and id(getattr(value, "optimizer", None)) in kept
 
 
