@@ -269,7 +269,7 @@ def test_export_of_a_file_without_its_frozen_weights_is_whole_or_refused(tmp_pat
     begun.unlink()
     assert main([*words, str(tmp_path / "none")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "leaves out 1 start weights of its run, which it" in line
+    assert "leaves out 1 start weights of the run" in line
     assert "--init-from PATH, or use the run's final.pt" in line
     assert not (tmp_path / "none").exists()
 

@@ -94,7 +94,7 @@ def test_a_name_that_is_loopback_at_home_is_listened_at_everywhere(resolves, cap
         if node_rank is None:  # another process of this machine has the door: it is followed
             assert nodes.coordinators_door(options) is None
         else:
-            with pytest.raises(BadInputError, match="cannot be listened at"):
+            with pytest.raises(BadInputError, match="cannot be listened on"):
                 nodes.coordinators_door(options)
 
 

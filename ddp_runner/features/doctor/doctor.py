@@ -386,8 +386,8 @@ def check_variables(environment: Mapping[str, str]) -> Check:
 DECLARATION = SmallCommand(
     usage=f"""Usage:  {COMMAND} doctor [-g 0,1] [--quick] [--json]
 
-Checks everything that training needs; exits with 1 if something is missing. The
-last check starts ranks on the chosen devices, interrupts a sum over them,
+Checks everything that training needs; exits with 1 if something is missing.
+The last check starts ranks on the chosen devices, interrupts a sum over them,
 forms a new group and repeats the sum.""",
     options=(
         Option(

@@ -156,8 +156,8 @@ DECLARATION = SmallCommand(
 
 Trains some steps in a separate folder, with the settings and devices of train.
 Shows the time of each part of a step (data, forward, backward, communication,
-optimizer), the part that limits the speed, and settings to try. An existing run
-is not touched.""",
+optimizer), the part that limits the speed, and settings to try. An existing
+run is not touched.""",
     options=(
         Option(
             _STEPS,

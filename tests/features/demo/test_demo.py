@@ -107,7 +107,7 @@ def test_a_fault_that_never_came_is_no_proof(start, tmp_path):
 
     Those that came and changed what is computed are reported with what was done.
     """
-    demo = start(20, (), (("oom:phase=backward",), ("nan",), ("nan",)))
+    demo = start(30, (), (("oom:phase=backward",), ("nan",), ("raise:phase=compile",)))
     code = demo.wait(DEADLINE_S)
     text = (tmp_path / "output.txt").read_text()
     assert code == 1, text

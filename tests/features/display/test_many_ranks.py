@@ -23,7 +23,8 @@ def many(changed=None, **changes):
 
 
 def shown(view, *, width=100, lines_max=30, encoding="utf-8"):
-    return text_of(drawn(view, width=width, lines_max=lines_max, encoding=encoding))
+    lines = text_of(drawn(view, width=width, lines_max=lines_max, encoding=encoding))
+    return [line for line in lines if not line.startswith(" Ctrl-C")]
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 200])

@@ -71,7 +71,7 @@ def test_the_page_is_started_once_with_a_token_of_its_own(made, tmp_path):
     assert said == []
     assert not keeper.took(replace(ended, pid=pid + 1))
     assert keeper.took(ended)
-    assert "the run goes on" in said[0]
+    assert "the run continues" in said[0]
     assert token not in said[0]
     keeper.look()
     assert len(announced) == 1

@@ -317,7 +317,7 @@ class Given(Dataset):
 
 @pytest.mark.parametrize(
     ("sample", "why"),
-    [(lambda: 1, "sample 0 cannot be pickled"), (Lossy(5), "sample 0 is another one")],
+    [(lambda: 1, "sample 0 cannot be pickled"), (Lossy(5), "sample 0 differs when it comes back")],
 )
 def test_a_sample_that_cannot_be_kept_is_named(memory, sample, why):
     """It is found with the first, before all others are read."""
