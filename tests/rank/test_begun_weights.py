@@ -65,12 +65,12 @@ def test_other_weights_than_the_begin_are_never_taken(tmp_path, model):
     path, _, _ = saved(tmp_path / "run", model)
     other = tmp_path / "o.pt"
     torch.save({name: one + 1 for name, one in model.state_dict().items()}, other)
-    for given, found in (("", "cannot be found: give"), (other, f"--init-from {other}: other weights")):
+    for given, found in (("", "found: give"), (other, f"--init-from {other}: other weights")):
         with pytest.raises(BadInputError) as error:
             whole_weights(path, average=False, init_from=str(given))
         said = str(error.value)
         assert found in said
-        assert "leaves out 2 start weights of its run, which it" in said
+        assert "leaves out 2 start weights of the run" in said
         assert said.endswith("or use the run's final.pt, which is complete")
         assert "\n" not in said
 
