@@ -116,6 +116,12 @@ def test_what_is_no_optimizer_is_refused_with_the_legal_forms(tmp_path, returned
         built(tmp_path, returned)
 
 
+def test_an_interval_without_a_scheduler_is_refused(tmp_path):
+    """It would say nothing."""
+    with pytest.raises(BadInputError, match="needs scheduler="):
+        built(tmp_path, "{'optimizer': optimizer, 'interval': 'epoch'}")
+
+
 def test_a_method_without_the_model_is_refused(tmp_path):
     """As Lightning has it."""
     with pytest.raises(BadInputError, match="must take the model"):

@@ -255,14 +255,14 @@ def own_optimizer(task: object, model: nn.Module, optim: OptimSettings) -> OwnOp
 
 def _configured(made: object, model: nn.Module) -> OwnOptimizer:
     """Return what ``configure_optimizers()`` has made. Raises BadInputError for what is none of its forms."""
-    scheduler, interval = None, _STEP
+    scheduler, interval = None, None
     optimizer = made
     if isinstance(made, Mapping):
         unknown = [name for name in made if name not in ("optimizer", "scheduler", "interval")]
         if unknown or "optimizer" not in made:
             raise BadInputError("configure_optimizers()", "", _FORMS)
         optimizer, scheduler = made["optimizer"], made.get("scheduler")
-        interval = made.get("interval", _STEP)
+        interval = made.get("interval")
     elif isinstance(made, (tuple, list)):
         if len(made) != 2 or isinstance(made[1], torch.optim.Optimizer):
             raise BadInputError("configure_optimizers()", "", _FORMS)
@@ -270,7 +270,9 @@ def _configured(made: object, model: nn.Module) -> OwnOptimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInputError("configure_optimizers()", type(optimizer).__name__, _FORMS)
     lines = _fit(optimizer, model)
-    is_by_epoch = scheduler is not None and _is_by_epoch(optimizer, scheduler, interval)
+    if scheduler is not None:
+        interval = interval or _STEP
+    is_by_epoch = _is_by_epoch(optimizer, scheduler, interval)
     return OwnOptimizer(
         optimizer=optimizer, scheduler=scheduler, is_by_epoch=is_by_epoch, lines=lines
     )
