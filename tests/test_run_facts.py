@@ -246,4 +246,4 @@ def test_a_stage_alone_is_one_of_the_presets(tmp_path, monkeypatch):
         planned("--preset", "two", "--config", "run.yaml")
     with pytest.raises(BadInputError) as caught:
         planned("init_from=scratch_next_token")
-    assert "use init_from=scratch, with stage=next_token" in str(caught.value)
+    assert "here that is init_from=scratch, with stage=next_token" in str(caught.value)

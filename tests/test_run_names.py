@@ -200,7 +200,7 @@ def test_the_words_for_the_old_settings_are_those_to_type():
     assert set(words) == {
         "--task 'my task.py'", "--seed 5", "-b 8", "model.hidden_size=64", "task.deep=true",
     }  # fmt: skip
-    assert set(others) == {"no --data", "no task.wide", "the old data"}
+    assert set(others) == {"no --data", "no task.wide", "the data as it was"}
     assert words_of_old(old, new, world_size=3)[0].count("global_batch_size=16") == 1
     assert words_of_old(old, new, world_size=17)[0].count("-n 16 -b 1") == 1
     assert words_of_old(old, old, world_size=2) == ([], [])
