@@ -585,7 +585,7 @@ def test_by_itself_the_saving_rank_chooses_its_interval(tmp_path):
     assert saved[0] == 60
     assert len(saved) >= 3
     assert all(later - earlier >= 10 for earlier, later in pairwise(saved))
-    assert "save_every_steps=auto" in log
+    assert "saving every 10 s (auto)" in log
 
 
 def test_an_interval_of_zero_saves_nothing_by_time(tmp_path):
