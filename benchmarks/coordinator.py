@@ -75,7 +75,11 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def started(words: tuple[object, ...], folder: Path, number: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DDP_RUNNER_TOKEN": "of a benchmark on loopback"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "DDP_RUNNER_TOKEN": "of a benchmark on loopback",
+    }
     with (folder / f"machine_{number}.txt").open("wb") as output:
         return subprocess.Popen(
             [str(word) for word in words],

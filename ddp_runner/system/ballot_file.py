@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 from pathlib import Path
 
@@ -15,21 +16,27 @@ _KINDS: dict[str, type[Record]] = {"Record": Record}
 
 
 class BallotFile:
-    """Owned by one supervisor. A file that is not there, or cannot be read, is that of a new machine."""
+    """Owned by one supervisor, which keeps the record in memory once it has read it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self._new_name = secrets.token_hex(_NAME_BYTES)
+        self._kept: Record | None = None
 
     def read(self) -> Record:
-        """Return the record of this machine."""
-        try:
-            found: Record = wire.decode(read_small(self.path), _KINDS)
-        except (OSError, ValueError, TypeError):
-            return Record(machine=self._new_name)
-        return found
+        """Return the record of this machine; one without a file is new. Raises OSError."""
+        # A machine whose record cannot be read is no new machine: it would vote twice in one ballot.
+        if self._kept is None:
+            try:
+                self._kept = wire.decode(read_small(self.path), _KINDS)
+            except FileNotFoundError:
+                self._kept = Record(machine=self._new_name)
+            except (ValueError, TypeError) as error:
+                raise OSError(errno.EINVAL, "is no record of votes", str(self.path)) from error
+        return self._kept
 
     def write(self, record: Record) -> None:
         """Keep ``record`` before anything is said or done by it. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         replace_file_synced(self.path, wire.encode(record))
+        self._kept = record

@@ -11,6 +11,7 @@ import pytest
 from ddp_runner.core.machines.majority import Peer, Record, why_no_vote_holds
 from ddp_runner.core.machines.node_messages import Elected, Generation
 from ddp_runner.core.machines.node_options import NodeOptions
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.supervisor.nodes.letters import Letters
 from ddp_runner.supervisor.nodes.majority_keeper import DOUBTS_S, MajorityKeeper
@@ -102,6 +103,29 @@ def test_what_was_promised_outlasts_the_supervisor(three):
         again.asked_to_form(
             Generation(ballot=1, generation=9, members=three.peers, before=()), TERM
         )
+    again.close()
+
+
+def test_a_record_that_cannot_be_read_is_not_replaced(three):
+    """The machine takes no part, and is no new one; what a supervisor has read once, it knows."""
+    three.form(0, 1)
+    path = three.followers[0].file.path
+    kept = path.read_bytes()
+    path.unlink()
+    path.mkdir()
+    again = three.voting(1)
+    assert again.record is None
+    order = Generation(ballot=9, generation=9, members=three.peers, before=())
+    with pytest.raises(LinkLostError, match="cannot be kept"):
+        again.asked_to_form(order, TERM)
+    with pytest.raises(BadInputError, match="votes of this machine cannot be read"):
+        keeper_in(path.parent)
+    assert three.followers[0].record.generation == 1
+    path.rmdir()
+    path.write_bytes(kept[:-3])
+    assert three.voting(1).record is None
+    path.write_bytes(kept)
+    assert again.record.machine == three.peers[1].machine
     again.close()
 
 

@@ -19,6 +19,7 @@ from ddp_runner.core.machines.majority import (
     why_no_vote_holds,
 )
 from ddp_runner.core.machines.node_messages import Elected, Generation, Hello, Vote
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire.packets import by_name
 from ddp_runner.supervisor.nodes.letters import Letters
@@ -29,6 +30,14 @@ SAYS_EVERY_S = 1.0  # to machines that are not there, who coordinates
 # For a coordinator that was elected meanwhile to say so, before one that others have left takes them back.
 DOUBTS_S = 5.0
 _KINDS = by_name(Elected | Vote)
+
+
+def unreadable(file: BallotFile, error: OSError) -> BadInputError:
+    """Return the error of a machine that cannot coordinate, as its record of votes cannot be read."""
+    reason = error.strerror or str(error)
+    return BadInputError(
+        "run.checkpoint_dir", file.path, f"the votes of this machine cannot be read: {reason}"
+    )
 
 
 class MajorityKeeper:
@@ -51,7 +60,10 @@ class MajorityKeeper:
         self._term, self._at, self._number = term, at, number
         self._clock = clock
         self._letters = Letters(token, _KINDS)
-        self._ballot = self._file.read().promised + 1
+        try:
+            self._ballot = self._file.read().promised + 1
+        except OSError as error:
+            raise unreadable(self._file, error) from error
         self._has_formed = self._is_elected = False
         self._said_s = 0.0
         self._doubts_since_s = 0.0  # whether another one was elected; 0: it does not

@@ -68,8 +68,11 @@ class Voting:
 
     @property
     def record(self) -> Record | None:
-        """What this machine says of itself to a coordinator; None where no majority decides."""
-        return self.file.read() if self.may_decide else None
+        """What this machine says of itself to a coordinator; None where no majority decides, or it cannot vote."""
+        try:
+            return self.file.read() if self.may_decide else None
+        except OSError:
+            return None
 
     @property
     def at(self) -> tuple[str, int]:
@@ -86,24 +89,25 @@ class Voting:
 
     def may_obey(self, ballot: Ballot) -> bool:
         """Return whether this machine may still follow that coordinator."""
-        return not self.may_decide or may_obey(self.file.read(), ballot)
+        record = self.record
+        return record is None or may_obey(record, ballot)
 
     def asked_to_form(self, order: Generation, term: str) -> None:
         """Keep who has the generation, before a rank hears of it. Raises LinkLostError where it may not be formed."""
-        record, ballot = self.file.read(), (order.ballot, term)
-        if not may_obey(record, ballot):
+        ballot = (order.ballot, term)
+        if not self.may_obey(ballot):
             raise LinkLostError("this machine has voted for another coordinator since")
-        asked = forming(
-            record,
-            ballot=ballot,
-            generation=order.generation,
-            members=order.members,
-            before=order.before,
-        )
         try:
+            asked = forming(
+                self.file.read(),
+                ballot=ballot,
+                generation=order.generation,
+                members=order.members,
+                before=order.before,
+            )
             self.file.write(asked)
         except OSError as error:
-            raise LinkLostError(f"{self.file.path} cannot be written: {error}") from error
+            raise LinkLostError(f"the votes of this machine cannot be kept: {error}") from error
         self._generation, self._is_confirmed = order, False
 
     def _trains(self) -> None:
@@ -137,9 +141,10 @@ class Voting:
 
     def _vote(self, wanted: VoteWanted, *, obeys: bool) -> Vote | None:
         self._heard = max(self._heard, wanted.ballot)
+        if obeys or not self.holds:
+            return None
         record, ballot = self.file.read(), (wanted.ballot, wanted.term)
-        formed = (wanted.formed, wanted.formed_term, wanted.generation)
-        if obeys or not self.holds or not may_vote(record, ballot, formed):
+        if not may_vote(record, ballot, (wanted.formed, wanted.formed_term, wanted.generation)):
             return None
         try:
             self.file.write(promising(record, ballot))
@@ -158,8 +163,10 @@ class Voting:
 
         ``term``: of the generation whose memory it has.
         """
+        if not self.holds:
+            return None
         record = self.file.read()
-        if not self.holds or record.term != term:
+        if record.term != term:
             return None
         stands = self._ballot != NEVER and record.has_promised == self._ballot
         if stands and has_majority(record, self._votes):
