@@ -40,7 +40,7 @@ from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
-from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
+from ddp_runner.supervisor.nodes.coordinator import KEPT_EVERY_S, CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import (
     SHUT_S,
     STRANGERS_MAX,
@@ -423,3 +423,44 @@ def _is_open(connection):
             assert part
         return False
     return True
+
+
+class Majority:
+    """A keeper whose disk is full until it is said to be free; ``missing``: who must come first."""
+
+    path = "kept/.votes"
+
+    def __init__(self):
+        self.is_full, self.lacks, self.formed = True, [], []
+
+    def decides(self, there):
+        return True
+
+    def missing(self, there):
+        return self.lacks
+
+    def forms(self, generation, there):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.formed.append(generation)
+
+
+def test_a_full_disk_lets_nobody_train_and_ends_no_run_at_once(coordinator):
+    """One warning; tried again each second; in the end as a run ends whose machines do not come."""
+    supervisor, majority = coordinator.supervisor, Majority()
+    supervisor._majority = majority
+    assert not supervisor._may_form(1)
+    coordinator.clock.now_s += KEPT_EVERY_S
+    assert not supervisor._may_form(1)
+    said = [line for level, line in coordinator.simulation.outputs.said if level == "WARNING"]
+    assert said == ["nobody trains while kept/.votes cannot be written: No space left on device"]
+    assert supervisor.ending is None
+    majority.is_full = False
+    coordinator.clock.now_s += KEPT_EVERY_S
+    assert supervisor._may_form(1)
+    assert majority.formed == [1]
+    majority.is_full = True
+    assert not supervisor._may_form(2)
+    coordinator.clock.now_s += supervisor._majority_wait_s + KEPT_EVERY_S
+    assert not supervisor._may_form(2)
+    assert supervisor.ending.status is RunStatus.PREEMPTED

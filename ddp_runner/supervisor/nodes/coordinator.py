@@ -55,6 +55,7 @@ from ddp_runner.system.node_link import NodeLink
 from ddp_runner.system.run_directories import RunDirectories
 
 OWNER_EVERY_S = 0.5
+KEPT_EVERY_S = 1.0  # from a write of the votes that failed to the next one
 LEAVES = "this node leaves; the others go on"
 # If a run without a generation is asked to stop: the time for ranks with a state to get ready, and the time for other machines to
 # find a coordinator that has just taken over.
@@ -152,7 +153,8 @@ class CoordinatorSupervisor(Supervisor):
         self._plan = plan
         self._majority: MajorityKeeper | None = None  # None: no majority decides
         self._elected_at = ""  # where another machine coordinates, which a majority has voted for
-        self._short_since_s: float | None = None  # of a majority, which nobody trains without
+        self._waits = ""  # why nobody may train, as the log says
+        self._waits_since_s = self._kept_again_s = 0.0
         self._has_parked = False  # whether ranks of others came with a memory
         assert plan.nodes is not None
         self._has_heirs = plan.nodes.moving_fd is None
@@ -308,14 +310,20 @@ class CoordinatorSupervisor(Supervisor):
     def _may_form(self, generation: int) -> bool:
         majority, there = self._majority, self._members
         if majority is None or not majority.decides(there):
+            self._waits = ""
             return True
         if not self._has_majority():
+            return False
+        if (now_s := self._clock.monotonic()) < self._kept_again_s:
             return False
         try:
             majority.forms(generation, there)
         except OSError as error:
-            self.end_at_once(f"{self._owner.folder} cannot be written to: {error}")
+            self._kept_again_s = now_s + KEPT_EVERY_S
+            reason = error.strerror or str(error)
+            self._wait_to_form(f"nobody trains while {majority.path} cannot be written: {reason}")
             return False
+        self._waits = ""
         return True
 
     def _has_majority(self) -> bool:
@@ -323,23 +331,28 @@ class CoordinatorSupervisor(Supervisor):
         majority, there = self._majority, self._members
         if majority is None or not majority.decides(there):
             return True
-        missing, now_s = majority.missing(there), self._clock.monotonic()
+        missing = majority.missing(there)
         if not missing:
-            self._short_since_s = None
             return True
-        waits_s = self._settings.recovery.node_patience_s + self._majority_wait_s
         names = ", ".join(f"node {number}" for number in missing)
-        if self._short_since_s is None:
-            self._short_since_s = now_s
-            line = f"no majority of the newest generation's machines is there: waiting for {names}"
-            self.recorder.say(line, level="WARNING")
-        elif now_s > self._short_since_s + waits_s and self.ending is None:
-            line = (
-                f"no majority of the newest generation's machines has come, without {names}: if they"
-                f" are gone for good, remove {majority.path} to go on from the newest checkpoint"
-            )
-            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, line))
+        self._wait_to_form(
+            f"no majority of the newest generation's machines is there: waiting for {names}",
+            last=f"no majority of the newest generation's machines has come, without {names}: if they"
+            f" are gone for good, remove {majority.path} to go on from the newest checkpoint",
+        )
         return False
+
+    def _wait_to_form(self, line: str, *, last: str = "") -> None:
+        """Say why nobody trains now; the run ends after a while. ``last``: its last line, if that is another one."""
+        now_s = self._clock.monotonic()
+        waits_s = self._settings.recovery.node_patience_s + self._majority_wait_s
+        if not self._waits:
+            self._waits_since_s = now_s
+        if now_s > self._waits_since_s + waits_s and self.ending is None:
+            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, last or line))
+        elif line != self._waits:
+            self._waits = line
+            self.recorder.say(line, level="WARNING")
 
     def _begin(self) -> bool:
         if not self._has_majority() or not super()._begin():
