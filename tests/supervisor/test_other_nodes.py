@@ -28,7 +28,7 @@ from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.exits import RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.rules.recovery import GiveUp
@@ -464,3 +464,16 @@ def test_a_full_disk_lets_nobody_train_and_ends_no_run_at_once(coordinator):
     coordinator.clock.now_s += supervisor._majority_wait_s + KEPT_EVERY_S
     assert not supervisor._may_form(2)
     assert supervisor.ending.status is RunStatus.PREEMPTED
+
+
+def test_a_stop_while_a_majority_is_awaited_ends_the_run(coordinator):
+    """All who are there are ready, so that nothing else would end it."""
+    supervisor, majority = coordinator.supervisor, Majority()
+    supervisor._majority, majority.lacks = majority, [2]
+    supervisor.facts.ever_formed = True
+    assert not supervisor._may_form(1)
+    assert supervisor.ending is None
+    assert not supervisor.run_end.is_known
+    supervisor._stop = StopReason.INTERRUPTED
+    assert not supervisor._may_form(1)
+    assert supervisor.run_end.is_known

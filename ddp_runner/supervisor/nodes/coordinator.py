@@ -343,12 +343,17 @@ class CoordinatorSupervisor(Supervisor):
         return False
 
     def _wait_to_form(self, line: str, *, last: str = "") -> None:
-        """Say why nobody trains now; the run ends after a while. ``last``: its last line, if that is another one."""
+        """Say why nobody trains now; the run ends after a while, or as it is asked to.
+
+        ``last``: its last line after that while, if that is another one.
+        """
         now_s = self._clock.monotonic()
         waits_s = self._settings.recovery.node_patience_s + self._majority_wait_s
         if not self._waits:
             self._waits_since_s = now_s
-        if now_s > self._waits_since_s + waits_s and self.ending is None:
+        if (stop := self._stop) is not None:
+            self.run_end.begin(Ending.of(STATUS_OF_REASON[stop], f"{stop.value}: {line}"))
+        elif now_s > self._waits_since_s + waits_s and self.ending is None:
             self.run_end.begin(Ending.of(RunStatus.PREEMPTED, last or line))
         elif line != self._waits:
             self._waits = line
