@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,10 @@ from ddp_runner.core.machines.node_messages import Elected, Generation
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
+from ddp_runner.supervisor.nodes import follower_loop
 from ddp_runner.supervisor.nodes.letters import Letters
 from ddp_runner.supervisor.nodes.majority_keeper import DOUBTS_S, MajorityKeeper
+from ddp_runner.supervisor.nodes.successor import listen
 from ddp_runner.supervisor.nodes.voting import Voting
 from ddp_runner.system.ballot_file import BallotFile
 from ddp_runner.system.node_link import LinkLostError
@@ -36,7 +40,7 @@ class Three:
         self.folder = folder
         self.followers = [self.voting(number) for number in (1, 2)]
         for one in self.followers:
-            one.open(socket.create_server(("127.0.0.1", 0)))
+            one.open(listen("127.0.0.1"))
         self.peers = (
             Peer(machine="zero", number=0, host="127.0.0.1", port=1),
             *(
@@ -247,3 +251,37 @@ def test_only_the_newest_memory_that_is_known_is_kept(tmp_path):
     assert not keeper.has_newest(old, [There(2, new)])
     assert keeper.has_newest(new, [There(1, old)])
     keeper.close()
+
+
+@pytest.fixture
+def loop(three):
+    """The loop of the first follower, which has met nobody."""
+    signals, other = socket.socketpair()
+    with selectors.DefaultSelector() as selector:
+        meeting = SimpleNamespace(
+            options=replace(OPTIONS, host="node0", port=three.followers[1].at[1])
+        )
+        made = follower_loop._FollowerLoop(
+            plan_of(three.folder / "1"),
+            meeting,
+            signals=signals,
+            selector=selector,
+            display=None,
+            clock=SYSTEM_CLOCK,
+        )
+        made.voting, made.succession = three.voting(1), SimpleNamespace()
+        made._address = "127.0.0.1"
+        yield made
+        made.voting.close()
+    signals.close()
+    other.close()
+
+
+def test_the_endpoints_port_is_left_to_who_coordinates_there(loop):
+    """Such as another run, whose endpoint is at this machine."""
+    host, port = loop._hears_votes_at()
+    assert (host, port) == loop.voting.at
+    assert port not in (0, loop._meeting.options.port)
+    loop.voting.close_door()
+    loop._meeting.options = replace(OPTIONS, host="node0", port=port)
+    assert loop._hears_votes_at()[1] != port

@@ -48,7 +48,7 @@ from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import Heir
 from ddp_runner.supervisor.nodes.follower import Follower
-from ddp_runner.supervisor.nodes.successor import Succession
+from ddp_runner.supervisor.nodes.successor import Succession, listen
 from ddp_runner.supervisor.nodes.voting import Voting
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.system.folder_probe import is_shared
@@ -380,7 +380,7 @@ class _FollowerLoop:
         if voting.door is None:
             with contextlib.suppress(OSError):
                 address = self._meeting.options.local_addr or self._address
-                voting.open(succession.listen(address))
+                voting.open(listen(address))  # the endpoint's port may be another run's here
         return voting.at
 
     def _welcomed(self, welcome: Welcome) -> None:
