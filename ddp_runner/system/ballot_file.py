@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 from pathlib import Path
 
@@ -34,6 +35,12 @@ class BallotFile:
             except (ValueError, TypeError) as error:
                 raise OSError(errno.EINVAL, "is no record of votes", str(self.path)) from error
         return self._kept
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether the folder, or the one that it would be made in, lets this user write."""
+        folders = (self.path.parent, *self.path.parent.absolute().parents)
+        return os.access(next(one for one in folders if one.exists()), os.W_OK | os.X_OK)
 
     def write(self, record: Record) -> None:
         """Keep ``record`` before anything is said or done by it. Raises OSError."""

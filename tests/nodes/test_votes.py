@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import time
@@ -11,21 +12,24 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_runner.core.machines.majority import Peer, Record, why_no_vote_holds
-from ddp_runner.core.machines.node_messages import Elected, Generation
+from ddp_runner.core.machines.node_messages import Elected, EndRank, Generation
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
+from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.supervisor.nodes import follower_loop
 from ddp_runner.supervisor.nodes.letters import Letters
 from ddp_runner.supervisor.nodes.majority_keeper import DOUBTS_S, MajorityKeeper
 from ddp_runner.supervisor.nodes.successor import listen
-from ddp_runner.supervisor.nodes.voting import Voting
+from ddp_runner.supervisor.nodes.voting import NotFormedError, Voting
+from ddp_runner.system import ballot_file
 from ddp_runner.system.ballot_file import BallotFile
-from ddp_runner.system.node_link import LinkLostError
+from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 TOKEN = b"0123456789abcdef"
 OPTIONS = NodeOptions(least=2, most=3, host="127.0.0.1", port=1)
 TERM = "a"
+PEERS = (Peer(machine="zero", number=0, host="127.0.0.1", port=1),)
 
 
 def plan_of(folder, *, resume="auto"):
@@ -133,6 +137,32 @@ def test_a_record_that_cannot_be_read_is_not_replaced(three):
     again.close()
 
 
+def test_a_machine_that_cannot_keep_votes_takes_no_part(three, monkeypatch):
+    """It says so by its next greeting, trains without a vote, and votes again once its disk has room."""
+    three.form(0, 1)
+    one, full = three.followers[0], OSError(errno.ENOSPC, "No space left on device")
+
+    def refused(path, content):
+        raise full
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ballot_file, "replace_file_synced", refused)
+        with pytest.raises(NotFormedError, match="takes no part"):
+            three.form(0, generation=2)
+        assert one.record is None
+        one.asked_to_form(Generation(ballot=1, generation=3, members=(), before=()), TERM)
+        assert not one.holds
+    assert one.record.generation == 1
+    three.form(0, generation=4)
+    assert one.holds
+
+
+def test_a_folder_that_nobody_may_write_in_is_known_at_once(three, monkeypatch):
+    """No generation is refused for it."""
+    monkeypatch.setattr(ballot_file.os, "access", lambda path, mode: False)
+    assert three.voting(1).record is None
+
+
 def test_a_follower_hears_who_was_elected(three):
     """Also of an older ballot than its own promise: the coordinator takes a newer number for it."""
     one = three.followers[0]
@@ -191,6 +221,22 @@ def test_a_coordinator_forms_only_with_a_majority_of_the_generation_before(tmp_p
     assert keeper.missing([There(1, Record(machine="new"))]) == [1, 2]
     own = BallotFile(tmp_path).read()
     assert (len(own.members), own.before, own.term) == (3, (), TERM)
+    keeper.close()
+
+
+def test_a_machine_without_a_record_is_no_member(tmp_path):
+    """It trains with the others, and does not count among them."""
+    keeper = keeper_in(tmp_path)
+    there = [There(number, Record(machine=f"m{number}")) for number in (1, 2)]
+    keeper.forms(1, there)
+    there[1].hello.record = None
+    assert keeper.decides(there)
+    assert keeper.missing(there) == []
+    keeper.forms(2, there)
+    assert len(there[0].orders[-1].members) == 2
+    assert there[1].orders[-1].members == ()
+    keeper.forms_without(there)
+    assert [one.orders[-1].members for one in there] == [(), ()]
     keeper.close()
 
 
@@ -285,3 +331,33 @@ def test_the_endpoints_port_is_left_to_who_coordinates_there(loop):
     loop.voting.close_door()
     loop._meeting.options = replace(OPTIONS, host="node0", port=port)
     assert loop._hears_votes_at()[1] != port
+
+
+def test_nothing_behind_a_generation_that_is_refused_is_heard(loop):
+    """The order to form it would reach a rank."""
+    ours, theirs = socket.socketpair()
+    there = NodeLink(theirs, token=TOKEN, listens=True)
+    loop._link = NodeLink(ours, token=TOKEN, listens=False)
+    for _ in range(3):
+        loop._link.flush()
+        there.flush()
+        loop._link.receive()
+        there.receive()
+    loop._selector.register(loop._link, selectors.EVENT_READ, (loop._link, None))
+    heard = []
+    loop._follower = SimpleNamespace(cut_off=lambda: None, on_node_message=heard.append)
+    loop._node = SimpleNamespace(term=TERM, ranks=(1,))
+    loop.voting.asked_to_form(Generation(ballot=9, generation=1, members=PEERS, before=()), TERM)
+    asked = loop.voting.asked_to_form
+
+    def refuse(order, term):
+        there.send(wire.encode(EndRank(rank=1)))  # as the next order comes meanwhile
+        there.flush()
+        asked(order, term)
+
+    loop.voting.asked_to_form = refuse
+    there.send(wire.encode(Generation(ballot=8, generation=2, members=PEERS, before=())))
+    there.flush()
+    assert "has voted for another" in loop._obey()
+    assert heard == []
+    there.close()

@@ -123,7 +123,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Coordinator -> follower, before the order to form: who has ``generation``, for a machine's Record."""
+    """Coordinator -> follower, before the order to form: who has ``generation``, for a machine's Record.
+
+    ``members``: empty for a machine that takes no part in votes.
+    """
 
     ballot: int
     generation: int

@@ -209,7 +209,9 @@ class CoordinatorSupervisor(Supervisor):
     def keeps(self, parked: Parked, node: RemoteNode, record: Record | None) -> bool:
         """Return whether the state in memory on a returning node still belongs to this run."""
         majority = self._majority
-        is_open = majority is not None and record is not None and not self.facts.ever_formed
+        is_open = majority is not None and not self.facts.ever_formed
+        if majority is not None and record is None and is_open and majority.decides(self._members):
+            return False  # nothing says how new it is
         if majority is not None and record is not None and is_open and record.members:
             same = (parked.term, parked.generation) == (record.term, record.generation)
             may_resume = self._is_heir or self._settings.run.resume == "auto"
@@ -311,6 +313,8 @@ class CoordinatorSupervisor(Supervisor):
         majority, there = self._majority, self._members
         if majority is None or not majority.decides(there):
             self._waits = ""
+            if majority is not None:
+                majority.forms_without(there)
             return True
         if not self._has_majority():
             return False

@@ -49,7 +49,7 @@ from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import Heir
 from ddp_runner.supervisor.nodes.follower import Follower
 from ddp_runner.supervisor.nodes.successor import Succession, listen
-from ddp_runner.supervisor.nodes.voting import Voting
+from ddp_runner.supervisor.nodes.voting import NotFormedError, Voting
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.followed_run import FollowedRun
@@ -495,6 +495,8 @@ class _FollowerLoop:
         try:
             while not (self._ends or self._is_in_a_hurry or self._leaves_as_spare):
                 self._turn()
+        except NotFormedError as error:
+            return self._cut_off(str(error))
         except (LinkLostError, WireError) as error:
             with contextlib.suppress(LinkLostError, WireError):
                 self._hear()  # it may have said that the run has ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -170,7 +171,17 @@ class MajorityKeeper:
             before=asked.before,
         )
         for node in there:
-            node.order(order)
+            takes_part = node.hello is not None and node.hello.record is not None
+            node.order(order if takes_part else replace(order, members=(), before=()))
+
+    def forms_without(self, there: Sequence[RemoteNode]) -> None:
+        """Tell all machines that no majority decides about the next generation, where one has decided before."""
+        if self.may_decide and (own := self._file.read()).members:
+            order = Generation(
+                ballot=self._ballot, generation=own.generation, members=(), before=()
+            )
+            for node in there:
+                node.order(order)
 
     def trains(self) -> None:
         """All ranks are in the generation."""

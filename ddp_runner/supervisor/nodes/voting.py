@@ -36,6 +36,10 @@ STANDS_S, VOTES_S = (0.2, 1.0), 2.5
 _KINDS = by_name(VoteWanted | Elected | Vote)
 
 
+class NotFormedError(LinkLostError):
+    """Raised where ranks here may not be in the generation that is ordered: nothing behind it concerns them."""
+
+
 class Voting:
     """Owned by the follower's loop, which turns it. ``leader_at``: where a newer coordinator listens, as it has said."""
 
@@ -49,6 +53,7 @@ class Voting:
         self.leader_at: tuple[str, int] | None = None
         self._generation: Generation | None = None  # that ranks here were asked to form
         self._is_confirmed = True
+        self._is_kept = True  # the last order of a generation was written down
         self._heard = 0  # the greatest number of a ballot that it was asked to vote in
         self._ballot = NEVER  # its own, for which it collects votes
         self._votes: set[str] = set()
@@ -68,7 +73,21 @@ class Voting:
 
     @property
     def record(self) -> Record | None:
-        """What this machine says of itself to a coordinator; None where no majority decides, or it cannot vote."""
+        """What this machine says of itself to a coordinator; None where no majority decides, or it takes no part."""
+        record = self._known
+        if record is None or not self.file.may_be_written:
+            return None
+        if not self._is_kept:
+            try:
+                self.file.write(record)
+            except OSError:
+                return None
+            self._is_kept = True
+        return record
+
+    @property
+    def _known(self) -> Record | None:
+        """The record here; None where no majority decides, or nobody can read it."""
         try:
             return self.file.read() if self.may_decide else None
         except OSError:
@@ -89,14 +108,20 @@ class Voting:
 
     def may_obey(self, ballot: Ballot) -> bool:
         """Return whether this machine may still follow that coordinator."""
-        record = self.record
+        record = self._known
         return record is None or may_obey(record, ballot)
 
     def asked_to_form(self, order: Generation, term: str) -> None:
-        """Keep who has the generation, before a rank hears of it. Raises LinkLostError where it may not be formed."""
+        """Keep who has the generation, before a rank hears of it. Raises NotFormedError where it may not be formed.
+
+        One that names no machines is formed without a vote of this one.
+        """
         ballot = (order.ballot, term)
         if not self.may_obey(ballot):
-            raise LinkLostError("this machine has voted for another coordinator since")
+            raise NotFormedError("this machine has voted for another coordinator since")
+        if not order.members:
+            self._generation = None
+            return
         try:
             asked = forming(
                 self.file.read(),
@@ -107,7 +132,9 @@ class Voting:
             )
             self.file.write(asked)
         except OSError as error:
-            raise LinkLostError(f"the votes of this machine cannot be kept: {error}") from error
+            self._is_kept = False
+            reason = f"the votes of this machine cannot be kept, so it takes no part: {error}"
+            raise NotFormedError(reason) from error
         self._generation, self._is_confirmed = order, False
 
     def _trains(self) -> None:
