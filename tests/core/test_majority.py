@@ -15,6 +15,7 @@ from ddp_runner.core.machines.majority import (
     confirmed,
     forming,
     has_majority,
+    is_newest,
     known_by_all,
     may_form,
     may_obey,
@@ -84,6 +85,7 @@ class World:
         self.posts = []  # frames under way: when, from, to, their lives, what then
         self.machines = [Machine(n, self.fresh()) for n in range(self.count)]
         self.newest, self.last, self.last_members = 0, (), ()
+        self.met, self.trained = set(), set()  # generations whose ranks have met, or made a step
         self.machines[0].leads = True
         self.commits = self.elections = 0
 
@@ -183,11 +185,21 @@ class World:
                 return
             boss.ballot = (one.record.promised + 1, boss.ballot[1])
         known = newest([boss.record, *(m.record for m in self._there(boss))])
-        if one.memory_of < known.formed:
+        if not self._keeps(one, known):
             one.memory, one.memory_of = 0, ()
         one.obeys, one.heard_s = boss, self.now_s
         boss.members, boss.has_group = (), False  # the generation is over, if it was in that
         boss.lost_s.pop(one, None)
+
+    def _keeps(self, one, known):
+        """Whether its memory is the newest; that of a generation which has made no step is never thrown away."""
+        is_kept = not one.memory or is_newest(one.record, one.memory_of, known)
+        since = {formed for formed in self.met if one.memory_of < formed <= known.formed}
+        if is_kept and one.memory:
+            assert not since & self.trained, f"{one.number} keeps {one.memory_of}, before {since}"
+        members = {peer.machine for peer in known.members}
+        assert is_kept or since or one.record.machine not in members
+        return is_kept
 
     # A machine that coordinates.
 
@@ -217,7 +229,7 @@ class World:
             return
         known = newest([m.record for m in there])
         for other in there:  # which has been away while others have gone on
-            if other.memory and other.memory_of < known.formed:
+            if not self._keeps(other, known):
                 if other is one:
                     one.end()
                     return
@@ -263,6 +275,7 @@ class World:
             formed = other.record.formed
             self.post(other, other, lambda o=other, f=formed: self._confirm(o, f))
         one.has_group = one.has_formed = True
+        self.met.add(one.record.formed)
 
     @staticmethod
     def _confirm(one, formed):
@@ -286,6 +299,7 @@ class World:
                 f"a step of {one.number} without {self.newest}, which {left} have"
             )
         self.newest, self.last, self.last_members = next(STEPS), formed, one.members
+        self.trained.add(formed)
         self.commits += 1
         for other in one.members:
             other.memory = self.newest

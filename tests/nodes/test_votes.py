@@ -69,7 +69,7 @@ class Three:
         while time.monotonic() < give_up_s:
             one.turn(obeys=False)
             other.turn(obeys=obeys)
-            if (ballot := one.stand(TERM)) is not None:
+            if (ballot := one.stand()) is not None:
                 return ballot
             time.sleep(0.01)
         return None
@@ -98,6 +98,15 @@ def test_who_hears_its_coordinator_votes_for_nobody(three):
     assert three.stand(0, seconds=1.5, obeys=True) is None
     three.form(1, generation=2)
     assert three.stand(0, seconds=1.5) is None
+
+
+def test_who_was_asked_to_form_but_has_not_may_stand(three):
+    """The newest generation, of a coordinator elected since, has made no step without it."""
+    three.form(0, 1)
+    order = Generation(ballot=2, generation=2, members=three.peers, before=())
+    for one in three.followers:
+        one.asked_to_form(order, "elected")
+    assert three.stand(0)[0] == 3
 
 
 def test_what_was_promised_outlasts_the_supervisor(three):
@@ -288,7 +297,7 @@ def test_a_coordinator_doubts_before_it_takes_back_who_has_voted_for_another(tmp
 
 
 def test_only_the_newest_memory_that_is_known_is_kept(tmp_path):
-    """A machine that the others have gone on without comes with an older one."""
+    """A machine that the others have gone on without comes with an older one; a member's is the newest."""
     keeper = keeper_in(tmp_path)
     old, new = (
         Record(machine=f"m{number}", ballot=1, term=TERM, generation=number) for number in (1, 2)
@@ -296,6 +305,8 @@ def test_only_the_newest_memory_that_is_known_is_kept(tmp_path):
     assert keeper.has_newest(old, [])
     assert not keeper.has_newest(old, [There(2, new)])
     assert keeper.has_newest(new, [There(1, old)])
+    members = tuple(Peer(machine=f"m{n}", number=n, host="", port=1) for n in (1, 2))
+    assert keeper.has_newest(old, [There(2, replace(new, members=members))])
     keeper.close()
 
 

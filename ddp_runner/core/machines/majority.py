@@ -108,6 +108,13 @@ def newest(records: Iterable[Record]) -> Record:
     return max(records, key=lambda one: one.formed)
 
 
+def is_newest(record: Record, formed: Formed, known: Record) -> bool:
+    """Return whether no step was made without the memory of ``formed``. ``record``: of its machine; ``known``: the newest."""
+    # A step takes all members: one whose memory is older proves that the generation has made none.
+    names = {one.machine for one in known.members}
+    return formed >= known.formed or record.machine in names
+
+
 def may_form(records: Sequence[Record]) -> bool:
     """Return whether the machines that are there may train together: no others can have gone on without them."""
     # INVARIANT majority-forms: a generation has more than half of the machines of the one before. Broken if: a coordinator

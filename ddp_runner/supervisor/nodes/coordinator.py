@@ -213,7 +213,8 @@ class CoordinatorSupervisor(Supervisor):
         if majority is not None and record is None and is_open and majority.decides(self._members):
             return False  # nothing says how new it is
         if majority is not None and record is not None and is_open and record.members:
-            same = (parked.term, parked.generation) == (record.term, record.generation)
+            # A member whose ranks did not form its newest generation has the memory of the one before.
+            same = parked.term != record.term or parked.generation <= record.generation
             may_resume = self._is_heir or self._settings.run.resume == "auto"
             return same and may_resume and majority.has_newest(record, self._members)
         before = self._owner_before

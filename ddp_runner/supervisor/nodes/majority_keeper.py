@@ -13,6 +13,7 @@ from ddp_runner.core.machines.majority import (
     Record,
     confirmed,
     forming,
+    is_newest,
     known_by_all,
     may_form,
     newest,
@@ -116,8 +117,8 @@ class MajorityKeeper:
         return self._has_formed and record.formed > self._file.read().formed
 
     def has_newest(self, record: Record, there: Sequence[RemoteNode]) -> bool:
-        """Return whether the memory of a machine that comes is of the newest generation that anybody here knows."""
-        return record.formed >= newest([*self._records(there), record]).formed
+        """Return whether no step that anybody here knows of was made without the memory of a machine that comes."""
+        return is_newest(record, record.formed, newest([*self._records(there), record]))
 
     def decides(self, there: Sequence[RemoteNode]) -> bool:
         """Return True if a majority decides: each machine has a folder of its own, or it has been so before."""

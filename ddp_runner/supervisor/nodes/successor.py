@@ -144,7 +144,7 @@ class Succession:
         voting = self._voting
         if voting is None or voting.door is None or kept is None or not kept.have_left:
             return None
-        ballot = voting.stand(kept.term)
+        ballot = voting.stand()
         if ballot is None or not self._directories.hold_checkpoints():
             return None
         number, term = ballot

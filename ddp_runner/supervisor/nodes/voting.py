@@ -185,16 +185,14 @@ class Voting:
         self._ballot, self._votes, self._stands_at_s = NEVER, set(), None
         self._letters.drop_all()
 
-    def stand(self, term: str) -> Ballot | None:
+    def stand(self) -> Ballot | None:
         """Ask the others for their votes when it is time. Return the ballot in which this machine was elected.
 
-        ``term``: of the generation whose memory it has.
+        It has a memory of its newest generation, or of the one before, which is as new: the newest has made no step then.
         """
         if not self.holds:
             return None
         record = self.file.read()
-        if record.term != term:
-            return None
         stands = self._ballot != NEVER and record.has_promised == self._ballot
         if stands and has_majority(record, self._votes):
             return self._ballot
