@@ -372,3 +372,17 @@ def test_nothing_behind_a_generation_that_is_refused_is_heard(loop):
     assert "has voted for another" in loop._obey()
     assert heard == []
     there.close()
+
+
+def test_a_new_run_is_not_ended_by_a_record_of_one_before(tmp_path):
+    """A machine that comes late takes the greater number; one of this run's says that another coordinator was elected."""
+    keeper = keeper_in(tmp_path, resume="none")
+    first, late = There(1, Record(machine="m1")), Record(machine="m2", promised=7, ballot=7)
+    keeper.forms(1, [first])
+    keeper.trains()
+    late = replace(late, members=PEERS, promised_term="old", term="old")
+    assert not keeper.is_behind(late)
+    assert keeper.ballot_for(SimpleNamespace(record=late)) == 8
+    assert keeper.missing([first, There(2, late)]) == []
+    assert keeper.is_behind(replace(late, machine="m1", promised=9, ballot=9))
+    keeper.close()

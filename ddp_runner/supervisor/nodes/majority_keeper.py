@@ -67,6 +67,7 @@ class MajorityKeeper:
         except OSError as error:
             raise unreadable(self._file, error) from error
         self._has_formed = self._is_elected = False
+        self._had: set[str] = set()  # machines of a generation that was formed from here
         self._said_s = 0.0
         self._doubts_since_s = 0.0  # whether another one was elected; 0: it does not
         options = plan.nodes
@@ -101,20 +102,28 @@ class MajorityKeeper:
         """
         if not self.may_decide:
             return 0
-        if hello.record is not None and hello.record.has_promised > self.ballot:
+        record = hello.record
+        if record is not None and record.has_promised > self.ballot:
             now_s = self._clock.monotonic()
             self._doubts_since_s = self._doubts_since_s or now_s
-            has_right = self._has_formed or self._is_elected
+            has_right = (self._has_formed or self._is_elected) and not self._is_of_before(record)
             if has_right and now_s < self._doubts_since_s + DOUBTS_S:
                 return 0
-            self._ballot, self._doubts_since_s = hello.record.promised + 1, 0.0
+            self._ballot, self._doubts_since_s = record.promised + 1, 0.0
         return self._ballot
 
     def is_behind(self, record: Record | None) -> bool:
         """Return whether others have trained without this machine, as a machine that has come says."""
-        if record is None or not self.may_decide:
+        if record is None or not self.may_decide or self._is_of_before(record):
             return False
         return self._has_formed and record.formed > self._file.read().formed
+
+    def _is_of_before(self, record: Record) -> bool:
+        """Return whether a machine has its record from a run before this new one, which does not matter.
+
+        Others that have trained without this machine are a majority of its generation, so that one of them says so.
+        """
+        return self._is_new and record.machine not in self._had
 
     def has_newest(self, record: Record, there: Sequence[RemoteNode]) -> bool:
         """Return whether no step that anybody here knows of was made without the memory of a machine that comes."""
@@ -165,6 +174,7 @@ class MajorityKeeper:
             own, ballot=self.ballot, generation=generation, members=members, before=before
         )
         self._file.write(asked)
+        self._had.update(peer.machine for peer in members)
         order = Generation(
             ballot=self._ballot,
             generation=generation,
@@ -213,4 +223,5 @@ class MajorityKeeper:
         """Return the record of this machine, and of each other one that is there."""
         hellos = (node.hello for node in there)
         others = [one.record for one in hellos if one is not None and one.record is not None]
-        return [self._file.read(), *others]
+        new = [Record(machine=one.machine) if self._is_of_before(one) else one for one in others]
+        return [self._file.read(), *new]
