@@ -8,6 +8,7 @@ import selectors
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -428,7 +429,7 @@ def _is_open(connection):
 class Majority:
     """A keeper whose disk is full until it is said to be free; ``missing``: who must come first."""
 
-    path = "kept/.votes"
+    path = Path("kept/.votes")
 
     def __init__(self):
         self.is_full, self.lacks, self.formed = True, [], []
@@ -477,3 +478,14 @@ def test_a_stop_while_a_majority_is_awaited_ends_the_run(coordinator):
     supervisor._stop = StopReason.INTERRUPTED
     assert not supervisor._may_form(1)
     assert supervisor.run_end.is_known
+
+
+def test_where_a_majority_is_gone_for_good_a_line_says_what_to_remove(coordinator):
+    """On each machine: the newest record of all counts."""
+    supervisor, majority = coordinator.supervisor, Majority()
+    supervisor._majority, majority.lacks = majority, [2, 3]
+    assert not supervisor._may_form(1)
+    coordinator.clock.now_s += supervisor._majority_wait_s + 1.0
+    assert not supervisor._may_form(1)
+    assert "without node 2, node 3" in supervisor.ending.reason
+    assert "remove .votes in the checkpoint folder on each machine" in supervisor.ending.reason

@@ -343,7 +343,8 @@ class CoordinatorSupervisor(Supervisor):
         self._wait_to_form(
             f"no majority of the newest generation's machines is there: waiting for {names}",
             last=f"no majority of the newest generation's machines has come, without {names}: if they"
-            f" are gone for good, remove {majority.path} to go on from the newest checkpoint",
+            f" are gone for good, remove {majority.path.name} in the checkpoint folder on each machine that is"
+            " there, to resume from the newest checkpoint",
         )
         return False
 
