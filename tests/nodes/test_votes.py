@@ -256,6 +256,12 @@ def test_a_shared_folder_needs_no_majority(tmp_path):
     assert not keeper.decides([shares, There(2, Record(machine="m2"))])
     same = [There(number, Record(machine="m1")) for number in (1, 2)]
     assert not keeper.decides(same)
+    own = [There(number, Record(machine=f"m{number}")) for number in (1, 2)]
+    keeper.forms(1, own)
+    assert keeper.decides([])
+    assert not keeper.decides([shares])  # it was moved since
+    copied = [There(number, BallotFile(tmp_path).read()) for number in (1, 2)]
+    assert not keeper.decides(copied)
     keeper.close()
 
 

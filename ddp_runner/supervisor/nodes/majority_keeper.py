@@ -130,16 +130,16 @@ class MajorityKeeper:
         return is_newest(record, record.formed, newest([*self._records(there), record]))
 
     def decides(self, there: Sequence[RemoteNode]) -> bool:
-        """Return True if a majority decides: each machine has a folder of its own, or it has been so before."""
-        if not self.may_decide:
+        """Return True if a majority decides: each machine has a folder of its own, or it has been so before.
+
+        Not where any two have one folder, or a copy of one.
+        """
+        if not self.may_decide or any(node.shares_checkpoints for node in there):
             return False
-        own = self._file.read()
-        if own.members:
-            return True
         records = self._records(there)
-        names = {one.machine for one in records}
-        shares = any(node.shares_checkpoints for node in there)
-        return not shares and len(names) == len(records) == 1 + len(there)
+        if len({one.machine for one in records}) < len(records):
+            return False
+        return bool(self._file.read().members) or len(records) == 1 + len(there)
 
     def missing(self, there: Sequence[RemoteNode]) -> list[int]:
         """Return the numbers of the machines of which some must come before anybody trains; none: it may be formed."""
