@@ -296,7 +296,12 @@ def test_a_coordinator_doubts_before_it_takes_back_who_has_voted_for_another(tmp
     voter = SimpleNamespace(record=Record(machine="m1", promised=7, promised_term="b"))
     assert keeper.ballot_for(voter) == 8  # nothing has formed: there is nothing to doubt
     keeper.was_elected(3)
-    assert keeper.ballot_for(voter) == 0
+    first = There(2, Record(machine="m2"))
+    keeper.forms(1, [first])
+    assert keeper.ballot_for(voter) is None
+    assert keeper.ballot_for(voter, [first]) == 8  # nobody else has a majority
+    keeper.was_elected(3)
+    assert keeper.ballot_for(voter) is None
     clock.now_s += DOUBTS_S
     assert keeper.ballot_for(voter) == 8
     keeper.close()

@@ -489,3 +489,18 @@ def test_where_a_majority_is_gone_for_good_a_line_says_what_to_remove(coordinato
     assert not supervisor._may_form(1)
     assert "without node 2, node 3" in supervisor.ending.reason
     assert "remove .votes in the checkpoint folder on each machine" in supervisor.ending.reason
+
+
+def test_a_machine_that_is_to_come_again_was_not_there(coordinator):
+    """It is no machine that is lost, so that nothing counts against it."""
+    links = coordinator.links
+    coordinator.supervisor.ballot_for = lambda hello: None
+    ours, theirs = socket.socketpair()
+    link = NodeLink(ours, token=TOKEN, listens=True)
+    links._strangers[link] = None
+    coordinator.selector.register(link, selectors.EVENT_READ, (links, link))
+    hello = replace(coordinator.other.hello, supervisor="b", host="node2")
+    assert list(links._meet(link, hello)) == []
+    assert links._strangers == {}
+    assert links.spares == []
+    theirs.close()

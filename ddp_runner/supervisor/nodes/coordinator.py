@@ -191,15 +191,16 @@ class CoordinatorSupervisor(Supervisor):
             inexact_reasons=list(self.facts.inexact_reasons),
         )
 
-    def ballot_for(self, hello: Hello) -> int:
-        """Return the number of the ballot for a machine that comes; 0 has it look for a newer coordinator."""
+    def ballot_for(self, hello: Hello) -> int | None:
+        """Return the number of the ballot for a machine that comes; None has it look for a newer coordinator."""
         majority = self._majority
         if majority is None:
             return 0
         if majority.is_behind(hello.record):
             self._elected_at = "another machine"
-            return 0
-        return majority.ballot_for(hello)
+            return None
+        there = [node for node in self._others if node.is_there and node.hello is not hello]
+        return majority.ballot_for(hello, there)
 
     def hear_elected(self, elected: Elected) -> None:
         """A majority has voted for another machine."""

@@ -13,6 +13,7 @@ from ddp_runner.core.machines.majority import (
     Record,
     confirmed,
     forming,
+    has_majority,
     is_newest,
     known_by_all,
     may_form,
@@ -95,10 +96,11 @@ class MajorityKeeper:
         has_right = self._has_formed or self._is_elected
         return not has_right or (elected.ballot, elected.term) > self.ballot
 
-    def ballot_for(self, hello: Hello) -> int:
+    def ballot_for(self, hello: Hello, there: Sequence[RemoteNode] = ()) -> int | None:
         """Return the number for a machine that has come, which follows no older coordinator than the one it has voted for.
 
-        0: it is to come again, as the one that it has voted for may coordinate.
+        None: it is to come again, as the one that it has voted for may coordinate. ``there``: the machines that follow this
+        one; where they are a majority with it, nobody else does.
         """
         if not self.may_decide:
             return 0
@@ -107,8 +109,10 @@ class MajorityKeeper:
             now_s = self._clock.monotonic()
             self._doubts_since_s = self._doubts_since_s or now_s
             has_right = (self._has_formed or self._is_elected) and not self._is_of_before(record)
-            if has_right and now_s < self._doubts_since_s + DOUBTS_S:
-                return 0
+            names = {one.machine for one in self._records(there)}
+            is_doubtful = has_right and not has_majority(self._file.read(), names)
+            if is_doubtful and now_s < self._doubts_since_s + DOUBTS_S:
+                return None
             self._ballot, self._doubts_since_s = record.promised + 1, 0.0
         return self._ballot
 
