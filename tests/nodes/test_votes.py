@@ -397,3 +397,22 @@ def test_a_new_run_is_not_ended_by_a_record_of_one_before(tmp_path):
     assert keeper.missing([first, There(2, late)]) == []
     assert keeper.is_behind(replace(late, machine="m1", promised=9, ballot=9))
     keeper.close()
+
+
+def test_a_run_that_has_ended_holds_no_later_one_up(three):
+    """Each machine that knows of the end keeps its promise alone; where one is away, all remain as they were."""
+    keeper = keeper_in(three.folder / "0")
+    there = [There(number, one.record) for number, one in enumerate(three.followers, 1)]
+    keeper.forms(1, there)
+    keeper.trains()
+    keeper.ends(there[:1])
+    assert keeper.missing([]) == [1, 2]
+    keeper.ends(there)
+    three.form(0, 1)
+    for one, node in zip(three.followers, there, strict=True):
+        one.asked_to_form(node.orders[-1], TERM)
+        assert not one.holds
+        assert (one.record.members, one.record.has_promised) == ((), (1, TERM))
+    assert keeper.missing([]) == []
+    assert three.voting(1).record.members == ()
+    keeper.close()

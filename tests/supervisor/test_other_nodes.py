@@ -440,6 +440,9 @@ class Majority:
     def missing(self, there):
         return self.lacks
 
+    def ends(self, there):
+        self.lacks = []
+
     def forms(self, generation, there):
         if self.is_full:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -153,6 +153,11 @@ def confirmed(record: Record) -> Record:
     return replace(record, before=())
 
 
+def ended(record: Record) -> Record:
+    """Return the record of a machine whose run has ended in order: no memory is left that a majority would protect."""
+    return replace(record, members=(), before=())
+
+
 def others_of(record: Record) -> list[Peer]:
     """Return the other machines that have a say after the newest generation of ``record``, each once."""
     known = {peer.machine: peer for peer in (*record.before, *record.members)}

@@ -202,6 +202,11 @@ class CoordinatorSupervisor(Supervisor):
         there = [node for node in self._others if node.is_there and node.hello is not hello]
         return majority.ballot_for(hello, there)
 
+    def note_end(self) -> None:
+        """Have the machines that are there note that the run has ended, before they hear so."""
+        if self._majority is not None:
+            self._majority.ends([node for node in self._others if node.is_there])
+
     def hear_elected(self, elected: Elected) -> None:
         """A majority has voted for another machine."""
         if self._majority is not None and self._majority.yields_to(elected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from ddp_runner.core.machines.majority import (
     Peer,
     Record,
     confirmed,
+    ended,
     forming,
     has_majority,
     is_newest,
@@ -21,7 +23,7 @@ from ddp_runner.core.machines.majority import (
     others_of,
     why_no_vote_holds,
 )
-from ddp_runner.core.machines.node_messages import Elected, Generation, Hello, Vote
+from ddp_runner.core.machines.node_messages import NO_GENERATION, Elected, Generation, Hello, Vote
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire.packets import by_name
@@ -197,6 +199,20 @@ class MajorityKeeper:
             )
             for node in there:
                 node.order(order)
+
+    def ends(self, there: Sequence[RemoteNode]) -> None:
+        """Have the next launch wait for no machine of this one, if all are here to know that it has ended."""
+        own, names = self._file.read(), {one.machine for one in self._records(there)}
+        peers = (*own.members, *own.before)
+        is_ours = self._has_formed and own.term == self._term
+        if not is_ours or not peers or not all(one.machine in names for one in peers):
+            return
+        for node in there:
+            node.order(
+                Generation(ballot=self._ballot, generation=NO_GENERATION, members=(), before=())
+            )
+        with contextlib.suppress(OSError):  # the record as it was asks for more
+            self._file.write(ended(own))
 
     def trains(self) -> None:
         """All ranks are in the generation."""

@@ -167,6 +167,9 @@ class Coordinates(Protocol):
         None: it is to come again, and was not there.
         """
 
+    def note_end(self) -> None:
+        """The machines are about to hear that the run has ended."""
+
     def hear_elected(self, elected: Elected) -> None:
         """Another machine says that it was elected."""
 
@@ -313,6 +316,8 @@ class OtherNodes:
         if self._is_announced:
             return
         self._is_announced = True
+        if not self._coordinator.has_successor:
+            self._coordinator.note_end()
         for node in (*self.nodes, *self.spares):
             # INVARIANT superseded-orders-nobody: a coordinator whose folder another one has taken ends no machine: each
             # looks for the new one, with its memory. Broken if: they hear that the run has ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 from pathlib import Path
@@ -12,6 +13,7 @@ from ddp_runner.core.machines.majority import (
     Ballot,
     Record,
     confirmed,
+    ended,
     forming,
     has_majority,
     may_obey,
@@ -20,7 +22,13 @@ from ddp_runner.core.machines.majority import (
     promising,
     why_no_vote_holds,
 )
-from ddp_runner.core.machines.node_messages import Elected, Generation, Vote, VoteWanted
+from ddp_runner.core.machines.node_messages import (
+    NO_GENERATION,
+    Elected,
+    Generation,
+    Vote,
+    VoteWanted,
+)
 from ddp_runner.kernel.rules.lifecycle import RankState
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import new_term
@@ -121,6 +129,9 @@ class Voting:
             raise NotFormedError("this machine has voted for another coordinator since")
         if not order.members:
             self._generation = None
+            if order.generation == NO_GENERATION:
+                with contextlib.suppress(OSError):  # the record as it was asks for more
+                    self.file.write(ended(self.file.read()))
             return
         try:
             asked = forming(
