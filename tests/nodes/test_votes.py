@@ -337,7 +337,7 @@ def loop(three):
             display=None,
             clock=SYSTEM_CLOCK,
         )
-        made.voting, made.succession = three.voting(1), SimpleNamespace()
+        made.voting, made.succession = three.voting(1), SimpleNamespace(has_claimed=False)
         made._address = "127.0.0.1"
         yield made
         made.voting.close()
@@ -416,3 +416,22 @@ def test_a_run_that_has_ended_holds_no_later_one_up(three):
     assert keeper.missing([]) == []
     assert three.voting(1).record.members == ()
     keeper.close()
+
+
+def test_one_silent_address_is_dialled_at_a_time(loop, monkeypatch):
+    """Others wait for an answer meanwhile; a leader that is silent is dialled again once it says where it is."""
+    dialled = []
+
+    def dial(place, timeout):
+        dialled.append(place)
+        raise TimeoutError
+
+    monkeypatch.setattr(follower_loop.socket, "create_connection", dial)
+    loop.voting.leader_at = ("10.0.0.1", 1)
+    assert loop._dial() is None
+    assert dialled == [("10.0.0.1", 1)]
+    assert loop.voting.leader_at is None
+    monkeypatch.setattr(loop, "_places", lambda: ["a", "b", "c"][loop._dialled % 3 :])
+    loop._dial()
+    loop._dial()
+    assert dialled[1:] == ["b", "c"]

@@ -156,7 +156,7 @@ class _FollowerLoop:
         self.voting: Voting | None = None  # None: no majority decides
         self._address = ""  # of this machine, as it leads to the coordinator
         self._met_at = ("", 0)  # where the coordinator was met
-        self._dialled = 0  # how often somebody was there who was none
+        self._dialled = 0  # how often nobody answered, or somebody who was none
         self.heir: Heir | None = None  # what this machine coordinates with, from here on
         selector.register(signals, selectors.EVENT_READ, None)
 
@@ -313,13 +313,26 @@ class _FollowerLoop:
         return [*places[first:], *places[:first]]
 
     def _dial(self) -> NodeLink | None:
-        for place in self._places():
-            with contextlib.suppress(OSError):
-                connection = socket.create_connection(place, timeout=DIAL_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._met_at, self._address = place, connection.getsockname()[0]
-                return NodeLink(connection, token=self._meeting.token, listens=False)
-        return None
+        try:
+            found = (self._dial_at(place) for place in self._places())
+            return next((link for link in found if link is not None), None)
+        except TimeoutError:  # this machine votes before it dials the next one
+            self._dialled += 1
+            return None
+
+    def _dial_at(self, place: tuple[str, int]) -> NodeLink | None:
+        """Return the link to whoever listens there; None: nobody does. Raises TimeoutError where nothing answers."""
+        try:
+            connection = socket.create_connection(place, timeout=DIAL_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._met_at, self._address = place, connection.getsockname()[0]
+            return NodeLink(connection, token=self._meeting.token, listens=False)
+        except OSError as error:
+            if self.voting is not None and self.voting.leader_at == place:
+                self.voting.leader_at = None  # it says so again, if it is there
+            if isinstance(error, TimeoutError):
+                raise
+            return None
 
     def _greet(self, link: NodeLink) -> Welcome | Refused | LinkLostError | WireError:
         """Say who this is, to a coordinator that has proved itself, and hear the answer, or why there is none."""
