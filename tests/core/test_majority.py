@@ -245,7 +245,8 @@ class World:
         one.ballot = (number, one.ballot[1])
         one.generation += 1
         one.members = tuple(there)
-        peers = [Peer(machine=m.record.machine, number=m.number, host="", port=1) for m in there]
+        first = sorted(there, key=lambda m: m is not one)  # the coordinator's machine
+        peers = [Peer(machine=m.record.machine, number=m.number, host="", port=1) for m in first]
         asked = set()
         ballot, generation, members = one.ballot, one.generation, one.members
         how = {"ballot": ballot, "generation": generation, "members": peers}
@@ -348,10 +349,11 @@ class World:
                 self._lose_disk(other)
 
     def _lose_disk(self, one):
-        """Unless a majority of the newest generation would be gone: whoever is left then knows nothing of it."""
+        """Unless half of the newest generation would be gone: whoever is left then may know nothing of it."""
         known = newest([m.record for m in self.machines])
         left = {m.record.machine for m in self.machines if m is not one}
-        if has_majority(known, left):
+        groups = [{peer.machine for peer in group} for group in (known.members, known.before)]
+        if all(2 * len(group & left) > len(group) for group in groups if group):
             one.record, one.saved = self.fresh(), 0
 
     def restart(self):
@@ -450,3 +452,9 @@ def test_a_generation_has_a_majority_of_those_before(before, machines, expected)
     known = record_of("a", promised=1, generation=2, members="abc", before=before)
     there = [known, *(record_of(one) for one in machines if one != "a")]
     assert may_form(there) is expected
+
+
+@pytest.mark.parametrize(("machines", "expected"), [("a", True), ("b", False), ("ab", True)])
+def test_of_two_halves_the_coordinators_is_the_majority(machines, expected):
+    """Its machine is the first member; no other half has it too."""
+    assert has_majority(record_of("a", members="ab"), machines) is expected
