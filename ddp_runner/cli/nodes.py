@@ -35,10 +35,9 @@ from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.supervisor.assembly import supervise, take_over
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
-from ddp_runner.supervisor.nodes.majority_keeper import unreadable
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import moving_endpoint
-from ddp_runner.system.ballot_file import BallotFile
+from ddp_runner.system.ballot_file import BallotFile, unreadable
 from ddp_runner.system.code_files import (
     digest_of,
     own_code,

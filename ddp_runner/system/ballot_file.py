@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 from ddp_runner.core.machines.majority import Record
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.run_files import read_small, replace_file_synced
 from ddp_runner.kernel.wire import packets as wire
 
@@ -47,3 +48,11 @@ class BallotFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         replace_file_synced(self.path, wire.encode(record))
         self._kept = record
+
+
+def unreadable(file: BallotFile, error: OSError) -> BadInputError:
+    """Return the error of a machine that cannot coordinate, as its record of votes cannot be read."""
+    reason = error.strerror or str(error)
+    return BadInputError(
+        "run.checkpoint_dir", file.path, f"the votes of this machine cannot be read: {reason}"
+    )

@@ -297,7 +297,7 @@ def test_a_coordinator_doubts_before_it_takes_back_who_has_voted_for_another(tmp
     assert keeper.ballot_for(voter) == 8  # nothing has formed: there is nothing to doubt
     keeper.was_elected(3)
     first = There(2, Record(machine="m2"))
-    keeper.forms(1, [first])
+    keeper.forms(1, [first, There(3, Record(machine="m3"))])
     assert keeper.ballot_for(voter) is None
     assert keeper.ballot_for(voter, [first]) == 8  # nobody else has a majority
     keeper.was_elected(3)

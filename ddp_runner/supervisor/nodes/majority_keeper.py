@@ -24,25 +24,16 @@ from ddp_runner.core.machines.majority import (
     why_no_vote_holds,
 )
 from ddp_runner.core.machines.node_messages import NO_GENERATION, Elected, Generation, Hello, Vote
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire.packets import by_name
 from ddp_runner.supervisor.nodes.letters import Letters
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
-from ddp_runner.system.ballot_file import BallotFile
+from ddp_runner.system.ballot_file import BallotFile, unreadable
 
 SAYS_EVERY_S = 1.0  # to machines that are not there, who coordinates
 # For a coordinator that was elected meanwhile to say so, before one that others have left takes them back.
 DOUBTS_S = 5.0
 _KINDS = by_name(Elected | Vote)
-
-
-def unreadable(file: BallotFile, error: OSError) -> BadInputError:
-    """Return the error of a machine that cannot coordinate, as its record of votes cannot be read."""
-    reason = error.strerror or str(error)
-    return BadInputError(
-        "run.checkpoint_dir", file.path, f"the votes of this machine cannot be read: {reason}"
-    )
 
 
 class MajorityKeeper:
