@@ -37,7 +37,7 @@ from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import moving_endpoint
-from ddp_runner.system.ballot_file import BallotFile
+from ddp_runner.system.ballot_file import BallotFile, unreadable
 from ddp_runner.system.code_files import (
     digest_of,
     own_code,
@@ -282,14 +282,19 @@ def leads_elsewhere(plan: LaunchPlan, token: bytes) -> bool:
 def elected_elsewhere(plan: LaunchPlan, token: bytes) -> tuple[str, int] | None:
     """Return where the machine listens that a majority has elected in this one's place; None if none answers.
 
-    It is looked for among the machines of the newest generation that this one was in.
+    It is looked for among the machines of the newest generation that this one was in. Raises BadInputError.
     """
     options = plan.nodes
     assert options is not None
     may_vote = plan.settings.recovery.elect_coordinator and options.moving_fd is None
     if not may_vote or why_no_vote_holds(least=options.least, most=options.most):
         return None
-    for peer in others_of(BallotFile(Path(plan.settings.run.checkpoint_dir)).read()):
+    file = BallotFile(Path(plan.settings.run.checkpoint_dir))
+    try:
+        record = file.read()
+    except OSError as error:
+        raise unreadable(file, error) from error
+    for peer in others_of(record):
         where = (peer.host, peer.port)
         if where == (options.host, options.port):
             continue

@@ -15,6 +15,7 @@ from ddp_runner.core.machines.majority import (
     confirmed,
     forming,
     has_majority,
+    is_newest,
     known_by_all,
     may_form,
     may_obey,
@@ -84,6 +85,7 @@ class World:
         self.posts = []  # frames under way: when, from, to, their lives, what then
         self.machines = [Machine(n, self.fresh()) for n in range(self.count)]
         self.newest, self.last, self.last_members = 0, (), ()
+        self.met, self.trained = set(), set()  # generations whose ranks have met, or made a step
         self.machines[0].leads = True
         self.commits = self.elections = 0
 
@@ -183,11 +185,21 @@ class World:
                 return
             boss.ballot = (one.record.promised + 1, boss.ballot[1])
         known = newest([boss.record, *(m.record for m in self._there(boss))])
-        if one.memory_of < known.formed:
+        if not self._keeps(one, known):
             one.memory, one.memory_of = 0, ()
         one.obeys, one.heard_s = boss, self.now_s
         boss.members, boss.has_group = (), False  # the generation is over, if it was in that
         boss.lost_s.pop(one, None)
+
+    def _keeps(self, one, known):
+        """Whether its memory is the newest; that of a generation which has made no step is never thrown away."""
+        is_kept = not one.memory or is_newest(one.record, one.memory_of, known)
+        since = {formed for formed in self.met if one.memory_of < formed <= known.formed}
+        if is_kept and one.memory:
+            assert not since & self.trained, f"{one.number} keeps {one.memory_of}, before {since}"
+        members = {peer.machine for peer in known.members}
+        assert is_kept or since or one.record.machine not in members
+        return is_kept
 
     # A machine that coordinates.
 
@@ -217,7 +229,7 @@ class World:
             return
         known = newest([m.record for m in there])
         for other in there:  # which has been away while others have gone on
-            if other.memory and other.memory_of < known.formed:
+            if not self._keeps(other, known):
                 if other is one:
                     one.end()
                     return
@@ -233,7 +245,8 @@ class World:
         one.ballot = (number, one.ballot[1])
         one.generation += 1
         one.members = tuple(there)
-        peers = [Peer(machine=m.record.machine, number=m.number, host="", port=1) for m in there]
+        first = sorted(there, key=lambda m: m is not one)  # the coordinator's machine
+        peers = [Peer(machine=m.record.machine, number=m.number, host="", port=1) for m in first]
         asked = set()
         ballot, generation, members = one.ballot, one.generation, one.members
         how = {"ballot": ballot, "generation": generation, "members": peers}
@@ -263,6 +276,7 @@ class World:
             formed = other.record.formed
             self.post(other, other, lambda o=other, f=formed: self._confirm(o, f))
         one.has_group = one.has_formed = True
+        self.met.add(one.record.formed)
 
     @staticmethod
     def _confirm(one, formed):
@@ -286,6 +300,7 @@ class World:
                 f"a step of {one.number} without {self.newest}, which {left} have"
             )
         self.newest, self.last, self.last_members = next(STEPS), formed, one.members
+        self.trained.add(formed)
         self.commits += 1
         for other in one.members:
             other.memory = self.newest
@@ -334,10 +349,11 @@ class World:
                 self._lose_disk(other)
 
     def _lose_disk(self, one):
-        """Unless a majority of the newest generation would be gone: whoever is left then knows nothing of it."""
+        """Unless half of the newest generation would be gone: whoever is left then may know nothing of it."""
         known = newest([m.record for m in self.machines])
         left = {m.record.machine for m in self.machines if m is not one}
-        if has_majority(known, left):
+        groups = [{peer.machine for peer in group} for group in (known.members, known.before)]
+        if all(2 * len(group & left) > len(group) for group in groups if group):
             one.record, one.saved = self.fresh(), 0
 
     def restart(self):
@@ -436,3 +452,9 @@ def test_a_generation_has_a_majority_of_those_before(before, machines, expected)
     known = record_of("a", promised=1, generation=2, members="abc", before=before)
     there = [known, *(record_of(one) for one in machines if one != "a")]
     assert may_form(there) is expected
+
+
+@pytest.mark.parametrize(("machines", "expected"), [("a", True), ("b", False), ("ab", True)])
+def test_of_two_halves_the_coordinators_is_the_majority(machines, expected):
+    """Its machine is the first member; no other half has it too."""
+    assert has_majority(record_of("a", members="ab"), machines) is expected

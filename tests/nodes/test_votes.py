@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import errno
+import selectors
 import socket
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from ddp_runner.core.machines.majority import Peer, Record, why_no_vote_holds
-from ddp_runner.core.machines.node_messages import Elected, Generation
+from ddp_runner.core.machines.node_messages import Elected, EndRank, Generation
 from ddp_runner.core.machines.node_options import NodeOptions
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
+from ddp_runner.kernel.wire import packets as wire
+from ddp_runner.supervisor.nodes import follower_loop
 from ddp_runner.supervisor.nodes.letters import Letters
 from ddp_runner.supervisor.nodes.majority_keeper import DOUBTS_S, MajorityKeeper
-from ddp_runner.supervisor.nodes.voting import Voting
+from ddp_runner.supervisor.nodes.successor import listen
+from ddp_runner.supervisor.nodes.voting import NotFormedError, Voting
+from ddp_runner.system import ballot_file
 from ddp_runner.system.ballot_file import BallotFile
-from ddp_runner.system.node_link import LinkLostError
+from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 TOKEN = b"0123456789abcdef"
 OPTIONS = NodeOptions(least=2, most=3, host="127.0.0.1", port=1)
 TERM = "a"
+PEERS = (Peer(machine="zero", number=0, host="127.0.0.1", port=1),)
 
 
 def plan_of(folder, *, resume="auto"):
@@ -35,7 +44,7 @@ class Three:
         self.folder = folder
         self.followers = [self.voting(number) for number in (1, 2)]
         for one in self.followers:
-            one.open(socket.create_server(("127.0.0.1", 0)))
+            one.open(listen("127.0.0.1"))
         self.peers = (
             Peer(machine="zero", number=0, host="127.0.0.1", port=1),
             *(
@@ -60,7 +69,7 @@ class Three:
         while time.monotonic() < give_up_s:
             one.turn(obeys=False)
             other.turn(obeys=obeys)
-            if (ballot := one.stand(TERM)) is not None:
+            if (ballot := one.stand()) is not None:
                 return ballot
             time.sleep(0.01)
         return None
@@ -91,6 +100,15 @@ def test_who_hears_its_coordinator_votes_for_nobody(three):
     assert three.stand(0, seconds=1.5) is None
 
 
+def test_who_was_asked_to_form_but_has_not_may_stand(three):
+    """The newest generation, of a coordinator elected since, has made no step without it."""
+    three.form(0, 1)
+    order = Generation(ballot=2, generation=2, members=three.peers, before=())
+    for one in three.followers:
+        one.asked_to_form(order, "elected")
+    assert three.stand(0)[0] == 3
+
+
 def test_what_was_promised_outlasts_the_supervisor(three):
     """It neither votes again in that ballot nor trains for an older coordinator."""
     three.form(0, 1)
@@ -103,6 +121,55 @@ def test_what_was_promised_outlasts_the_supervisor(three):
             Generation(ballot=1, generation=9, members=three.peers, before=()), TERM
         )
     again.close()
+
+
+def test_a_record_that_cannot_be_read_is_not_replaced(three):
+    """The machine takes no part, and is no new one; what a supervisor has read once, it knows."""
+    three.form(0, 1)
+    path = three.followers[0].file.path
+    kept = path.read_bytes()
+    path.unlink()
+    path.mkdir()
+    again = three.voting(1)
+    assert again.record is None
+    order = Generation(ballot=9, generation=9, members=three.peers, before=())
+    with pytest.raises(LinkLostError, match="cannot be kept"):
+        again.asked_to_form(order, TERM)
+    with pytest.raises(BadInputError, match="votes of this machine cannot be read"):
+        keeper_in(path.parent)
+    assert three.followers[0].record.generation == 1
+    path.rmdir()
+    path.write_bytes(kept[:-3])
+    assert three.voting(1).record is None
+    path.write_bytes(kept)
+    assert again.record.machine == three.peers[1].machine
+    again.close()
+
+
+def test_a_machine_that_cannot_keep_votes_takes_no_part(three, monkeypatch):
+    """It says so by its next greeting, trains without a vote, and votes again once its disk has room."""
+    three.form(0, 1)
+    one, full = three.followers[0], OSError(errno.ENOSPC, "No space left on device")
+
+    def refused(path, content):
+        raise full
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ballot_file, "replace_file_synced", refused)
+        with pytest.raises(NotFormedError, match="takes no part"):
+            three.form(0, generation=2)
+        assert one.record is None
+        one.asked_to_form(Generation(ballot=1, generation=3, members=(), before=()), TERM)
+        assert not one.holds
+    assert one.record.generation == 1
+    three.form(0, generation=4)
+    assert one.holds
+
+
+def test_a_folder_that_nobody_may_write_in_is_known_at_once(three, monkeypatch):
+    """No generation is refused for it."""
+    monkeypatch.setattr(ballot_file.os, "access", lambda path, mode: False)
+    assert three.voting(1).record is None
 
 
 def test_a_follower_hears_who_was_elected(three):
@@ -166,6 +233,22 @@ def test_a_coordinator_forms_only_with_a_majority_of_the_generation_before(tmp_p
     keeper.close()
 
 
+def test_a_machine_without_a_record_is_no_member(tmp_path):
+    """It trains with the others, and does not count among them."""
+    keeper = keeper_in(tmp_path)
+    there = [There(number, Record(machine=f"m{number}")) for number in (1, 2)]
+    keeper.forms(1, there)
+    there[1].hello.record = None
+    assert keeper.decides(there)
+    assert keeper.missing(there) == []
+    keeper.forms(2, there)
+    assert len(there[0].orders[-1].members) == 2
+    assert there[1].orders[-1].members == ()
+    keeper.forms_without(there)
+    assert [one.orders[-1].members for one in there] == [(), ()]
+    keeper.close()
+
+
 def test_a_shared_folder_needs_no_majority(tmp_path):
     """Its lock decides; two machines with one record are one."""
     keeper = keeper_in(tmp_path)
@@ -173,6 +256,12 @@ def test_a_shared_folder_needs_no_majority(tmp_path):
     assert not keeper.decides([shares, There(2, Record(machine="m2"))])
     same = [There(number, Record(machine="m1")) for number in (1, 2)]
     assert not keeper.decides(same)
+    own = [There(number, Record(machine=f"m{number}")) for number in (1, 2)]
+    keeper.forms(1, own)
+    assert keeper.decides([])
+    assert not keeper.decides([shares])  # it was moved since
+    copied = [There(number, BallotFile(tmp_path).read()) for number in (1, 2)]
+    assert not keeper.decides(copied)
     keeper.close()
 
 
@@ -207,14 +296,19 @@ def test_a_coordinator_doubts_before_it_takes_back_who_has_voted_for_another(tmp
     voter = SimpleNamespace(record=Record(machine="m1", promised=7, promised_term="b"))
     assert keeper.ballot_for(voter) == 8  # nothing has formed: there is nothing to doubt
     keeper.was_elected(3)
-    assert keeper.ballot_for(voter) == 0
+    first = There(2, Record(machine="m2"))
+    keeper.forms(1, [first, There(3, Record(machine="m3"))])
+    assert keeper.ballot_for(voter) is None
+    assert keeper.ballot_for(voter, [first]) == 8  # nobody else has a majority
+    keeper.was_elected(3)
+    assert keeper.ballot_for(voter) is None
     clock.now_s += DOUBTS_S
     assert keeper.ballot_for(voter) == 8
     keeper.close()
 
 
 def test_only_the_newest_memory_that_is_known_is_kept(tmp_path):
-    """A machine that the others have gone on without comes with an older one."""
+    """A machine that the others have gone on without comes with an older one; a member's is the newest."""
     keeper = keeper_in(tmp_path)
     old, new = (
         Record(machine=f"m{number}", ballot=1, term=TERM, generation=number) for number in (1, 2)
@@ -222,4 +316,122 @@ def test_only_the_newest_memory_that_is_known_is_kept(tmp_path):
     assert keeper.has_newest(old, [])
     assert not keeper.has_newest(old, [There(2, new)])
     assert keeper.has_newest(new, [There(1, old)])
+    members = tuple(Peer(machine=f"m{n}", number=n, host="", port=1) for n in (1, 2))
+    assert keeper.has_newest(old, [There(2, replace(new, members=members))])
     keeper.close()
+
+
+@pytest.fixture
+def loop(three):
+    """The loop of the first follower, which has met nobody."""
+    signals, other = socket.socketpair()
+    with selectors.DefaultSelector() as selector:
+        meeting = SimpleNamespace(
+            options=replace(OPTIONS, host="node0", port=three.followers[1].at[1])
+        )
+        made = follower_loop._FollowerLoop(
+            plan_of(three.folder / "1"),
+            meeting,
+            signals=signals,
+            selector=selector,
+            display=None,
+            clock=SYSTEM_CLOCK,
+        )
+        made.voting, made.succession = three.voting(1), SimpleNamespace(has_claimed=False)
+        made._address = "127.0.0.1"
+        yield made
+        made.voting.close()
+    signals.close()
+    other.close()
+
+
+def test_the_endpoints_port_is_left_to_who_coordinates_there(loop):
+    """Such as another run, whose endpoint is at this machine."""
+    host, port = loop._hears_votes_at()
+    assert (host, port) == loop.voting.at
+    assert port not in (0, loop._meeting.options.port)
+    loop.voting.close_door()
+    loop._meeting.options = replace(OPTIONS, host="node0", port=port)
+    assert loop._hears_votes_at()[1] != port
+
+
+def test_nothing_behind_a_generation_that_is_refused_is_heard(loop):
+    """The order to form it would reach a rank."""
+    ours, theirs = socket.socketpair()
+    there = NodeLink(theirs, token=TOKEN, listens=True)
+    loop._link = NodeLink(ours, token=TOKEN, listens=False)
+    for _ in range(3):
+        loop._link.flush()
+        there.flush()
+        loop._link.receive()
+        there.receive()
+    loop._selector.register(loop._link, selectors.EVENT_READ, (loop._link, None))
+    heard = []
+    loop._follower = SimpleNamespace(cut_off=lambda: None, on_node_message=heard.append)
+    loop._node = SimpleNamespace(term=TERM, ranks=(1,))
+    loop.voting.asked_to_form(Generation(ballot=9, generation=1, members=PEERS, before=()), TERM)
+    asked = loop.voting.asked_to_form
+
+    def refuse(order, term):
+        there.send(wire.encode(EndRank(rank=1)))  # as the next order comes meanwhile
+        there.flush()
+        asked(order, term)
+
+    loop.voting.asked_to_form = refuse
+    there.send(wire.encode(Generation(ballot=8, generation=2, members=PEERS, before=())))
+    there.flush()
+    assert "has voted for another" in loop._obey()
+    assert heard == []
+    there.close()
+
+
+def test_a_new_run_is_not_ended_by_a_record_of_one_before(tmp_path):
+    """A machine that comes late takes the greater number; one of this run's says that another coordinator was elected."""
+    keeper = keeper_in(tmp_path, resume="none")
+    first, late = There(1, Record(machine="m1")), Record(machine="m2", promised=7, ballot=7)
+    keeper.forms(1, [first])
+    keeper.trains()
+    late = replace(late, members=PEERS, promised_term="old", term="old")
+    assert not keeper.is_behind(late)
+    assert keeper.ballot_for(SimpleNamespace(record=late)) == 8
+    assert keeper.missing([first, There(2, late)]) == []
+    assert keeper.is_behind(replace(late, machine="m1", promised=9, ballot=9))
+    keeper.close()
+
+
+def test_a_run_that_has_ended_holds_no_later_one_up(three):
+    """Each machine that knows of the end keeps its promise alone; where one is away, all remain as they were."""
+    keeper = keeper_in(three.folder / "0")
+    there = [There(number, one.record) for number, one in enumerate(three.followers, 1)]
+    keeper.forms(1, there)
+    keeper.trains()
+    keeper.ends(there[:1])
+    assert keeper.missing([]) == [1, 2]
+    keeper.ends(there)
+    three.form(0, 1)
+    for one, node in zip(three.followers, there, strict=True):
+        one.asked_to_form(node.orders[-1], TERM)
+        assert not one.holds
+        assert (one.record.members, one.record.has_promised) == ((), (1, TERM))
+    assert keeper.missing([]) == []
+    assert three.voting(1).record.members == ()
+    keeper.close()
+
+
+def test_one_silent_address_is_dialled_at_a_time(loop, monkeypatch):
+    """Others wait for an answer meanwhile; a leader that is silent is dialled again once it says where it is."""
+    dialled = []
+
+    def dial(place, timeout):
+        dialled.append(place)
+        raise TimeoutError
+
+    monkeypatch.setattr(follower_loop.socket, "create_connection", dial)
+    loop.voting.leader_at = ("10.0.0.1", 1)
+    assert loop._dial() is None
+    assert dialled == [("10.0.0.1", 1)]
+    assert loop.voting.leader_at is None
+    monkeypatch.setattr(loop, "_places", lambda: ["a", "b", "c"][loop._dialled % 3 :])
+    loop._dial()
+    loop._dial()
+    assert dialled[1:] == ["b", "c"]

@@ -8,6 +8,7 @@ import selectors
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
 from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.exits import RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankEvent
 from ddp_runner.kernel.rules.recovery import GiveUp
@@ -40,7 +41,7 @@ from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
-from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
+from ddp_runner.supervisor.nodes.coordinator import KEPT_EVERY_S, CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import (
     SHUT_S,
     STRANGERS_MAX,
@@ -423,3 +424,86 @@ def _is_open(connection):
             assert part
         return False
     return True
+
+
+class Majority:
+    """A keeper whose disk is full until it is said to be free; ``missing``: who must come first."""
+
+    path = Path("kept/.votes")
+
+    def __init__(self):
+        self.is_full, self.lacks, self.formed = True, [], []
+
+    def decides(self, there):
+        return True
+
+    def missing(self, there):
+        return self.lacks
+
+    def ends(self, there):
+        self.lacks = []
+
+    def forms(self, generation, there):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.formed.append(generation)
+
+
+def test_a_full_disk_lets_nobody_train_and_ends_no_run_at_once(coordinator):
+    """One warning; tried again each second; in the end as a run ends whose machines do not come."""
+    supervisor, majority = coordinator.supervisor, Majority()
+    supervisor._majority = majority
+    assert not supervisor._may_form(1)
+    coordinator.clock.now_s += KEPT_EVERY_S
+    assert not supervisor._may_form(1)
+    said = [line for level, line in coordinator.simulation.outputs.said if level == "WARNING"]
+    assert said == ["nobody trains while kept/.votes cannot be written: No space left on device"]
+    assert supervisor.ending is None
+    majority.is_full = False
+    coordinator.clock.now_s += KEPT_EVERY_S
+    assert supervisor._may_form(1)
+    assert majority.formed == [1]
+    majority.is_full = True
+    assert not supervisor._may_form(2)
+    coordinator.clock.now_s += supervisor._majority_wait_s + KEPT_EVERY_S
+    assert not supervisor._may_form(2)
+    assert supervisor.ending.status is RunStatus.PREEMPTED
+
+
+def test_a_stop_while_a_majority_is_awaited_ends_the_run(coordinator):
+    """All who are there are ready, so that nothing else would end it."""
+    supervisor, majority = coordinator.supervisor, Majority()
+    supervisor._majority, majority.lacks = majority, [2]
+    supervisor.facts.ever_formed = True
+    assert not supervisor._may_form(1)
+    assert supervisor.ending is None
+    assert not supervisor.run_end.is_known
+    supervisor._stop = StopReason.INTERRUPTED
+    assert not supervisor._may_form(1)
+    assert supervisor.run_end.is_known
+
+
+def test_where_a_majority_is_gone_for_good_a_line_says_what_to_remove(coordinator):
+    """On each machine: the newest record of all counts."""
+    supervisor, majority = coordinator.supervisor, Majority()
+    supervisor._majority, majority.lacks = majority, [2, 3]
+    assert not supervisor._may_form(1)
+    coordinator.clock.now_s += supervisor._majority_wait_s + 1.0
+    assert not supervisor._may_form(1)
+    assert "without node 2, node 3" in supervisor.ending.reason
+    assert "remove .votes in the checkpoint folder on each machine" in supervisor.ending.reason
+
+
+def test_a_machine_that_is_to_come_again_was_not_there(coordinator):
+    """It is no machine that is lost, so that nothing counts against it."""
+    links = coordinator.links
+    coordinator.supervisor.ballot_for = lambda hello: None
+    ours, theirs = socket.socketpair()
+    link = NodeLink(ours, token=TOKEN, listens=True)
+    links._strangers[link] = None
+    coordinator.selector.register(link, selectors.EVENT_READ, (links, link))
+    hello = replace(coordinator.other.hello, supervisor="b", host="node2")
+    assert list(links._meet(link, hello)) == []
+    assert links._strangers == {}
+    assert links.spares == []
+    theirs.close()

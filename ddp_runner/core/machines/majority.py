@@ -32,7 +32,7 @@ class Record:
     """What a machine keeps on its disk about the coordinators of its run.
 
     ``promised`` and ``promised_term``: the newest ballot that it has voted for or obeyed. ``ballot``, ``term``, ``generation`` and
-    ``members``: of the newest generation that its ranks were asked to form. ``before``: the members of the newest generation
+    ``members``: of the newest generation that its ranks were asked to form, the coordinator's first. ``before``: the members of the newest generation
     that all machines know of; empty once that is this one.
     """
 
@@ -92,7 +92,7 @@ def promising(record: Record, ballot: Ballot) -> Record:
 
 
 def has_majority(record: Record, machines: Collection[str]) -> bool:
-    """Return whether ``machines`` are more than half of those that had the newest generation of ``record``."""
+    """Return whether no others can be as many of those that had the newest generation of ``record``."""
     # INVARIANT majority-of-both: until all machines know a generation, a majority of the one before is needed too. Broken
     # if: machines that know of it and machines that do not each find a majority.
     # Guarded by: test_a_generation_has_a_majority_of_those_before.
@@ -100,12 +100,21 @@ def has_majority(record: Record, machines: Collection[str]) -> bool:
 
 
 def _is_most(group: Sequence[Peer], machines: Collection[str]) -> bool:
-    return 2 * sum(one.machine in machines for one in group) > len(group)
+    """Return whether they are more than half; the coordinator's machine, which is first, decides between two halves."""
+    twice = 2 * sum(one.machine in machines for one in group)
+    return twice > len(group) or (twice == len(group) and group[0].machine in machines)
 
 
 def newest(records: Iterable[Record]) -> Record:
     """Return the record of the newest generation."""
     return max(records, key=lambda one: one.formed)
+
+
+def is_newest(record: Record, formed: Formed, known: Record) -> bool:
+    """Return whether no step was made without the memory of ``formed``. ``record``: of its machine; ``known``: the newest."""
+    # A step takes all members: one whose memory is older proves that the generation has made none.
+    names = {one.machine for one in known.members}
+    return formed >= known.formed or record.machine in names
 
 
 def may_form(records: Sequence[Record]) -> bool:
@@ -144,6 +153,11 @@ def forming(
 def confirmed(record: Record) -> Record:
     """Return the record of a machine whose newest generation trains: all members know it."""
     return replace(record, before=())
+
+
+def ended(record: Record) -> Record:
+    """Return the record of a machine whose run has ended in order: no memory is left that a majority would protect."""
+    return replace(record, members=(), before=())
 
 
 def others_of(record: Record) -> list[Peer]:

@@ -121,9 +121,15 @@ class Welcome:
     ballot: int = 0  # the number of the coordinator's; 0: no majority decides
 
 
+NO_GENERATION = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Coordinator -> follower, before the order to form: who has ``generation``, for a machine's Record."""
+    """Coordinator -> follower, before the order to form: who has ``generation``, for a machine's Record.
+
+    ``members``: empty for a machine that takes no part in votes. ``generation``: :data:`NO_GENERATION` where the run ends.
+    """
 
     ballot: int
     generation: int

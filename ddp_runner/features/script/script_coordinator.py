@@ -146,6 +146,9 @@ class ScriptCoordinator(ScriptAgent):
         del hello
         return 0
 
+    def note_end(self) -> None:
+        """Do nothing: no majority decides where a script runs."""
+
     def hear_elected(self, elected: Elected) -> None:
         """Ignore it: no majority decides where a script runs."""
         del elected

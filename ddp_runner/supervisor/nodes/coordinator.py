@@ -55,6 +55,7 @@ from ddp_runner.system.node_link import NodeLink
 from ddp_runner.system.run_directories import RunDirectories
 
 OWNER_EVERY_S = 0.5
+KEPT_EVERY_S = 1.0  # from a write of the votes that failed to the next one
 LEAVES = "this node leaves; the others go on"
 # If a run without a generation is asked to stop: the time for ranks with a state to get ready, and the time for other machines to
 # find a coordinator that has just taken over.
@@ -152,7 +153,8 @@ class CoordinatorSupervisor(Supervisor):
         self._plan = plan
         self._majority: MajorityKeeper | None = None  # None: no majority decides
         self._elected_at = ""  # where another machine coordinates, which a majority has voted for
-        self._short_since_s: float | None = None  # of a majority, which nobody trains without
+        self._waits = ""  # why nobody may train, as the log says
+        self._waits_since_s = self._kept_again_s = 0.0
         self._has_parked = False  # whether ranks of others came with a memory
         assert plan.nodes is not None
         self._has_heirs = plan.nodes.moving_fd is None
@@ -189,15 +191,21 @@ class CoordinatorSupervisor(Supervisor):
             inexact_reasons=list(self.facts.inexact_reasons),
         )
 
-    def ballot_for(self, hello: Hello) -> int:
-        """Return the number of the ballot for a machine that comes; 0 has it look for a newer coordinator."""
+    def ballot_for(self, hello: Hello) -> int | None:
+        """Return the number of the ballot for a machine that comes; None has it look for a newer coordinator."""
         majority = self._majority
         if majority is None:
             return 0
         if majority.is_behind(hello.record):
             self._elected_at = "another machine"
-            return 0
-        return majority.ballot_for(hello)
+            return None
+        there = [node for node in self._others if node.is_there and node.hello is not hello]
+        return majority.ballot_for(hello, there)
+
+    def note_end(self) -> None:
+        """Have the machines that are there note that the run has ended, before they hear so."""
+        if self._majority is not None:
+            self._majority.ends([node for node in self._others if node.is_there])
 
     def hear_elected(self, elected: Elected) -> None:
         """A majority has voted for another machine."""
@@ -207,9 +215,12 @@ class CoordinatorSupervisor(Supervisor):
     def keeps(self, parked: Parked, node: RemoteNode, record: Record | None) -> bool:
         """Return whether the state in memory on a returning node still belongs to this run."""
         majority = self._majority
-        is_open = majority is not None and record is not None and not self.facts.ever_formed
+        is_open = majority is not None and not self.facts.ever_formed
+        if majority is not None and record is None and is_open and majority.decides(self._members):
+            return False  # nothing says how new it is
         if majority is not None and record is not None and is_open and record.members:
-            same = (parked.term, parked.generation) == (record.term, record.generation)
+            # A member whose ranks did not form its newest generation has the memory of the one before.
+            same = parked.term != record.term or parked.generation <= record.generation
             may_resume = self._is_heir or self._settings.run.resume == "auto"
             return same and may_resume and majority.has_newest(record, self._members)
         before = self._owner_before
@@ -308,14 +319,22 @@ class CoordinatorSupervisor(Supervisor):
     def _may_form(self, generation: int) -> bool:
         majority, there = self._majority, self._members
         if majority is None or not majority.decides(there):
+            self._waits = ""
+            if majority is not None:
+                majority.forms_without(there)
             return True
         if not self._has_majority():
+            return False
+        if (now_s := self._clock.monotonic()) < self._kept_again_s:
             return False
         try:
             majority.forms(generation, there)
         except OSError as error:
-            self.end_at_once(f"{self._owner.folder} cannot be written to: {error}")
+            self._kept_again_s = now_s + KEPT_EVERY_S
+            reason = error.strerror or str(error)
+            self._wait_to_form(f"nobody trains while {majority.path} cannot be written: {reason}")
             return False
+        self._waits = ""
         return True
 
     def _has_majority(self) -> bool:
@@ -323,23 +342,34 @@ class CoordinatorSupervisor(Supervisor):
         majority, there = self._majority, self._members
         if majority is None or not majority.decides(there):
             return True
-        missing, now_s = majority.missing(there), self._clock.monotonic()
+        missing = majority.missing(there)
         if not missing:
-            self._short_since_s = None
             return True
-        waits_s = self._settings.recovery.node_patience_s + self._majority_wait_s
         names = ", ".join(f"node {number}" for number in missing)
-        if self._short_since_s is None:
-            self._short_since_s = now_s
-            line = f"no majority of the newest generation's machines is there: waiting for {names}"
-            self.recorder.say(line, level="WARNING")
-        elif now_s > self._short_since_s + waits_s and self.ending is None:
-            line = (
-                f"no majority of the newest generation's machines has come, without {names}: if they"
-                f" are gone for good, remove {majority.path} to go on from the newest checkpoint"
-            )
-            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, line))
+        self._wait_to_form(
+            f"no majority of the newest generation's machines is there: waiting for {names}",
+            last=f"no majority of the newest generation's machines has come, without {names}: if they"
+            f" are gone for good, remove {majority.path.name} in the checkpoint folder on each machine that is"
+            " there, to resume from the newest checkpoint",
+        )
         return False
+
+    def _wait_to_form(self, line: str, *, last: str = "") -> None:
+        """Say why nobody trains now; the run ends after a while, or as it is asked to.
+
+        ``last``: its last line after that while, if that is another one.
+        """
+        now_s = self._clock.monotonic()
+        waits_s = self._settings.recovery.node_patience_s + self._majority_wait_s
+        if not self._waits:
+            self._waits_since_s = now_s
+        if (stop := self._stop) is not None:
+            self.run_end.begin(Ending.of(STATUS_OF_REASON[stop], f"{stop.value}: {line}"))
+        elif now_s > self._waits_since_s + waits_s and self.ending is None:
+            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, last or line))
+        elif line != self._waits:
+            self._waits = line
+            self.recorder.say(line, level="WARNING")
 
     def _begin(self) -> bool:
         if not self._has_majority() or not super()._begin():

@@ -48,8 +48,8 @@ from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import Heir
 from ddp_runner.supervisor.nodes.follower import Follower
-from ddp_runner.supervisor.nodes.successor import Succession
-from ddp_runner.supervisor.nodes.voting import Voting
+from ddp_runner.supervisor.nodes.successor import Succession, listen
+from ddp_runner.supervisor.nodes.voting import NotFormedError, Voting
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.followed_run import FollowedRun
@@ -158,7 +158,7 @@ class _FollowerLoop:
         self.voting: Voting | None = None  # None: no majority decides
         self._address = ""  # of this machine, as it leads to the coordinator
         self._met_at = ("", 0)  # where the coordinator was met
-        self._dialled = 0  # how often somebody was there who was none
+        self._dialled = 0  # how often nobody answered, or somebody who was none
         self.heir: Heir | None = None  # what this machine coordinates with, from here on
         selector.register(signals, selectors.EVENT_READ, None)
 
@@ -315,13 +315,26 @@ class _FollowerLoop:
         return [*places[first:], *places[:first]]
 
     def _dial(self) -> NodeLink | None:
-        for place in self._places():
-            with contextlib.suppress(OSError):
-                connection = socket.create_connection(place, timeout=DIAL_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._met_at, self._address = place, connection.getsockname()[0]
-                return NodeLink(connection, token=self._meeting.token, listens=False)
-        return None
+        try:
+            found = (self._dial_at(place) for place in self._places())
+            return next((link for link in found if link is not None), None)
+        except TimeoutError:  # this machine votes before it dials the next one
+            self._dialled += 1
+            return None
+
+    def _dial_at(self, place: tuple[str, int]) -> NodeLink | None:
+        """Return the link to whoever listens there; None: nobody does. Raises TimeoutError where nothing answers."""
+        try:
+            connection = socket.create_connection(place, timeout=DIAL_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._met_at, self._address = place, connection.getsockname()[0]
+            return NodeLink(connection, token=self._meeting.token, listens=False)
+        except OSError as error:
+            if self.voting is not None and self.voting.leader_at == place:
+                self.voting.leader_at = None  # it says so again, if it is there
+            if isinstance(error, TimeoutError):
+                raise
+            return None
 
     def _greet(self, link: NodeLink) -> Welcome | Refused | LinkLostError | WireError:
         """Say who this is, to a coordinator that has proved itself, and hear the answer, or why there is none."""
@@ -382,7 +395,7 @@ class _FollowerLoop:
         if voting.door is None:
             with contextlib.suppress(OSError):
                 address = self._meeting.options.local_addr or self._address
-                voting.open(succession.listen(address))
+                voting.open(listen(address))  # the endpoint's port may be another run's here
         return voting.at
 
     def _welcomed(self, welcome: Welcome) -> None:
@@ -497,6 +510,8 @@ class _FollowerLoop:
         try:
             while not (self._ends or self._is_in_a_hurry or self._leaves_as_spare):
                 self._turn()
+        except NotFormedError as error:
+            return self._cut_off(str(error))
         except (LinkLostError, WireError) as error:
             with contextlib.suppress(LinkLostError, WireError):
                 self._hear()  # it may have said that the run has ended

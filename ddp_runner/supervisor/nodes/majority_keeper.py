@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -11,19 +13,22 @@ from ddp_runner.core.machines.majority import (
     Peer,
     Record,
     confirmed,
+    ended,
     forming,
+    has_majority,
+    is_newest,
     known_by_all,
     may_form,
     newest,
     others_of,
     why_no_vote_holds,
 )
-from ddp_runner.core.machines.node_messages import Elected, Generation, Hello, Vote
+from ddp_runner.core.machines.node_messages import NO_GENERATION, Elected, Generation, Hello, Vote
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire.packets import by_name
 from ddp_runner.supervisor.nodes.letters import Letters
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
-from ddp_runner.system.ballot_file import BallotFile
+from ddp_runner.system.ballot_file import BallotFile, unreadable
 
 SAYS_EVERY_S = 1.0  # to machines that are not there, who coordinates
 # For a coordinator that was elected meanwhile to say so, before one that others have left takes them back.
@@ -51,8 +56,12 @@ class MajorityKeeper:
         self._term, self._at, self._number = term, at, number
         self._clock = clock
         self._letters = Letters(token, _KINDS)
-        self._ballot = self._file.read().promised + 1
+        try:
+            self._ballot = self._file.read().promised + 1
+        except OSError as error:
+            raise unreadable(self._file, error) from error
         self._has_formed = self._is_elected = False
+        self._had: set[str] = set()  # machines of a generation that was formed from here
         self._said_s = 0.0
         self._doubts_since_s = 0.0  # whether another one was elected; 0: it does not
         options = plan.nodes
@@ -80,43 +89,54 @@ class MajorityKeeper:
         has_right = self._has_formed or self._is_elected
         return not has_right or (elected.ballot, elected.term) > self.ballot
 
-    def ballot_for(self, hello: Hello) -> int:
+    def ballot_for(self, hello: Hello, there: Sequence[RemoteNode] = ()) -> int | None:
         """Return the number for a machine that has come, which follows no older coordinator than the one it has voted for.
 
-        0: it is to come again, as the one that it has voted for may coordinate.
+        None: it is to come again, as the one that it has voted for may coordinate. ``there``: the machines that follow this
+        one; where they are a majority with it, nobody else does.
         """
         if not self.may_decide:
             return 0
-        if hello.record is not None and hello.record.has_promised > self.ballot:
+        record = hello.record
+        if record is not None and record.has_promised > self.ballot:
             now_s = self._clock.monotonic()
             self._doubts_since_s = self._doubts_since_s or now_s
-            has_right = self._has_formed or self._is_elected
-            if has_right and now_s < self._doubts_since_s + DOUBTS_S:
-                return 0
-            self._ballot, self._doubts_since_s = hello.record.promised + 1, 0.0
+            has_right = (self._has_formed or self._is_elected) and not self._is_of_before(record)
+            names = {one.machine for one in self._records(there)}
+            is_doubtful = has_right and not has_majority(self._file.read(), names)
+            if is_doubtful and now_s < self._doubts_since_s + DOUBTS_S:
+                return None
+            self._ballot, self._doubts_since_s = record.promised + 1, 0.0
         return self._ballot
 
     def is_behind(self, record: Record | None) -> bool:
         """Return whether others have trained without this machine, as a machine that has come says."""
-        if record is None or not self.may_decide:
+        if record is None or not self.may_decide or self._is_of_before(record):
             return False
         return self._has_formed and record.formed > self._file.read().formed
 
+    def _is_of_before(self, record: Record) -> bool:
+        """Return whether a machine has its record from a run before this new one, which does not matter.
+
+        Others that have trained without this machine are a majority of its generation, so that one of them says so.
+        """
+        return self._is_new and record.machine not in self._had
+
     def has_newest(self, record: Record, there: Sequence[RemoteNode]) -> bool:
-        """Return whether the memory of a machine that comes is of the newest generation that anybody here knows."""
-        return record.formed >= newest([*self._records(there), record]).formed
+        """Return whether no step that anybody here knows of was made without the memory of a machine that comes."""
+        return is_newest(record, record.formed, newest([*self._records(there), record]))
 
     def decides(self, there: Sequence[RemoteNode]) -> bool:
-        """Return True if a majority decides: each machine has a folder of its own, or it has been so before."""
-        if not self.may_decide:
+        """Return True if a majority decides: each machine has a folder of its own, or it has been so before.
+
+        Not where any two have one folder, or a copy of one.
+        """
+        if not self.may_decide or any(node.shares_checkpoints for node in there):
             return False
-        own = self._file.read()
-        if own.members:
-            return True
         records = self._records(there)
-        names = {one.machine for one in records}
-        shares = any(node.shares_checkpoints for node in there)
-        return not shares and len(names) == len(records) == 1 + len(there)
+        if len({one.machine for one in records}) < len(records):
+            return False
+        return bool(self._file.read().members) or len(records) == 1 + len(there)
 
     def missing(self, there: Sequence[RemoteNode]) -> list[int]:
         """Return the numbers of the machines of which some must come before anybody trains; none: it may be formed."""
@@ -151,6 +171,7 @@ class MajorityKeeper:
             own, ballot=self.ballot, generation=generation, members=members, before=before
         )
         self._file.write(asked)
+        self._had.update(peer.machine for peer in members)
         order = Generation(
             ballot=self._ballot,
             generation=generation,
@@ -158,7 +179,31 @@ class MajorityKeeper:
             before=asked.before,
         )
         for node in there:
-            node.order(order)
+            takes_part = node.hello is not None and node.hello.record is not None
+            node.order(order if takes_part else replace(order, members=(), before=()))
+
+    def forms_without(self, there: Sequence[RemoteNode]) -> None:
+        """Tell all machines that no majority decides about the next generation, where one has decided before."""
+        if self.may_decide and (own := self._file.read()).members:
+            order = Generation(
+                ballot=self._ballot, generation=own.generation, members=(), before=()
+            )
+            for node in there:
+                node.order(order)
+
+    def ends(self, there: Sequence[RemoteNode]) -> None:
+        """Have the next launch wait for no machine of this one, if all are here to know that it has ended."""
+        own, names = self._file.read(), {one.machine for one in self._records(there)}
+        peers = (*own.members, *own.before)
+        is_ours = self._has_formed and own.term == self._term
+        if not is_ours or not peers or not all(one.machine in names for one in peers):
+            return
+        for node in there:
+            node.order(
+                Generation(ballot=self._ballot, generation=NO_GENERATION, members=(), before=())
+            )
+        with contextlib.suppress(OSError):  # the record as it was asks for more
+            self._file.write(ended(own))
 
     def trains(self) -> None:
         """All ranks are in the generation."""
@@ -189,4 +234,5 @@ class MajorityKeeper:
         """Return the record of this machine, and of each other one that is there."""
         hellos = (node.hello for node in there)
         others = [one.record for one in hellos if one is not None and one.record is not None]
-        return [self._file.read(), *others]
+        new = [Record(machine=one.machine) if self._is_of_before(one) else one for one in others]
+        return [self._file.read(), *new]

@@ -28,6 +28,7 @@ from ddp_runner.core.machines.node_messages import (
     Question,
     RankGone,
     RankStarted,
+    Refused,
     Said,
     SaveWanted,
     StopWanted,
@@ -160,8 +161,14 @@ class Coordinates(Protocol):
     def keeps(self, parked: Parked, node: RemoteNode, record: Record | None) -> bool:
         """Return whether what the ranks of a node that comes back have in memory is still of use. ``record``: of its Hello."""
 
-    def ballot_for(self, hello: Hello) -> int:
-        """Return the number of its ballot, for the Welcome of a machine that comes; 0 where no majority decides."""
+    def ballot_for(self, hello: Hello) -> int | None:
+        """Return the number of its ballot, for the Welcome of a machine that comes; 0 where no majority decides.
+
+        None: it is to come again, and was not there.
+        """
+
+    def note_end(self) -> None:
+        """The machines are about to hear that the run has ended."""
 
     def hear_elected(self, elected: Elected) -> None:
         """Another machine says that it was elected."""
@@ -309,6 +316,8 @@ class OtherNodes:
         if self._is_announced:
             return
         self._is_announced = True
+        if not self._coordinator.has_successor:
+            self._coordinator.note_end()
         for node in (*self.nodes, *self.spares):
             # INVARIANT superseded-orders-nobody: a coordinator whose folder another one has taken ends no machine: each
             # looks for the new one, with its memory. Broken if: they hear that the run has ended.
@@ -428,9 +437,8 @@ class OtherNodes:
         node = None if refused else place_for(message, self.nodes)
         if node is None and message.node_rank is not None and not message.was_there:
             refused = refused or number_is_taken(message)
-        if refused is not None:
-            link.send(wire.encode(refused))
-            self._drop(link)
+        if refused is not None or self._coordinator.ballot_for(message) is None:
+            self._turn_away(link, refused)
             return
         del self._strangers[link]
         left_out = node is not None and self._left_out(message, node)
@@ -446,6 +454,12 @@ class OtherNodes:
             yield NodeJoined(node=spare, keeps_parked=False, waits_for=waits_for)
         else:
             yield self._take_in(node, link, message)
+
+    def _turn_away(self, link: NodeLink, refused: Refused | None) -> None:
+        """Hang up on a machine that has no place here now. ``refused``: why it never has one."""
+        if refused is not None:
+            link.send(wire.encode(refused))
+        self._drop(link)
 
     def _left_out(self, hello: Hello, node: RemoteNode) -> str:
         """Why this machine is not to be ``node`` now, in words: it is lost all the time, and others are enough."""
@@ -502,7 +516,7 @@ class OtherNodes:
                 host=socket.gethostname(),
                 log_dir=str(Path(run.log_dir).absolute()),
                 checkpoint_dir=str(Path(run.checkpoint_dir).absolute()),
-                ballot=0 if node.hello is None else self._coordinator.ballot_for(node.hello),
+                ballot=(node.hello and self._coordinator.ballot_for(node.hello)) or 0,
             )
         )
 

@@ -36,6 +36,23 @@ from ddp_runner.system.run_directories import RunDirectories
 _SILENT = "over NCCL, ranks end with their coordinator"
 
 
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Listen on ``port``, or on any free one if it is taken."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((address, port))
+        except OSError:
+            listening.bind((address, 0))
+        listening.listen(128)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
 class Succession:
     """Decides for a follower without a coordinator whether its machine takes that place."""
 
@@ -127,7 +144,7 @@ class Succession:
         voting = self._voting
         if voting is None or voting.door is None or kept is None or not kept.have_left:
             return None
-        ballot = voting.stand(kept.term)
+        ballot = voting.stand()
         if ballot is None or not self._directories.hold_checkpoints():
             return None
         number, term = ballot
@@ -171,8 +188,8 @@ class Succession:
                 self._directories.release()
                 return
             if self._voting is not None:
-                self._voting.close_door()  # its port may be the endpoint's
-            listening = self.listen(address)
+                self._voting.close_door()
+            listening = listen(address, self._options.port if self._options.host != address else 0)
         except OSError:
             self._directories.release()
             return
@@ -194,23 +211,6 @@ class Succession:
             self.withdraw()
             return
         self._claim.claimed(self._clock.monotonic())
-
-    def listen(self, address: str) -> socket.socket:
-        """Listen on the endpoint's port, which is open between the machines, or on another one if it is taken."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                is_endpoint = self._options.host == address
-                listening.bind((address, 0 if is_endpoint else self._options.port))
-            except OSError:
-                listening.bind((address, 0))
-            listening.listen(128)
-        except OSError:
-            listening.close()
-            raise
-        return listening
 
     def heir(
         self,

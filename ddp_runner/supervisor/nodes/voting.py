@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 from pathlib import Path
@@ -12,6 +13,7 @@ from ddp_runner.core.machines.majority import (
     Ballot,
     Record,
     confirmed,
+    ended,
     forming,
     has_majority,
     may_obey,
@@ -20,7 +22,13 @@ from ddp_runner.core.machines.majority import (
     promising,
     why_no_vote_holds,
 )
-from ddp_runner.core.machines.node_messages import Elected, Generation, Vote, VoteWanted
+from ddp_runner.core.machines.node_messages import (
+    NO_GENERATION,
+    Elected,
+    Generation,
+    Vote,
+    VoteWanted,
+)
 from ddp_runner.kernel.rules.lifecycle import RankState
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import new_term
@@ -36,6 +44,10 @@ STANDS_S, VOTES_S = (0.2, 1.0), 2.5
 _KINDS = by_name(VoteWanted | Elected | Vote)
 
 
+class NotFormedError(LinkLostError):
+    """Raised where ranks here may not be in the generation that is ordered: nothing behind it concerns them."""
+
+
 class Voting:
     """Owned by the follower's loop, which turns it. ``leader_at``: where a newer coordinator listens, as it has said."""
 
@@ -49,6 +61,7 @@ class Voting:
         self.leader_at: tuple[str, int] | None = None
         self._generation: Generation | None = None  # that ranks here were asked to form
         self._is_confirmed = True
+        self._is_kept = True  # the last order of a generation was written down
         self._heard = 0  # the greatest number of a ballot that it was asked to vote in
         self._ballot = NEVER  # its own, for which it collects votes
         self._votes: set[str] = set()
@@ -68,8 +81,25 @@ class Voting:
 
     @property
     def record(self) -> Record | None:
-        """What this machine says of itself to a coordinator; None where no majority decides."""
-        return self.file.read() if self.may_decide else None
+        """What this machine says of itself to a coordinator; None where no majority decides, or it takes no part."""
+        record = self._known
+        if record is None or not self.file.may_be_written:
+            return None
+        if not self._is_kept:
+            try:
+                self.file.write(record)
+            except OSError:
+                return None
+            self._is_kept = True
+        return record
+
+    @property
+    def _known(self) -> Record | None:
+        """The record here; None where no majority decides, or nobody can read it."""
+        try:
+            return self.file.read() if self.may_decide else None
+        except OSError:
+            return None
 
     @property
     def at(self) -> tuple[str, int]:
@@ -86,24 +116,36 @@ class Voting:
 
     def may_obey(self, ballot: Ballot) -> bool:
         """Return whether this machine may still follow that coordinator."""
-        return not self.may_decide or may_obey(self.file.read(), ballot)
+        record = self._known
+        return record is None or may_obey(record, ballot)
 
     def asked_to_form(self, order: Generation, term: str) -> None:
-        """Keep who has the generation, before a rank hears of it. Raises LinkLostError where it may not be formed."""
-        record, ballot = self.file.read(), (order.ballot, term)
-        if not may_obey(record, ballot):
-            raise LinkLostError("this machine has voted for another coordinator since")
-        asked = forming(
-            record,
-            ballot=ballot,
-            generation=order.generation,
-            members=order.members,
-            before=order.before,
-        )
+        """Keep who has the generation, before a rank hears of it. Raises NotFormedError where it may not be formed.
+
+        One that names no machines is formed without a vote of this one.
+        """
+        ballot = (order.ballot, term)
+        if not self.may_obey(ballot):
+            raise NotFormedError("this machine has voted for another coordinator since")
+        if not order.members:
+            self._generation = None
+            if order.generation == NO_GENERATION:
+                with contextlib.suppress(OSError):  # the record as it was asks for more
+                    self.file.write(ended(self.file.read()))
+            return
         try:
+            asked = forming(
+                self.file.read(),
+                ballot=ballot,
+                generation=order.generation,
+                members=order.members,
+                before=order.before,
+            )
             self.file.write(asked)
         except OSError as error:
-            raise LinkLostError(f"{self.file.path} cannot be written: {error}") from error
+            self._is_kept = False
+            reason = f"the votes of this machine cannot be kept, so it takes no part: {error}"
+            raise NotFormedError(reason) from error
         self._generation, self._is_confirmed = order, False
 
     def _trains(self) -> None:
@@ -137,9 +179,10 @@ class Voting:
 
     def _vote(self, wanted: VoteWanted, *, obeys: bool) -> Vote | None:
         self._heard = max(self._heard, wanted.ballot)
+        if obeys or not self.holds:
+            return None
         record, ballot = self.file.read(), (wanted.ballot, wanted.term)
-        formed = (wanted.formed, wanted.formed_term, wanted.generation)
-        if obeys or not self.holds or not may_vote(record, ballot, formed):
+        if not may_vote(record, ballot, (wanted.formed, wanted.formed_term, wanted.generation)):
             return None
         try:
             self.file.write(promising(record, ballot))
@@ -153,14 +196,14 @@ class Voting:
         self._ballot, self._votes, self._stands_at_s = NEVER, set(), None
         self._letters.drop_all()
 
-    def stand(self, term: str) -> Ballot | None:
+    def stand(self) -> Ballot | None:
         """Ask the others for their votes when it is time. Return the ballot in which this machine was elected.
 
-        ``term``: of the generation whose memory it has.
+        It has a memory of its newest generation, or of the one before, which is as new: the newest has made no step then.
         """
-        record = self.file.read()
-        if not self.holds or record.term != term:
+        if not self.holds:
             return None
+        record = self.file.read()
         stands = self._ballot != NEVER and record.has_promised == self._ballot
         if stands and has_majority(record, self._votes):
             return self._ballot
