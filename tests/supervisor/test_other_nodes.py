@@ -483,7 +483,7 @@ def test_a_stop_while_a_majority_is_awaited_ends_the_run(coordinator):
     assert supervisor.run_end.is_known
 
 
-def test_where_a_majority_is_gone_for_good_a_line_says_what_to_remove(coordinator):
+def test_a_majority_gone_for_good_has_a_line_of_advice(coordinator):
     """On each machine: the newest record of all counts."""
     supervisor, majority = coordinator.supervisor, Majority()
     supervisor._majority, majority.lacks = majority, [2, 3]
