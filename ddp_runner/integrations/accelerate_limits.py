@@ -1,4 +1,4 @@
-"""What our Accelerator does not repair in place, in words: refused before the first step, not found out later. Pure."""
+"""Refuses, in words and before the first step, what our Accelerator does not repair in place. Pure."""
 
 from __future__ import annotations
 

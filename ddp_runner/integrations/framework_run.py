@@ -1,4 +1,4 @@
-"""What integrations need alike: the run of this process, and random generators as a batch has left them."""
+"""Shared by integrations: the run of this process, and random generators as a batch has left them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What InPlaceDDP does not do for a Trainer of Lightning, in words: refused before the first step. Pure."""
+"""Refuses, in words and before the first step, what InPlaceDDP does not do for a Trainer of Lightning. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rests on private names of Lightning 2.6: its loops, their progress and what is logged. No other module uses them."""
+"""Uses private names of Lightning 2.6: its loops, their progress and what is logged."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class _EpochInPlace(_TrainingEpochLoop):  # type: ignore[misc]
 
 
 class _ResultsInPlace(_ResultCollection):  # type: ignore[misc]
-    """What training_step has logged. Means over ranks are taken of what all ranks know, once a step."""
+    """Holds what training_step has logged. Means over ranks are taken of what all ranks know, once a step."""
 
     steps: Steps
 

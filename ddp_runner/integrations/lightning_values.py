@@ -1,4 +1,4 @@
-"""What a LightningModule and its callbacks hold, as values that a run keeps. No private name of Lightning is used."""
+"""Turns what a LightningModule and its callbacks hold into values that a run keeps. Uses no private name of Lightning."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class BallotFile:
 
     @property
     def may_be_written(self) -> bool:
-        """Whether the folder, or the one that it would be made in, lets this user write."""
+        """Return whether the folder, or the one that it would be made in, lets this user write."""
         folders = (self.path.parent, *self.path.parent.absolute().parents)
         return os.access(next(one for one in folders if one.exists()), os.W_OK | os.X_OK)
 

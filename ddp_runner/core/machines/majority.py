@@ -29,7 +29,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a machine keeps on its disk about the coordinators of its run.
+    """Holds what a machine keeps on its disk about the coordinators of its run.
 
     ``promised`` and ``promised_term``: the newest ballot that it has voted for or obeyed. ``ballot``, ``term``, ``generation`` and
     ``members``: of the newest generation that its ranks were asked to form, the coordinator's first. ``before``: the members of the newest generation

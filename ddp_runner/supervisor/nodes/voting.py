@@ -81,7 +81,7 @@ class Voting:
 
     @property
     def record(self) -> Record | None:
-        """What this machine says of itself to a coordinator; None where no majority decides, or it takes no part."""
+        """Return what this machine reports to a coordinator; None if no majority decides, or it takes no part."""
         record = self._known
         if record is None or not self.file.may_be_written:
             return None
