@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -300,7 +301,9 @@ KINDS: dict[str, type[Contender]] = {
 }
 
 
-def measure(training: Training, names: list[str], *, rounds: int, directory: Path) -> None:
+def measure(
+    training: Training, names: list[str], *, rounds: int, directory: Path
+) -> dict[str, list[dict[str, float]]]:
     kinds = {name: KINDS[name] for name in names}
     contenders = {}
     for number, (name, kind) in enumerate(kinds.items()):
@@ -317,6 +320,7 @@ def measure(training: Training, names: list[str], *, rounds: int, directory: Pat
     report(training, figures, rounds)
     for contender in contenders.values():
         contender.close()
+    return figures
 
 
 def one_save(training: Training, contender: Contender) -> dict[str, float]:
@@ -376,6 +380,7 @@ def main() -> None:
     parser.add_argument(
         "--directory", type=Path, help="where to write (default: the temporary one)"
     )
+    parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -384,7 +389,15 @@ def main() -> None:
     training.step()  # the optimizer's state is there from now on
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         names = ["memcpy", *(name for name in arguments.only if name != "memcpy")]
-        measure(training, names, rounds=arguments.rounds, directory=Path(directory))
+        figures = measure(training, names, rounds=arguments.rounds, directory=Path(directory))
+    if arguments.json:
+        rows = [
+            {"contender": name, **{key: [row[key] for row in taken] for key in taken[0]}}
+            for name, taken in figures.items()
+        ]
+        size_bytes = sum(tensor.nbytes for tensor in training.steady_tensors())
+        record = {"megabytes": size_bytes / 1e6, "rows": rows}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     dist.destroy_process_group()
 
 

@@ -83,6 +83,7 @@ class Faulted(ABC):
 
     name = ""
     progress_name = ""
+    harms_at_most = 1000  # in one run
 
     def __init__(self, job: Job) -> None:
         self.job = job

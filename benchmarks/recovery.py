@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from contenders import end_by_signal, machine, show_machine
 from faulted import START_TIMEOUT_S, Comeback, Faulted, Harm, Job, NoComebackError, Ours, Torchrun
+from rivals import RIVALS
 
+CONTENDERS: tuple[type[Faulted], ...] = (Ours, Torchrun, *RIVALS)
 MATRIX = {
     "worlds": [2, 3, 4, 8],
     "state_mb": [2.0, 100.0, 1000.0],
@@ -122,7 +124,9 @@ def main() -> None:
     parser.add_argument(
         "--harms", nargs="+", choices=HARMS, default=["kill1", "kill0", "raise", "stop"]
     )
-    parser.add_argument("--contenders", nargs="+", default=["ddp_runner", "torchrun"])
+    parser.add_argument(
+        "--contenders", nargs="+", default=[kind.name for kind in CONTENDERS], help="see rivals.py"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--faults", type=int, default=3, help="per round")
     parser.add_argument("--within-s", type=float, default=90.0, help="then it is called never")
@@ -134,7 +138,7 @@ def main() -> None:
     end_by_signal()
     facts = machine()
     show_machine(facts)
-    kinds = [kind for kind in (Ours, Torchrun) if kind.name in asked.contenders]
+    kinds = [kind for kind in CONTENDERS if kind.name in asked.contenders]
     cells: list[Cell] = []
     print(
         "| contender | ranks | state MB | fault | s to a step (middle half) | to new ground | redone |"
@@ -158,7 +162,7 @@ def main() -> None:
                     kind,
                     job,
                     tried,
-                    faults=faults_for(state_mb, asked),
+                    faults=min(faults_for(state_mb, asked), kind.harms_at_most),
                     within_s=asked.within_s,
                 )
         show("")
