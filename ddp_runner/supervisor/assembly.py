@@ -47,6 +47,7 @@ from ddp_runner.supervisor.nodes.coordinator import (
     NodeTraffic,
     missing_nodes,
 )
+from ddp_runner.supervisor.nodes.majority_keeper import MajorityKeeper
 from ddp_runner.supervisor.nodes.other_nodes import Coordinates, Door, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.outputs import Outputs
@@ -98,6 +99,9 @@ class Succeeds(Protocol):
 
 class OwnCoordinator(OwnAgent, Coordinates, HearsNodes, Succeeds, Protocol):
     """The same, on several machines, in place of a :class:`CoordinatorSupervisor`."""
+
+    def decide_by_majority(self, place: Place) -> MajorityKeeper:
+        """Have a majority decide who coordinates, where it can; the caller closes the keeper."""
 
 
 class MakesCoordinator(Protocol):
@@ -314,7 +318,7 @@ class _Coordinating:
     agent: Coordinator
     shown: Shown
     summary: Callable[[Ending], Summary | None]
-    close: Callable[[], None] = lambda: None
+    close: Callable[[], None]
 
 
 def take_over(heir: Heir, *, coordinator: MakesCoordinator | None = None) -> int:
@@ -419,6 +423,7 @@ class _Here:
         """Return who decides, on this machine, in a run on several."""
         plan, directories = self._plan, self._directories
         outputs = Outputs(plan.settings, ranks=plan.world_size, seal=node.log_seal)
+        elects = plan.settings.recovery.elect_coordinator
         if coordinator is not None:
             own = coordinator(
                 plan,
@@ -428,7 +433,8 @@ class _Here:
                 clock=SYSTEM_CLOCK,
                 machines=machines,
             )
-            return _Coordinating(agent=own, shown=own, summary=own.summary)
+            close = own.decide_by_majority(place).close if elects else _nothing
+            return _Coordinating(agent=own, shown=own, summary=own.summary, close=close)
         assert plan.nodes is not None
         run = assembled(
             plan,
@@ -448,12 +454,11 @@ class _Here:
             owner=machines.owner,
             probes=machines.probes,
         )
-        elects = plan.settings.recovery.elect_coordinator
         return _Coordinating(
             agent=supervisor,
             shown=run,
             summary=_summary(run, supervisor),
-            close=supervisor.decide_by_majority(place).close if elects else lambda: None,
+            close=supervisor.decide_by_majority(place).close if elects else _nothing,
         )
 
     def _begun(self, place: Place) -> tuple[Node, FolderOwner]:
@@ -532,6 +537,10 @@ def _other_machines(plan: LaunchPlan, node: Node, place: Place) -> list[RemoteNo
         for number in range(plan.nodes.most)
         if number != place.number
     ]
+
+
+def _nothing() -> None:
+    """Close nothing: no majority decides."""
 
 
 def _summary(run: Assembly, supervisor: Supervisor) -> Callable[[Ending], RunSummary]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -394,6 +394,7 @@ def test_why_a_machine_never_coordinates_is_said_in_words():
     assert not why_no_successor(SHARED)
     own = Arbiter(shares_folder=False, keeps_locks=False)
     assert "does not share" in why_no_successor(own)
+    assert why_no_successor(replace(own, no_vote="two machines")).endswith(", and two machines")
     assert "keeps no locks" in why_no_successor(Arbiter(shares_folder=True, keeps_locks=False))
     placed = Arbiter(shares_folder=True, keeps_locks=True, otherwise="the engine")
     assert why_no_successor(placed) == "the engine"

@@ -186,3 +186,30 @@ def test_a_script_starts_again_under_another_coordinator(nodes):
         assert variables["TORCHELASTIC_RESTART_COUNT"] == "1"
         assert variables["WORLD_SIZE"] == "2"
         assert f"ended with {-0.5 * 1.5 * 60}" in log(rank, 1)
+
+
+def test_three_machines_choose_who_starts_a_script_again(nodes):
+    """Each has its own log folder: two of three elect one, and the weights are those of a run without faults."""
+    how = ("recovery.elect_coordinator=true", "recovery.node_patience_s=300")
+    first, *others = (nodes.start(k, *how, nnodes="2:3") for k in range(3))
+    nodes.await_begin(2, 0)
+    poll((nodes.folder / "kept.pt").exists, what="a checkpoint")
+    for run in others:
+        poll(lambda one=run: "a majority of the machines has" in one.console, what="the rule")
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    leads = "this machine coordinates from here on"
+    poll(lambda: any(leads in run.console for run in others), what="an election")
+    new, third = sorted(others, key=lambda run: leads not in run.console)
+    first = nodes.start(0, *how, nnodes="2:3")
+    assert [run.wait() for run in (first, new, third)] == [0, 0, 0], new.console + first.console
+    assert "was elected: following it" in first.console
+    for rank in range(3):
+        step, variables = began(nodes.log(rank, 1))
+        assert step > 0
+        assert (variables["TORCHELASTIC_RESTART_COUNT"], variables["WORLD_SIZE"]) == ("1", "3")
+        assert f"ended with {-0.5 * 2.0 * 60}" in nodes.log(rank, 1)
+    lost, _ = new.summary()["attempts"]
+    assert (lost["rank"], lost["host"]) == (0, socket.gethostname())
+    assert f"the coordinator, node 0 ({lost['host']}), is lost" in lost["cause"]
+    assert not (third.logs / "summary.json").exists()

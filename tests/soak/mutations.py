@@ -471,6 +471,8 @@ MUTATIONS = (
     ),
     _break("one-vote", " and formed >= record.formed", ""),
     _break("promise-is-kept", "return ballot >= record.has_promised", "return True"),
+    _break("one-script", "max(self._again_at_s, now_s + ends_s)", "self._again_at_s"),
+    _break("script-known-by-all", "self._is_fault_free and ", ""),
     _break("majority-of-both", "(record.members, record.before)", "(record.members,)"),
     _break(
         "majority-forms",

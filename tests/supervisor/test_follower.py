@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, replace
@@ -9,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from ddp_runner.checkpoint.slot_header import SlotHeader
-from ddp_runner.core.launch_plan import DevicePlan
+from ddp_runner.core.launch_plan import DevicePlan, OpaqueProgram
 from ddp_runner.core.machines.node_messages import (
     STACKS_BYTES_MAX,
     Beat,
@@ -36,7 +37,7 @@ from tests.supervisor import simulated
 class Machine:
     """Ranks 2 and 3 of four; what it says is in ``said``."""
 
-    def __init__(self):
+    def __init__(self, opaque=None):
         self.simulation = simulated.Simulation(ranks=1)
         cpu = DevicePlan(device="cpu", name="CPU", visible_index=None)
         plan = replace(
@@ -44,6 +45,7 @@ class Machine:
             devices=(cpu,) * 4,
             world_size=4,
             nodes=NodeOptions(least=1, most=2, host="node0", port=29400),
+            opaque=opaque,
         )
         self.said = []
         self.clock = self.simulation.clock
@@ -218,3 +220,16 @@ def test_a_copy_in_memory_is_offered_and_cleared_where_refused(machine):
         follower.welcomed(keeps_parked=False, keeps_copied=True)
     follower.welcomed(keeps_parked=False, keeps_copied=False)
     assert (follower.copied, follower.copied_step) == (None, EMPTY_STEP)
+
+
+def test_a_scripts_generation_is_known_once_the_coordinator_says_so():
+    """Its ranks begin without each other, so that one which trains says nothing about other machines."""
+    with contextlib.closing(Machine(OpaqueProgram(name="train.py", module="m"))) as machine:
+        follower = machine.follower
+        for is_fault_free in (False, True):
+            beat = Beat(
+                number=1, generation=4, committed_step=0, is_fault_free=is_fault_free, restarts=0
+            )
+            follower.on_node_message(beat)
+            assert follower.trains_in(4) == is_fault_free
+            assert not follower.trains_in(5)

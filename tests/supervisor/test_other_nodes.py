@@ -41,7 +41,8 @@ from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
-from ddp_runner.supervisor.nodes.coordinator import KEPT_EVERY_S, CoordinatorSupervisor
+from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
+from ddp_runner.supervisor.nodes.majority_keeper import KEPT_EVERY_S
 from ddp_runner.supervisor.nodes.other_nodes import (
     SHUT_S,
     STRANGERS_MAX,
@@ -452,7 +453,7 @@ class Majority:
 def test_a_full_disk_lets_nobody_train_and_ends_no_run_at_once(coordinator):
     """One warning; tried again each second; in the end as a run ends whose machines do not come."""
     supervisor, majority = coordinator.supervisor, Majority()
-    supervisor._majority = majority
+    supervisor._quorum.keeper = majority
     assert not supervisor._may_form(1)
     coordinator.clock.now_s += KEPT_EVERY_S
     assert not supervisor._may_form(1)
@@ -465,7 +466,7 @@ def test_a_full_disk_lets_nobody_train_and_ends_no_run_at_once(coordinator):
     assert majority.formed == [1]
     majority.is_full = True
     assert not supervisor._may_form(2)
-    coordinator.clock.now_s += supervisor._majority_wait_s + KEPT_EVERY_S
+    coordinator.clock.now_s += supervisor._quorum.wait_s + KEPT_EVERY_S
     assert not supervisor._may_form(2)
     assert supervisor.ending.status is RunStatus.PREEMPTED
 
@@ -473,7 +474,7 @@ def test_a_full_disk_lets_nobody_train_and_ends_no_run_at_once(coordinator):
 def test_a_stop_while_a_majority_is_awaited_ends_the_run(coordinator):
     """All who are there are ready, so that nothing else would end it."""
     supervisor, majority = coordinator.supervisor, Majority()
-    supervisor._majority, majority.lacks = majority, [2]
+    supervisor._quorum.keeper, majority.lacks = majority, [2]
     supervisor.facts.ever_formed = True
     assert not supervisor._may_form(1)
     assert supervisor.ending is None
@@ -486,9 +487,9 @@ def test_a_stop_while_a_majority_is_awaited_ends_the_run(coordinator):
 def test_a_majority_gone_for_good_has_a_line_of_advice(coordinator):
     """On each machine: the newest record of all counts."""
     supervisor, majority = coordinator.supervisor, Majority()
-    supervisor._majority, majority.lacks = majority, [2, 3]
+    supervisor._quorum.keeper, majority.lacks = majority, [2, 3]
     assert not supervisor._may_form(1)
-    coordinator.clock.now_s += supervisor._majority_wait_s + 1.0
+    coordinator.clock.now_s += supervisor._quorum.wait_s + 1.0
     assert not supervisor._may_form(1)
     assert "without node 2, node 3" in supervisor.ending.reason
     assert "remove .votes in the checkpoint folder on each machine" in supervisor.ending.reason

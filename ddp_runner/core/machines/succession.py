@@ -25,7 +25,8 @@ class Arbiter:
 
     ``shares_folder``: this machine has the coordinator's checkpoint folder. ``keeps_locks``: it has seen the coordinator's
     lock on it, so that a lock there holds between machines. ``folder``: its name in log lines. ``otherwise``: why this run
-    cannot have a successor, whatever the folder. ``votes``: a majority of the machines decides.
+    cannot have a successor, whatever the folder. ``votes``: a majority of the machines decides; ``no_vote``: why none can
+    where one was asked for.
     """
 
     shares_folder: bool
@@ -33,6 +34,7 @@ class Arbiter:
     folder: str = "checkpoint folder"
     otherwise: str = ""
     votes: bool = False
+    no_vote: str = ""
 
 
 def why_no_successor(arbiter: Arbiter) -> str:
@@ -42,7 +44,8 @@ def why_no_successor(arbiter: Arbiter) -> str:
     if arbiter.votes:
         return ""
     if not arbiter.shares_folder:
-        return f"this machine does not share its {arbiter.folder}"
+        nor = f", and {arbiter.no_vote}" if arbiter.no_vote else ""
+        return f"this machine does not share its {arbiter.folder}{nor}"
     if not arbiter.keeps_locks:
         return f"the file system of the {arbiter.folder} keeps no locks between machines"
     return ""

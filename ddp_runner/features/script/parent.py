@@ -505,6 +505,11 @@ class ScriptAgent:
         del now_s
         return True
 
+    def _may_form(self, generation: int) -> bool:
+        """Return whether the ranks, which are all ready, may form it now."""
+        del generation
+        return True
+
     def _call(self, arguments: tuple[str, ...]) -> ScriptCall:
         script = self._script
         return ScriptCall(
@@ -526,6 +531,8 @@ class ScriptAgent:
         if not are_ready or any(one.pid is None for one in ranks) or not self.world.has_ready_store:
             return
         if not self.recorder.may_write and not self._begin():
+            return
+        if not self._may_form(self.facts.generation + 1):
             return
         numbers, number = range(len(self.world.ranks)), self._attempt.number
         self._files.make(number, numbers)

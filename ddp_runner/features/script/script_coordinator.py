@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.core.machines.node_messages import Beat, Parked
 from ddp_runner.features.script.live_attempt import LiveAttempt
 from ddp_runner.features.script.parent import ScriptAgent
-from ddp_runner.features.script.rules import Attempt
+from ddp_runner.features.script.rules import GRACE_AFTER_FAULT_S, Attempt
 from ddp_runner.features.script.script_machines import LEFT, ScriptMachines
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.rules.exits import RunStatus
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ddp_runner.kernel.system.clock import Clock
     from ddp_runner.supervisor.assembly import OtherMachines
     from ddp_runner.supervisor.nodes.coordinator import Heir
-    from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined
+    from ddp_runner.supervisor.nodes.majority_keeper import MajorityKeeper
+    from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined, Place
     from ddp_runner.supervisor.nodes.remote_node import RemoteNode
     from ddp_runner.supervisor.reporting.outputs import Outputs
     from ddp_runner.system.run_directories import RunDirectories
@@ -57,11 +58,17 @@ class ScriptCoordinator(ScriptAgent):
             others=machines.nodes,
         )
         self._machines = ScriptMachines(self, machines, plan=plan, clock=clock)
-        self.has_successor = False  # another coordinator has taken the folder
+        self._quorum = self._machines.quorum
+        self.has_successor = False  # another coordinator has taken the folder, or was elected
         self._is_heir = False
+
+    def decide_by_majority(self, place: Place) -> MajorityKeeper:
+        """Have a majority decide who coordinates, where it can. ``place``: this machine's; the caller closes the keeper."""
+        return self._quorum.open(place, term=self._machines.owner.term)
 
     def succeed(self, heir: Heir) -> None:
         """Take the place of a lost coordinator: its attempt has ended, and counts as failed like those before it."""
+        self._quorum.was_elected(heir.taken.ballot)
         self._is_heir = True
         self._run_id = heir.run_id or self._run_id
         self.facts.generation = heir.generation
@@ -71,10 +78,9 @@ class ScriptCoordinator(ScriptAgent):
         self._has_saved = any(handle.slot.get(Cell.SCRIPT_SAVES) for handle in here)
         self.facts.committed_step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in here)
         now_s = self._clock.monotonic()
-        fault = self._machines.fault_of(
-            self._machines.node(heir.taken.lost),
-            f"the coordinator, node {heir.taken.lost}, is lost",
-        )
+        lost = self._machines.node(heir.taken.lost)
+        lost.host = heir.lost_host
+        fault = self._machines.fault_of(lost, f"the coordinator, {lost.name}, is lost")
         before = Attempt(fault=fault, exit_code=1, steps=self.facts.committed_step, at_s=now_s)
         # INVARIANT one-budget: a lost coordinator uses one restart of the run's budget, and its successor gets no new
         # budget. Broken if: a script that fails each time restarts without end, because its coordinators are lost as well.
@@ -86,12 +92,20 @@ class ScriptCoordinator(ScriptAgent):
             self.ask_stop(heir.stop)
         else:
             self._judge(now_s)
+        if heir.taken.ballot:
+            # INVARIANT one-script: an elected coordinator starts ranks only once one that is cut off has ended its own.
+            # Broken if: ranks 0 of both save the script's checkpoint.
+            # Guarded by: test_an_elected_coordinator_waits_until_the_old_ones_ranks_have_ended.
+            ends_s = self.plan.settings.recovery.node_silent_s + GRACE_AFTER_FAULT_S
+            self._again_at_s = max(self._again_at_s, now_s + ends_s)
 
     def advance(self) -> None:
-        """Do what :meth:`ScriptAgent.advance` does, unless the folder of the run is another's by now."""
-        if self.ending is None and (self.recorder.may_write or self._is_heir):
-            line = self._machines.why_not_owner(self._clock.monotonic())
-            if line:
+        """Do what :meth:`ScriptAgent.advance` does, unless another machine coordinates by now."""
+        if self.ending is None:
+            now_s = self._clock.monotonic()
+            self._quorum.say_who_leads(now_s)
+            has_folder = self.recorder.may_write or self._is_heir
+            if line := self._machines.why_not_leader(now_s, has_folder=has_folder):
                 self.has_successor = True
                 self._end(Ending.of(RunStatus.PREEMPTED, line))
         super().advance()
@@ -107,12 +121,24 @@ class ScriptCoordinator(ScriptAgent):
             return False
         if self._machines.are_some_still_leaving():
             return False
-        return all(self.world.can_start(handle) for handle in self.world.present)
+        if not all(self.world.can_start(handle) for handle in self.world.present):
+            return False
+        return self._quorum.has_majority() or self._wait_for_majority()
+
+    def _may_form(self, generation: int) -> bool:
+        return self._quorum.may_form(generation) or self._wait_for_majority()
+
+    def _wait_for_majority(self) -> bool:
+        """Return False: nobody may train now, and the run ends after a while."""
+        if self._quorum.gives_up:
+            self._end(Ending.of(RunStatus.PREEMPTED, self._quorum.gives_up))
+        return False
 
     def _on_formed(self, formed: events.RankFormed) -> None:
         super()._on_formed(formed)
         if self.machine.state is RunState.RUNNING:
             self._machines.trains()
+            self._quorum.trains()
 
     def _start_again(self, now_s: float, delay_s: float) -> None:
         super()._start_again(now_s, delay_s)
@@ -141,17 +167,17 @@ class ScriptCoordinator(ScriptAgent):
         del parked, node, record
         return False
 
-    def ballot_for(self, hello: Hello) -> int:
-        """Return 0: no majority decides where a script runs."""
-        del hello
-        return 0
+    def ballot_for(self, hello: Hello) -> int | None:
+        """Return the number of the ballot for a machine that comes; None has it look for a newer coordinator."""
+        return self._quorum.ballot_for(hello)
 
     def note_end(self) -> None:
-        """Do nothing: no majority decides where a script runs."""
+        """Have the machines that are there note that the run has ended, before they hear so."""
+        self._quorum.note_end()
 
     def hear_elected(self, elected: Elected) -> None:
-        """Ignore it: no majority decides where a script runs."""
-        del elected
+        """A majority has voted for another machine."""
+        self._quorum.hear_elected(elected)
 
     def on_node_event(self, event: NodeEvent) -> None:
         """Something has come from another node, or of it."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, MembershipEvent, RankEvent
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.supervisor.nodes.coordinator import LEAVES, OWNER_EVERY_S, missing_nodes
+from ddp_runner.supervisor.nodes.majority_keeper import Quorum
 from ddp_runner.supervisor.nodes.missing_nodes import MissingNodes, Verdict
 from ddp_runner.supervisor.nodes.node_events import NodeEvents, TakesNodes
 
@@ -33,12 +35,19 @@ class ScriptMachines:
         self, agent: TakesNodes, machines: OtherMachines, *, plan: LaunchPlan, clock: Clock
     ) -> None:
         assert plan.nodes is not None
-        self._nodes, self._owner, self._probes = machines.nodes, machines.owner, machines.probes
+        self._nodes, self.owner, self._probes = machines.nodes, machines.owner, machines.probes
         self._world, self._options = agent.world, plan.nodes
         self._clock = clock
         self._ranks_per_node = plan.ranks_per_node
         self._looked_at_owner_s = 0.0
         self._leaving: list[RemoteNode] = []  # as soon as all ranks have ended
+        self.quorum = Quorum(
+            plan,
+            machines.nodes,
+            agent.world,
+            say=partial(agent.recorder.say, level="WARNING"),
+            clock=clock,
+        )
         self._missing = MissingNodes(
             machines.nodes,
             plan.nodes,
@@ -60,17 +69,22 @@ class ScriptMachines:
 
     def take_folder(self) -> None:
         """Make this coordinator the owner of the run's folder. Raises OSError."""
-        self._owner.take()
+        self.owner.take()
         for probe in self._probes:
             probe.remove_others()
 
-    def why_not_owner(self, now_s: float) -> str:
-        """Return in words that another coordinator has taken the folder; empty where none has, as far as is known."""
+    def why_not_leader(self, now_s: float, *, has_folder: bool) -> str:
+        """Return in words that another machine coordinates; empty where none does, as far as is known.
+
+        ``has_folder``: the folder holds the term of this one.
+        """
         if now_s < self._looked_at_owner_s + OWNER_EVERY_S:
             return ""
         self._looked_at_owner_s = now_s
-        is_other = self._owner.is_other()
-        return f"another coordinator has taken {self._owner.folder}: this one ends" * is_other
+        if line := self.quorum.why_not_leader():
+            return line
+        is_other = has_folder and self.owner.is_other()
+        return f"another coordinator has taken {self.owner.folder}: this one ends" * is_other
 
     def gather(self, now_s: float, *, has_trained: bool) -> Verdict:
         """Have those take part in the next start that are there, or are waited for. Called while no rank runs."""

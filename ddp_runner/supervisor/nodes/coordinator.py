@@ -7,6 +7,7 @@ import selectors
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -44,7 +45,7 @@ from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed
 from ddp_runner.kernel.wire.messages import Ready
-from ddp_runner.supervisor.nodes.majority_keeper import MajorityKeeper
+from ddp_runner.supervisor.nodes.majority_keeper import MajorityKeeper, Quorum
 from ddp_runner.supervisor.nodes.missing_nodes import MissingNodes
 from ddp_runner.supervisor.nodes.node_events import NodeEvents
 from ddp_runner.supervisor.nodes.other_nodes import NodeEvent, NodeJoined, OtherNodes, Place
@@ -55,7 +56,6 @@ from ddp_runner.system.node_link import NodeLink
 from ddp_runner.system.run_directories import RunDirectories
 
 OWNER_EVERY_S = 0.5
-KEPT_EVERY_S = 1.0  # from a write of the votes that failed to the next one
 LEAVES = "this node leaves; the others go on"
 # If a run without a generation is asked to stop: the time for ranks with a state to get ready, and the time for other machines to
 # find a coordinator that has just taken over.
@@ -101,7 +101,8 @@ class Taken:
 class Heir:
     """All that the new coordinator has from the follower that it was.
 
-    ``kept``: what each rank that waits here with its memory has reported last; ``generation``: its newest.
+    ``kept``: what each rank that waits here with its memory has reported last; ``generation``: its newest. ``lost_host``: the
+    name of the lost coordinator's machine.
     ``inexact_reasons`` and, of a script, ``restarts``: of the run, as the coordinator before has said last.
     """
 
@@ -117,6 +118,7 @@ class Heir:
     stop: StopReason | None  # that was requested of this machine meanwhile
     signals: SignalBox
     selector: selectors.BaseSelector
+    lost_host: str = ""
 
 
 class CoordinatorSupervisor(Supervisor):
@@ -151,15 +153,13 @@ class CoordinatorSupervisor(Supervisor):
         self._without: tuple[int, ...] = ()  # as it stands in the folder
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
         self._plan = plan
-        self._majority: MajorityKeeper | None = None  # None: no majority decides
-        self._elected_at = ""  # where another machine coordinates, which a majority has voted for
-        self._waits = ""  # why nobody may train, as the log says
-        self._waits_since_s = self._kept_again_s = 0.0
         self._has_parked = False  # whether ranks of others came with a memory
         assert plan.nodes is not None
         self._has_heirs = plan.nodes.moving_fd is None
-        self._majority_wait_s = plan.nodes.join_timeout_s
         self._others = tuple(others)
+        self._quorum = Quorum(
+            plan, others, self.world, say=partial(recorder.say, level="WARNING"), clock=self._clock
+        )
         self._events = NodeEvents(self, others, least=plan.nodes.least, clock=self._clock)
         self._missing = MissingNodes(
             others,
@@ -171,15 +171,7 @@ class CoordinatorSupervisor(Supervisor):
 
     def decide_by_majority(self, place: Place) -> MajorityKeeper:
         """Have a majority decide who coordinates, where it can. ``place``: this machine's; the caller closes the keeper."""
-        self._majority = MajorityKeeper(
-            self._plan,
-            term=self._owner.term,
-            token=place.meeting.token,
-            at=(place.address, place.meeting.options.port),
-            number=place.number,
-            clock=self._clock,
-        )
-        return self._majority
+        return self._quorum.open(place, term=self._owner.term)
 
     def beat(self, number: int) -> Beat:
         """Return the state of the run, for a node."""
@@ -193,36 +185,27 @@ class CoordinatorSupervisor(Supervisor):
 
     def ballot_for(self, hello: Hello) -> int | None:
         """Return the number of the ballot for a machine that comes; None has it look for a newer coordinator."""
-        majority = self._majority
-        if majority is None:
-            return 0
-        if majority.is_behind(hello.record):
-            self._elected_at = "another machine"
-            return None
-        there = [node for node in self._others if node.is_there and node.hello is not hello]
-        return majority.ballot_for(hello, there)
+        return self._quorum.ballot_for(hello)
 
     def note_end(self) -> None:
         """Have the machines that are there note that the run has ended, before they hear so."""
-        if self._majority is not None:
-            self._majority.ends([node for node in self._others if node.is_there])
+        self._quorum.note_end()
 
     def hear_elected(self, elected: Elected) -> None:
         """A majority has voted for another machine."""
-        if self._majority is not None and self._majority.yields_to(elected):
-            self._elected_at = f"{elected.host}:{elected.port}"
+        self._quorum.hear_elected(elected)
 
     def keeps(self, parked: Parked, node: RemoteNode, record: Record | None) -> bool:
         """Return whether the state in memory on a returning node still belongs to this run."""
-        majority = self._majority
+        majority = self._quorum.keeper
         is_open = majority is not None and not self.facts.ever_formed
-        if majority is not None and record is None and is_open and majority.decides(self._members):
+        if record is None and is_open and self._quorum.decides:
             return False  # nothing says how new it is
         if majority is not None and record is not None and is_open and record.members:
             # A member whose ranks did not form its newest generation has the memory of the one before.
             same = parked.term != record.term or parked.generation <= record.generation
             may_resume = self._is_heir or self._settings.run.resume == "auto"
-            return same and may_resume and majority.has_newest(record, self._members)
+            return same and may_resume and majority.has_newest(record, self._quorum.members)
         before = self._owner_before
         newest = Catalog(Path(self._settings.run.checkpoint_dir)).newest()
         term = parked.term
@@ -246,8 +229,7 @@ class CoordinatorSupervisor(Supervisor):
 
     def succeed(self, heir: Heir) -> None:
         """Take the place of a coordinator that was lost, with the ranks of this machine that have kept their memory."""
-        if self._majority is not None and heir.taken.ballot:
-            self._majority.was_elected(heir.taken.ballot)
+        self._quorum.was_elected(heir.taken.ballot)
         self._is_heir = True
         self._after, self._owner_before = heir.taken.before.term, heir.taken.before
         if heir.taken.before.after:
@@ -281,9 +263,7 @@ class CoordinatorSupervisor(Supervisor):
         self._formed_in = max(self._formed_in, formed.generation)
         super()._on_formed(formed)
         if self.machine.state is RunState.RUNNING:
-            if self._majority is not None:
-                with contextlib.suppress(OSError):  # the record as it was asks for more
-                    self._majority.trains()
+            self._quorum.trains()
             for node in self._others:
                 if all(self.world.ranks[one].state is RankState.TRAINING for one in node.ranks):
                     self._missing.trains(node)
@@ -302,77 +282,25 @@ class CoordinatorSupervisor(Supervisor):
             now_s = self._clock.monotonic()
             self._look_at_missing(now_s)
             self._look_at_owner(now_s)
-            if self._majority is not None:
-                self._majority.say_who_leads(now_s, [one for one in self._others if one.is_there])
+            self._quorum.say_who_leads(now_s)
         super().advance()
 
-    @property
-    def _members(self) -> list[RemoteNode]:
-        """The other machines that are there, with ranks that take part in the next generation."""
-        return [
-            node
-            for node in self._others
-            if node.is_there
-            and any(self.world.ranks[rank].membership in IN_WORLD for rank in node.processes)
-        ]
-
     def _may_form(self, generation: int) -> bool:
-        majority, there = self._majority, self._members
-        if majority is None or not majority.decides(there):
-            self._waits = ""
-            if majority is not None:
-                majority.forms_without(there)
-            return True
-        if not self._has_majority():
-            return False
-        if (now_s := self._clock.monotonic()) < self._kept_again_s:
-            return False
-        try:
-            majority.forms(generation, there)
-        except OSError as error:
-            self._kept_again_s = now_s + KEPT_EVERY_S
-            reason = error.strerror or str(error)
-            self._wait_to_form(f"nobody trains while {majority.path} cannot be written: {reason}")
-            return False
-        self._waits = ""
-        return True
+        return self._quorum.may_form(generation) or self._wait_to_form()
 
-    def _has_majority(self) -> bool:
-        """Return whether enough machines of the newest generation are there; say whom the run waits for."""
-        majority, there = self._majority, self._members
-        if majority is None or not majority.decides(there):
-            return True
-        missing = majority.missing(there)
-        if not missing:
-            return True
-        names = ", ".join(f"node {number}" for number in missing)
-        self._wait_to_form(
-            f"no majority of the newest generation's machines is there: waiting for {names}",
-            last=f"no majority of the newest generation's machines has come, without {names}: if they"
-            f" are gone for good, remove {majority.path.name} in the checkpoint folder on each machine that is"
-            " there, to resume from the newest checkpoint",
-        )
+    def _wait_to_form(self) -> bool:
+        """Return False: nobody may train now. The run ends after a while, or as it is asked to."""
+        if (stop := self._stop) is not None:
+            line = f"{stop.value}: {self._quorum.waits}"
+            self.run_end.begin(Ending.of(STATUS_OF_REASON[stop], line))
+        elif self._quorum.gives_up and self.ending is None:
+            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, self._quorum.gives_up))
         return False
 
-    def _wait_to_form(self, line: str, *, last: str = "") -> None:
-        """Say why nobody trains now; the run ends after a while, or as it is asked to.
-
-        ``last``: its last line after that while, if that is another one.
-        """
-        now_s = self._clock.monotonic()
-        waits_s = self._settings.recovery.node_patience_s + self._majority_wait_s
-        if not self._waits:
-            self._waits_since_s = now_s
-        if (stop := self._stop) is not None:
-            self.run_end.begin(Ending.of(STATUS_OF_REASON[stop], f"{stop.value}: {line}"))
-        elif now_s > self._waits_since_s + waits_s and self.ending is None:
-            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, last or line))
-        elif line != self._waits:
-            self._waits = line
-            self.recorder.say(line, level="WARNING")
-
     def _begin(self) -> bool:
-        if not self._has_majority() or not super()._begin():
+        if not self._quorum.has_majority():
+            return self._wait_to_form()
+        if not super()._begin():
             return False
         try:
             self._without = self._who_is_without()
@@ -395,11 +323,8 @@ class CoordinatorSupervisor(Supervisor):
         if now_s < self._looked_at_owner_s + OWNER_EVERY_S:
             return
         self._looked_at_owner_s = now_s
-        if self._elected_at:
+        if line := self._quorum.why_not_leader():
             self.has_successor = True
-            line = (
-                f"a majority has elected another coordinator, at {self._elected_at}: this one ends"
-            )
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
         elif not self._is_superseded():
             if self._has_folder:
@@ -420,7 +345,7 @@ class CoordinatorSupervisor(Supervisor):
     def _may_have_heir(self) -> bool:
         """Return True if another machine shares the checkpoint folder and may take this one's place."""
         ready = (handle.ready for handle in self.world.present)
-        if self._majority is not None and self._majority.decides(self._members):
+        if self._quorum.decides:
             return False  # who takes its place has a majority, which this one forms with too
         if not self._has_heirs or any(one is not None and one.ends_in_silence for one in ready):
             return False

@@ -103,7 +103,7 @@ def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int] | 
             plan, meeting, signals=signals, selector=selector, display=display, clock=SYSTEM_CLOCK
         )
         if lead is not None:
-            if plan.opaque is None and plan.settings.recovery.elect_coordinator:
+            if plan.settings.recovery.elect_coordinator:
                 loop.voting = Voting(plan, token=meeting.token, clock=SYSTEM_CLOCK)
             loop.succession = Succession(plan, voting=loop.voting, clock=SYSTEM_CLOCK)
         try:

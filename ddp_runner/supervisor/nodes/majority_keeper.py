@@ -1,9 +1,12 @@
-"""A coordinator's part where a majority decides: it forms with one only, and says to others who coordinates."""
+"""A coordinator's part where a majority decides: it forms with one only, and says to others who coordinates.
+
+:class:`MajorityKeeper` keeps the votes; :class:`Quorum` is the door to it, of a training and of a script.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,15 +27,19 @@ from ddp_runner.core.machines.majority import (
     why_no_vote_holds,
 )
 from ddp_runner.core.machines.node_messages import NO_GENERATION, Elected, Generation, Hello, Vote
+from ddp_runner.kernel.parent.world import World
+from ddp_runner.kernel.rules.lifecycle import IN_WORLD
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire.packets import by_name
 from ddp_runner.supervisor.nodes.letters import Letters
+from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.system.ballot_file import BallotFile, unreadable
 
 SAYS_EVERY_S = 1.0  # to machines that are not there, who coordinates
 # For a coordinator that was elected meanwhile to say so, before one that others have left takes them back.
 DOUBTS_S = 5.0
+KEPT_EVERY_S = 1.0  # from a write of the votes that failed to the next one
 _KINDS = by_name(Elected | Vote)
 
 
@@ -236,3 +243,148 @@ class MajorityKeeper:
         others = [one.record for one in hellos if one is not None and one.record is not None]
         new = [Record(machine=one.machine) if self._is_of_before(one) else one for one in others]
         return [self._file.read(), *new]
+
+
+class Quorum:
+    """Says to whoever coordinates what a majority of the machines allows; without a keeper everything is allowed.
+
+    ``elected_at``: where another machine coordinates, which a majority has voted for. ``waits``: why nobody may train now;
+    ``gives_up``: the last line of a run that has waited too long for that.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        others: Sequence[RemoteNode],
+        world: World,
+        *,
+        say: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        """``say``: shows a warning."""
+        assert plan.nodes is not None
+        self.keeper: MajorityKeeper | None = None
+        self.elected_at = self.waits = self.gives_up = ""
+        self.wait_s = plan.settings.recovery.node_patience_s + plan.nodes.join_timeout_s
+        self._plan = plan
+        self._folder = "checkpoint folder" if plan.opaque is None else "log folder"
+        self._others, self._world = tuple(others), world
+        self._say, self._clock = say, clock
+        self._since_s = self._kept_again_s = 0.0
+
+    def open(self, place: Place, *, term: str) -> MajorityKeeper:
+        """Have a majority decide who coordinates, where it can. ``place``: this machine's; the caller closes the keeper."""
+        self.keeper = MajorityKeeper(
+            self._plan,
+            term=term,
+            token=place.meeting.token,
+            at=(place.address, place.meeting.options.port),
+            number=place.number,
+            clock=self._clock,
+        )
+        return self.keeper
+
+    @property
+    def members(self) -> list[RemoteNode]:
+        """The other machines that are there, with ranks that take part in the next generation."""
+        return [
+            node
+            for node in self._others
+            if node.is_there
+            and any(self._world.ranks[rank].membership in IN_WORLD for rank in node.processes)
+        ]
+
+    @property
+    def decides(self) -> bool:
+        """Return True if a majority decides about the next generation."""
+        return self.keeper is not None and self.keeper.decides(self.members)
+
+    def was_elected(self, ballot: int) -> None:
+        """Take the number of the ballot in which this machine was elected; 0: no majority has voted."""
+        if self.keeper is not None and ballot:
+            self.keeper.was_elected(ballot)
+
+    def ballot_for(self, hello: Hello) -> int | None:
+        """Return the number of the ballot for a machine that comes; None has it look for a newer coordinator."""
+        if self.keeper is None:
+            return 0
+        if self.keeper.is_behind(hello.record):
+            self.elected_at = "another machine"
+            return None
+        there = [node for node in self._others if node.is_there and node.hello is not hello]
+        return self.keeper.ballot_for(hello, there)
+
+    def note_end(self) -> None:
+        """Have the machines that are there note that the run has ended, before they hear so."""
+        if self.keeper is not None:
+            self.keeper.ends([node for node in self._others if node.is_there])
+
+    def hear_elected(self, elected: Elected) -> None:
+        """A majority has voted for another machine."""
+        if self.keeper is not None and self.keeper.yields_to(elected):
+            self.elected_at = f"{elected.host}:{elected.port}"
+
+    def why_not_leader(self) -> str:
+        """Return in words that another machine was elected in this one's place; empty where none was."""
+        where = self.elected_at
+        return where and f"a majority has elected another coordinator, at {where}: this one ends"
+
+    def say_who_leads(self, now_s: float) -> None:
+        """Say to the machines that are not there who coordinates, now and then."""
+        if self.keeper is not None:
+            self.keeper.say_who_leads(now_s, [node for node in self._others if node.is_there])
+
+    def trains(self) -> None:
+        """All ranks are in the generation."""
+        if self.keeper is not None:
+            with contextlib.suppress(OSError):  # the record as it was asks for more
+                self.keeper.trains()
+
+    def may_form(self, generation: int) -> bool:
+        """Return whether the machines that are there may form it, and have each of them write down who has it."""
+        keeper, there = self.keeper, self.members
+        if keeper is None or not keeper.decides(there):
+            self.waits = ""
+            if keeper is not None:
+                keeper.forms_without(there)
+            return True
+        if not self.has_majority():
+            return False
+        if (now_s := self._clock.monotonic()) < self._kept_again_s:
+            return False
+        try:
+            keeper.forms(generation, there)
+        except OSError as error:
+            self._kept_again_s = now_s + KEPT_EVERY_S
+            reason = error.strerror or str(error)
+            self._wait(f"nobody trains while {keeper.path} cannot be written: {reason}")
+            return False
+        self.waits = self.gives_up = ""
+        return True
+
+    def has_majority(self) -> bool:
+        """Return whether enough machines of the newest generation are there; say whom the run waits for."""
+        keeper, there = self.keeper, self.members
+        if keeper is None or not keeper.decides(there):
+            return True
+        missing = keeper.missing(there)
+        if not missing:
+            return True
+        names = ", ".join(f"node {number}" for number in missing)
+        self._wait(
+            f"no majority of the newest generation's machines is there: waiting for {names}",
+            last=f"no majority of the newest generation's machines has come, without {names}: if they"
+            f" are gone for good, remove {keeper.path.name} in the {self._folder} on each machine that is"
+            " there, to resume from the newest checkpoint",
+        )
+        return False
+
+    def _wait(self, line: str, *, last: str = "") -> None:
+        """Say why nobody trains now. ``last``: the last line of a run that waits too long, if that is another one."""
+        now_s = self._clock.monotonic()
+        if not self.waits:
+            self._since_s = now_s
+        self.gives_up = (last or line) if now_s > self._since_s + self.wait_s else ""
+        if line != self.waits and not self.gives_up:
+            self.waits = line
+            self._say(line)

@@ -104,6 +104,7 @@ class Succession:
             keeps_locks=shares_folder and self._directories.are_checkpoints_held(),
             otherwise=self._arbiter.otherwise or _SILENT * (loses_memory and not self._loses_all),
             votes=not shares_folder and self._voting is not None and self._voting.holds,
+            no_vote="" if self._voting is None else self._voting.why_none,
         )
         why = why_no_successor(self._arbiter)
         line = f"it must be restarted: {why}" if why else "another machine takes over"
@@ -265,6 +266,7 @@ class Succession:
             stop=stop,
             signals=signals,
             selector=selector,
+            lost_host="" if follower.followed is None else follower.followed.host,
         )
 
     @staticmethod

@@ -29,7 +29,6 @@ from ddp_runner.core.machines.node_messages import (
     Vote,
     VoteWanted,
 )
-from ddp_runner.kernel.rules.lifecycle import RankState
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import new_term
 from ddp_runner.kernel.wire.packets import by_name
@@ -70,9 +69,12 @@ class Voting:
     @property
     def may_decide(self) -> bool:
         """Return True if a majority can decide in this run."""
-        options = self._options
-        is_moved = options.moving_fd is not None
-        return not is_moved and not why_no_vote_holds(least=options.least, most=options.most)
+        return self._options.moving_fd is None and not self.why_none
+
+    @property
+    def why_none(self) -> str:
+        """Return in words why no majority can decide among so many machines; empty if one can."""
+        return why_no_vote_holds(least=self._options.least, most=self._options.most)
 
     @property
     def holds(self) -> bool:
@@ -160,7 +162,7 @@ class Voting:
     def turn_in_run(self, follower: Follower) -> None:
         """Hear what has come while a coordinator is there, and note once ranks here train."""
         self.turn(obeys=True)
-        if any(one.state is RankState.TRAINING for one in follower.handles):
+        if self._generation is not None and follower.trains_in(self._generation.generation):
             self._trains()
 
     def turn(self, *, obeys: bool) -> None:

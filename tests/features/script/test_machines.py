@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import signal
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from ddp_runner.core.machines.majority import Peer, Record
+from ddp_runner.core.machines.node_messages import Elected
+from ddp_runner.features.script.rules import GRACE_AFTER_FAULT_S
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.kernel.wire.events import Faulted
 from ddp_runner.supervisor.nodes.successor import Succession
+from ddp_runner.system.ballot_file import BallotFile
 from tests.features.script.simulated_script import ScriptNodesSimulation
 
 
@@ -210,11 +215,19 @@ def test_a_rank_that_is_stopped_elsewhere_is_a_fault(simulate):
     assert run.attempts[0].rank == 3
 
 
-def _heir(*, restarts):
-    """What a machine has of a coordinator on machine 1 that is lost in an attempt, after so many restarts."""
-    taken = SimpleNamespace(lost=1)
+def _heir(*, restarts, ballot=0):
+    """What a machine has of a coordinator on machine 1 that is lost in an attempt, after so many restarts.
+
+    ``ballot``: that in which it was elected.
+    """
+    taken = SimpleNamespace(lost=1, ballot=ballot)
     return SimpleNamespace(
-        run_id="theirs", generation=restarts + 1, restarts=restarts, stop=None, taken=taken
+        run_id="theirs",
+        generation=restarts + 1,
+        restarts=restarts,
+        stop=None,
+        taken=taken,
+        lost_host="there",
     )
 
 
@@ -234,6 +247,56 @@ def test_a_script_has_one_budget_under_all_its_coordinators(simulate, restarts):
     run.kill(2)
     ending = run.run_to_end()
     assert (ending.exit_code, run.supervisor._run_id) == (ExitCode.GAVE_UP, "theirs")
+
+
+def test_an_elected_coordinator_waits_until_the_old_ones_ranks_have_ended(simulate):
+    """It may be cut off only, and knows that after the time of silence; the first cause is its machine."""
+    run = simulate(to_step=0, steps=2)
+    began_s = run.clock.now_s
+    run.supervisor.succeed(_heir(restarts=0, ballot=2))
+    run.run_until(lambda: run.started)
+    silent_s = run.supervisor.plan.settings.recovery.node_silent_s
+    assert run.clock.now_s - began_s >= silent_s + GRACE_AFTER_FAULT_S
+    assert_done(run, attempts=2)
+    assert run.attempts[0].cause == "the coordinator, node 1 (there), is lost"
+
+
+def _with_votes(run):
+    """A majority decides in this run."""
+    place = SimpleNamespace(meeting=run.meeting, address="127.0.0.1", number=0)
+    return run.supervisor.decide_by_majority(place)
+
+
+def test_a_scripts_coordinator_ends_where_another_one_was_elected(simulate):
+    """With 75, and the other machines are left to the new one."""
+    run = simulate(steps=2000)
+    with closing(_with_votes(run)) as keeper:
+        keeper.trains()
+        older = Elected(ballot=0, term="b", host="h", port=1)
+        for elected in (older, replace(older, ballot=9)):
+            run.supervisor.hear_elected(elected)
+            run.pass_time(1.0)
+            assert run.supervisor.has_successor == (elected is not older)
+    assert run.ending.exit_code == ExitCode.PREEMPTED
+    assert "a majority has elected another coordinator, at h:1" in run.ending.reason
+
+
+def test_a_script_starts_only_with_a_majority(simulate, tmp_path):
+    """Those that came are not of the newest generation: nobody is started, and it ends with 75."""
+    peers = [
+        Peer(machine=name, number=number, host="h", port=1) for number, name in enumerate("zab")
+    ]
+    BallotFile(tmp_path / "kept").write(
+        Record(machine="z", promised=1, ballot=1, term="t", generation=3, members=tuple(peers))
+    )
+    conf = {"join_timeout_s": 20.0}
+    run = simulate(to_step=0, nodes=3, least=2, node_patience_s=5.0, conf=conf)
+    with closing(_with_votes(run)):
+        ending = run.run_to_end()
+    assert run.started == []
+    assert run.said("waiting for node 1, node 2")
+    assert ending.exit_code == ExitCode.PREEMPTED
+    assert "remove .votes in the log folder" in ending.reason
 
 
 def test_a_script_that_is_not_started_again_has_no_successor(simulate):
