@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pickle
 import random
@@ -619,7 +620,7 @@ class Wire:
     """A group whose ranks are all in this process: they are asked one after the other, rank 0 last."""
 
     def __init__(self, locals_):
-        self.said = [f"[{one.rank}, {one.machine}]" for one in locals_]
+        self.said = [f"[{one.rank}, {one.machine}, [false, []]]" for one in locals_]
         self.sent, self.world_size, self.rank = {}, len(locals_), 0
 
     def exchange(self, _, value):
@@ -662,14 +663,15 @@ def test_ranks_that_keep_other_things_are_refused():
     """With both lists."""
     local = local_of({"env": Env()}, None)
     slot = SimpleNamespace(get=lambda _: 0, stamp=lambda *_: None)
-    group = SimpleNamespace(exchange=lambda name, value: [value, "replay"])
+    other = json.dumps(["replay", [False, []]])
+    group = SimpleNamespace(exchange=lambda name, value: [value, other], rank=0)
     assert local.agree(group, slot, places=(0, 1), step=0) == "ranks 0 and 1 keep env and replay"
 
 
 class Ranks:
     """A generation of two ranks on one machine; ``is_aborted`` once somebody is lost."""
 
-    world_size = 2
+    rank, world_size = 0, 2
     ends_in_silence = False
 
     def __init__(self):

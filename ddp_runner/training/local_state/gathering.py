@@ -22,10 +22,11 @@ def gather_local(local: LocalState, group: Group, *, step: int) -> None:
     """
     if not local.names or group.world_size == 1:
         return
-    shown = json.dumps([local.rank, local.machine])
+    shown = json.dumps([local.rank, local.machine, local.known()])
     every = [json.loads(one) for one in group.exchange(f"local/{step}", shown)]
+    local.learn((known for _, _, known in every), says=group.rank == 0)
     found: dict[str, Tensor] = {}
-    for number, (place, machine) in enumerate(every):
+    for number, (place, machine, _) in enumerate(every):
         if machine == every[0][1] and machine >= 0:
             continue
         if number == group.rank and number != 0:

@@ -6,9 +6,10 @@ other ranks how far they are (``rank_memory``).
 
 from __future__ import annotations
 
+import json
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from ddp_runner.training.local_state.by_value import KeptLocally, Pickled
 from ddp_runner.training.local_state.rank_memory import (
     CHANGES_LATE,
     KNOWN,
+    NO_STEP,
     SETTLED,
     Place,
     RankMemory,
@@ -59,6 +61,7 @@ class LocalState:
         self.option = option
         self.names = () if self._kept is None else self._kept.names
         self._flags = KNOWN if is_tasks else 0  # for the next place that is written
+        self._as_of_update: dict[int, int] = {}  # by rank: see Header
         self._rank = self._world_size = 0
         self._local_world_size = 1
         self._memory: RankMemory | None = None
@@ -96,6 +99,8 @@ class LocalState:
             newest = max(headers, key=lambda header: header.count)
             self._count = newest.count
             self._flags |= newest.flags & (CHANGES_LATE | KNOWN)
+            if newest.as_of_update != NO_STEP:
+                self._as_of_update[self._rank] = newest.as_of_update
             self._memory.own[BETWEEN].clear()
 
     def inner(self) -> list[Any]:
@@ -136,9 +141,41 @@ class LocalState:
         if place.holds(header, pickled):
             place.sign(replace(header, flags=self._flags | SETTLED))
         else:
-            self._flags |= CHANGES_LATE
+            self._find_late(says=True)
             self._write(pickled, self._live_step, settled=True)
         self._seal_s += time.perf_counter() - began_s
+
+    # INVARIANT late-is-known: a replacement whose objects are as of an update counts as exact only while no rank of the
+    # run is known to change objects after one, in any process, before or since.
+    # Broken if: a process knows its own late changes only, or forgets that it took such objects.
+    # Guarded by: test_what_one_rank_changes_late_is_known_of_all.
+    def _find_late(self, *, says: bool) -> None:
+        """Note that the program changes objects after an update. ``says``: this rank names those that lack changes."""
+        self._flags |= CHANGES_LATE
+        taken, self._as_of_update = self._as_of_update, {}
+        if says:
+            self._lost += [self._lacks_late(rank, step) for rank, step in sorted(taken.items())]
+
+    def _lacks_late(self, rank: int, step: int) -> str:
+        return (
+            f"{', '.join(self.names)} of rank {rank}: the process was lost, or its step cut short, after"
+            f" optimizer.step() of step {step:,}, where the loop may change kept objects: change them before that"
+        )
+
+    def known(self) -> list[Any]:
+        """Return what this rank knows of changes after updates, for other ranks and later launches."""
+        return [bool(self._flags & CHANGES_LATE), sorted(self._as_of_update.items())]
+
+    def learn(self, every: Iterable[Any], *, says: bool) -> None:
+        """Take in what :meth:`known` gave on other ranks, or in a launch before. ``says``: see above."""
+        is_late = bool(self._flags & CHANGES_LATE)
+        for is_known_late, taken in every:
+            is_late |= bool(is_known_late)
+            for rank, step in taken:
+                newest = max(int(step), self._as_of_update.get(int(rank), NO_STEP))
+                self._as_of_update[int(rank)] = newest
+        if is_late:
+            self._find_late(says=says)
 
     def begin(self, step: int) -> None:
         """Begin at ``step``: keep its state now if it is not kept yet, before the objects change."""
@@ -163,7 +200,11 @@ class LocalState:
         if self._is_between:
             self._count += 1
             place.write(
-                pickled, step=self._live_step, count=self._count, flags=self._flags | SETTLED
+                pickled,
+                step=self._live_step,
+                count=self._count,
+                flags=self._flags | SETTLED,
+                as_of_update=self._as_of_update.get(self._rank, NO_STEP),
             )
         else:
             place.clear()
@@ -235,12 +276,12 @@ class LocalState:
             return False
         place, header = found
         self._give(place.read(header), is_foreign=False)
-        is_known = header.flags & KNOWN and not header.flags & CHANGES_LATE
-        if not header.flags & SETTLED and not is_known:
-            self._lost.append(
-                f"{', '.join(self.names)} of rank {self._rank}: the process was lost, or its step cut short, after"
-                f" optimizer.step() of step {step:,}, where the loop may change kept objects: change them before that"
-            )
+        if not header.flags & SETTLED:
+            is_known = header.flags & KNOWN and not header.flags & CHANGES_LATE
+            if is_known:
+                self._as_of_update[self._rank] = step
+            else:
+                self._lost.append(self._lacks_late(self._rank, step))
         return True
 
     def _leave_others(self, step: int) -> None:
@@ -298,10 +339,13 @@ class LocalState:
             return ""
         self._places = [place % max(1, self._local_world_size) for place in places]
         self.begin(step)
+        shown = json.dumps([", ".join(self.names), self.known()])
         with waiting_for_peers(slot):
-            every = group.exchange("kept locally", ", ".join(self.names))
-        other = next((rank for rank, names in enumerate(every) if names != every[0]), None)
-        return "" if other is None else f"ranks 0 and {other} keep {every[0]} and {every[other]}"
+            every = [json.loads(one) for one in group.exchange("kept locally", shown)]
+        self.learn((known for _, known in every), says=group.rank == 0)
+        names = [one for one, _ in every]
+        other = next((rank for rank, one in enumerate(names) if one != names[0]), None)
+        return "" if other is None else f"ranks 0 and {other} keep {names[0]} and {names[other]}"
 
     def of_ranks(self, step: int) -> dict[str, Any]:
         """Return the per-rank state of ``step`` for a file, as far as this rank knows it; empty if nothing is kept.
@@ -397,8 +441,13 @@ class LocalState:
         headers = [(one.header(), one) for one in own if id(one) not in needed]
         place = min(headers, key=lambda pair: -1 if pair[0] is None else pair[0].count)[1]
         self._count += 1
-        flags = self._flags | (SETTLED if settled else 0)
-        place.write(pickled, step=step, count=self._count, flags=flags)
+        place.write(
+            pickled,
+            step=step,
+            count=self._count,
+            flags=self._flags | (SETTLED if settled else 0),
+            as_of_update=self._as_of_update.get(self._rank, NO_STEP),
+        )
 
     def _newest(self, step: int | None) -> tuple[Place, Any] | None:
         if step is None or self._memory is None:
