@@ -16,7 +16,7 @@ SLOT = SimpleNamespace(get=lambda _: 0, stamp=lambda *_: None)
 
 def agree(ranks, at):
     """Have all of them form a generation: each hears what all say."""
-    said = [json.dumps([", ".join(one.names), one.known()]) for one in ranks]
+    said = [one._said() for one in ranks]
     for number, one in enumerate(ranks):
         group = SimpleNamespace(exchange=lambda *_: said, rank=number)
         assert one.agree(group, SLOT, places=range(len(ranks)), step=at) == ""
@@ -92,7 +92,7 @@ def test_without_late_changes_nothing_is_named(shared):
     assert [env.games for env in envs] == [11, 11]
 
 
-def test_a_launch_tells_the_next_one(shared):
+def test_what_a_launch_knew_the_next_one_knows(shared):
     """A file says what was known as it was written."""
     ranks, envs = pair(shared)
     lost_behind_the_update(ranks, envs, shared)
