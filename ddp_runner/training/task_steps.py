@@ -108,6 +108,7 @@ class TaskSteps:
     def close(self) -> None:
         """Unwrap the model and close the audit file."""
         self._parts.profile.leave()
+        self._state.local.leave()
         self._workload.norms.peers = None
         self._parts.compiler.turn(on=False)
         self._replica.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.scenarios.conftest import WITHOUT_WORKERS
@@ -14,6 +15,7 @@ from tests.test_documented import blocks_of
 
 PLAYING = LOOPS / "playing.py"
 STOP = "import os, signal; os.kill(os.getppid(), signal.SIGTERM)"
+PLAY = "import sys; sys._getframe(2).f_locals['cart'].push(1.0)"
 WAIT = """
 import pathlib, time
 while not pathlib.Path("go").exists():
@@ -88,6 +90,20 @@ def test_a_drill_begins_with_what_its_rank_changes_late(tmp_path):
         assert run.wait() == 0, run.console
     assert {(one["rank"], one["differs"]) for one in run.events("drill")} == {(1, "")}
     assert run.summary()["exact"], run.summary()["inexact_reasons"]
+
+
+@pytest.mark.slow
+def test_a_first_late_change_in_a_later_launch_makes_the_run_inexact(tmp_path):
+    """Rank 1 is lost behind its update; rank 0 is the first that changes something there, after a resume."""
+    plant(tmp_path, r1_s5_update=KILL, r0_s8_forward=STOP, r0_s12_update=PLAY)
+    with run_loop(tmp_path, loop=PLAYING) as run:
+        assert run.wait() == 75, run.console
+    assert run.summary()["exact"], run.summary()["inexact_reasons"]
+    with run_loop(tmp_path, loop=PLAYING) as run:
+        assert run.wait() == 0, run.console
+    (reason,) = run.summary()["inexact_reasons"]
+    assert reason.startswith("cart, replay, rng, returns of rank 1: the process was lost")
+    assert "after optimizer.step() of step 6, where the loop may change kept objects" in reason
 
 
 def test_a_loop_that_forgets_what_it_plays_is_inexact_and_named(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from ddp_runner.features.proof.loop_comparison import changed_file
 from ddp_runner.features.proof.rules import drilled_rank_of_loop
+from ddp_runner.training.exactness.first_step import NOT_DONE
 from ddp_runner.training.own_loop import repeat_check
 from ddp_runner.training.own_loop.drilled_run import LoneBody, ShareWanted
 from ddp_runner.training.own_loop.net import AttachedModule
@@ -135,6 +137,10 @@ def test_a_file_that_was_edited_since_is_no_difference():
     assert changed_file({"a.py": "1", "b.py": "2"}, {"a.py": "1", "b.py": "3"}) == "b.py"
 
 
+def said(where, finding=""):
+    return json.dumps([where, finding])
+
+
 class Steps:
     """The first steps of one rank of two, with the answer of the other."""
 
@@ -148,7 +154,7 @@ class Steps:
         self.group = SimpleNamespace(
             rank=0,
             membership=SimpleNamespace(generation=1),
-            exchange=lambda _, value: [value, other],
+            exchange=lambda _, value: [value, said(other)],
         )
         settings = SimpleNamespace(stage=None)
         self.check = RepeatCheck(
@@ -216,10 +222,10 @@ def test_a_finding_is_reported_by_a_rank_that_knows_it(monkeypatch, reporter, is
     """Rank 0 is another process since, and says nothing; the lowest of the others does, once."""
     steps = Steps(monkeypatch, "last.bias")
     steps.group.rank = 1
-    steps.group.exchange = lambda _, value: ["last.bias", value]
+    steps.group.exchange = lambda _, value: [said("last.bias"), value]
     steps.first(1.0, 1.0)
     steps.group.membership = SimpleNamespace(generation=2)
-    steps.group.exchange = lambda _, value: ["" if reporter else value, value]
+    steps.group.exchange = lambda _, value: [said(None) if reporter else value, value]
     steps.more()
     assert len(steps.said) == is_said
 
@@ -228,10 +234,22 @@ def test_a_replacement_takes_part_in_what_the_others_know(monkeypatch):
     """It has no finding of its own, and is asked as they are."""
     steps, asked = Steps(monkeypatch), []
     steps.group.membership = SimpleNamespace(generation=2)
-    steps.group.exchange = lambda name, value: asked.append(name) or [value, "why"]
+    steps.group.exchange = lambda name, value: asked.append(name) or [value, said(None, "why")]
     steps.more()
     assert len(asked) == 1
     assert steps.said == []
+
+
+def test_ranks_of_a_lost_coordinator_take_part_in_a_first_step_again(monkeypatch):
+    """A new one counts generations from 1, so that its own ranks have a first step, and those that stayed have none."""
+    stayed, asked = Steps(monkeypatch), []
+    stayed.first(1.0, 1.0)
+    stayed.more()
+    stayed.group.membership = SimpleNamespace(generation=1)
+    stayed.group.exchange = lambda name, value: asked.append(name) or [said(NOT_DONE), value]
+    stayed.more()
+    assert len(asked) == 1
+    assert [one.what for one in stayed.reported] == ["repeated"]
 
 
 def test_what_a_step_is_surrounded_by_ends_with_its_generation(monkeypatch):

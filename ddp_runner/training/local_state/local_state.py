@@ -6,10 +6,11 @@ other ranks how far they are (``rank_memory``).
 
 from __future__ import annotations
 
+import json
 import struct
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,11 @@ from ddp_runner.kernel.rules.faults import rank_list
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.wire.board import Slot
 from ddp_runner.training.local_state.by_value import KeptLocally, Pickled
+from ddp_runner.training.local_state.elsewhere import Elsewhere, Guest, Seat
 from ddp_runner.training.local_state.rank_memory import (
     CHANGES_LATE,
     KNOWN,
+    NO_STEP,
     SETTLED,
     Place,
     RankMemory,
@@ -35,6 +38,7 @@ from ddp_runner.training.local_state.rank_memory import (
 
 LOCAL = "local"  # in a state: rank, as text -> bytes
 LARGE_BYTES = 64 << 20
+LARGE_ELSEWHERE_BYTES = 4 << 20  # the same, where it is sent to another machine
 _SEALS_TIMED = 8
 _LOOKS_YIELDING = 200  # at the other ranks, before this one sleeps between two looks
 _LOOK_S = 0.0002
@@ -59,6 +63,7 @@ class LocalState:
         self.option = option
         self.names = () if self._kept is None else self._kept.names
         self._flags = KNOWN if is_tasks else 0  # for the next place that is written
+        self._as_of_update: dict[int, int] = {}  # by rank: see Header
         self._rank = self._world_size = 0
         self._local_world_size = 1
         self._memory: RankMemory | None = None
@@ -69,6 +74,8 @@ class LocalState:
         self._count = 0
         self._is_between = False  # functions between steps have changed the objects since then
         self._loaded: tuple[int, dict[str, Tensor]] | None = None  # of a file, by rank
+        self._elsewhere = Elsewhere()
+        self._lacking_step: int | None = None  # whose state this machine does not have
         self._handed: Tensor | None = (
             None  # by this rank's other process, in the place of the file's
         )
@@ -96,6 +103,8 @@ class LocalState:
             newest = max(headers, key=lambda header: header.count)
             self._count = newest.count
             self._flags |= newest.flags & (CHANGES_LATE | KNOWN)
+            if newest.as_of_update != NO_STEP:
+                self._as_of_update[self._rank] = newest.as_of_update
             self._memory.own[BETWEEN].clear()
 
     def inner(self) -> list[Any]:
@@ -113,9 +122,17 @@ class LocalState:
         if self._kept is None:
             return
         began_s = time.perf_counter()
-        self._write(self._kept.pickled(), step, settled=False)
+        pickled = self._kept.pickled()
+        self._write(pickled, step, settled=False)
         self._seal_s += time.perf_counter() - began_s
         self._seals += 1
+        self._send(pickled, step, flags=self._flags)
+
+    def _send(self, pickled: Pickled, step: int, *, flags: int) -> None:
+        """Have another machine keep it, too. Every rank must call it."""
+        if self._elsewhere.is_paired:
+            is_sent = pickled.size_bytes <= LARGE_BYTES
+            self._elsewhere.send(step, Guest(flags, packed(pickled)) if is_sent else None)
 
     def committed(self, step: int) -> None:
         """Note that ``step`` counts: the objects have its state."""
@@ -136,9 +153,41 @@ class LocalState:
         if place.holds(header, pickled):
             place.sign(replace(header, flags=self._flags | SETTLED))
         else:
-            self._flags |= CHANGES_LATE
+            self._find_late(says=True)
             self._write(pickled, self._live_step, settled=True)
         self._seal_s += time.perf_counter() - began_s
+
+    # INVARIANT late-is-known: a replacement whose objects are as of an update counts as exact only while no rank of the
+    # run is known to change objects after one, in any process, before or since.
+    # Broken if: a process knows its own late changes only, or forgets that it took such objects.
+    # Guarded by: test_what_one_rank_changes_late_is_known_of_all.
+    def _find_late(self, *, says: bool) -> None:
+        """Note that the program changes objects after an update. ``says``: this rank names those that lack changes."""
+        self._flags |= CHANGES_LATE
+        taken, self._as_of_update = self._as_of_update, {}
+        if says:
+            self._lost += [self._lacks_late(rank, step) for rank, step in sorted(taken.items())]
+
+    def _lacks_late(self, rank: int, step: int) -> str:
+        return (
+            f"{', '.join(self.names)} of rank {rank}: the process was lost, or its step cut short, after"
+            f" optimizer.step() of step {step:,}, where the loop may change kept objects: change them before that"
+        )
+
+    def known(self) -> list[Any]:
+        """Return what this rank knows of changes after updates, for other ranks and later launches."""
+        return [bool(self._flags & CHANGES_LATE), sorted(self._as_of_update.items())]
+
+    def learn(self, every: Iterable[Any], *, says: bool) -> None:
+        """Take in what :meth:`known` gave on other ranks, or in a launch before. ``says``: see above."""
+        is_late = bool(self._flags & CHANGES_LATE)
+        for is_known_late, taken in every:
+            is_late |= bool(is_known_late)
+            for rank, step in taken:
+                newest = max(int(step), self._as_of_update.get(int(rank), NO_STEP))
+                self._as_of_update[int(rank)] = newest
+        if is_late:
+            self._find_late(says=says)
 
     def begin(self, step: int) -> None:
         """Begin at ``step``: keep its state now if it is not kept yet, before the objects change."""
@@ -163,7 +212,11 @@ class LocalState:
         if self._is_between:
             self._count += 1
             place.write(
-                pickled, step=self._live_step, count=self._count, flags=self._flags | SETTLED
+                pickled,
+                step=self._live_step,
+                count=self._count,
+                flags=self._flags | SETTLED,
+                as_of_update=self._as_of_update.get(self._rank, NO_STEP),
             )
         else:
             place.clear()
@@ -202,15 +255,24 @@ class LocalState:
             return
         self._loaded = (step, of_file) if of_file else None
         was_live, self._live_step, self._is_between = self._live_step, None, False
+        self._lacking_step = None
         if of_file:
             self._take_of_file(step, of_file)
         elif not self._take_of_memory(step):
             is_as_built = is_begin and was_live is None
             if was_live != step and not is_as_built:
-                self._lose(f"nothing was kept for rank {self._rank} at step {step:,}")
+                self._lacking_step = step
         if self._memory is not None and (of_file or not is_begin):
             self._leave_others(step)
-        self.begin(step)
+        if self._lacking_step is None:
+            self.begin(step)
+
+    def _go_without(self) -> None:
+        """Go on with the objects as they are, where no machine has this rank's state."""
+        step, self._lacking_step = self._lacking_step, None
+        if step is not None:
+            self._lose(f"nothing was kept for rank {self._rank} at step {step:,}")
+            self.begin(step)
 
     def _take_of_file(self, step: int, of_file: Mapping[str, Tensor]) -> None:
         mine = of_file.get(str(self._rank))
@@ -235,13 +297,17 @@ class LocalState:
             return False
         place, header = found
         self._give(place.read(header), is_foreign=False)
-        is_known = header.flags & KNOWN and not header.flags & CHANGES_LATE
-        if not header.flags & SETTLED and not is_known:
-            self._lost.append(
-                f"{', '.join(self.names)} of rank {self._rank}: the process was lost, or its step cut short, after"
-                f" optimizer.step() of step {step:,}, where the loop may change kept objects: change them before that"
-            )
+        self._judge(header.flags, step)
         return True
+
+    def _judge(self, flags: int, step: int) -> None:
+        """Note whether what was taken over may lack changes; ``flags``: of its place."""
+        if flags & SETTLED:
+            return
+        if flags & KNOWN and not flags & CHANGES_LATE:
+            self._as_of_update[self._rank] = step
+        else:
+            self._lost.append(self._lacks_late(self._rank, step))
 
     def _leave_others(self, step: int) -> None:
         """Forget the state of other steps: another branch of the run may have left it."""
@@ -267,6 +333,7 @@ class LocalState:
 
     def take_lost(self) -> list[str]:
         """Return a line for each object that could not be restored since the last call."""
+        self._go_without()
         found, self._lost = self._lost, []
         return found
 
@@ -297,11 +364,63 @@ class LocalState:
         if self._kept is None:
             return ""
         self._places = [place % max(1, self._local_world_size) for place in places]
-        self.begin(step)
+        if self._lacking_step is None:
+            self.begin(step)
         with waiting_for_peers(slot):
-            every = group.exchange("kept locally", ", ".join(self.names))
-        other = next((rank for rank, names in enumerate(every) if names != every[0]), None)
-        return "" if other is None else f"ranks 0 and {other} keep {every[0]} and {every[other]}"
+            every = [
+                _Said(**json.loads(one)) for one in group.exchange("kept locally", self._said())
+            ]
+        self.learn((one.known for one in every), says=group.rank == 0)
+        names = [one.names for one in every]
+        other = next((rank for rank, one in enumerate(names) if one != names[0]), None)
+        if other is not None:
+            return f"ranks 0 and {other} keep {names[0]} and {names[other]}"
+        with waiting_for_peers(slot):
+            self._take_from_elsewhere(group, every)
+        self._go_without()
+        self._elsewhere.pair(group, slot, [Seat(one.rank, one.machine) for one in every])
+        if self._elsewhere.is_paired and (found := self._newest(step)) is not None:
+            self._send(found[0].read(found[1]), step, flags=found[1].flags)
+        return ""
+
+    def _said(self) -> str:
+        return json.dumps(
+            asdict(
+                _Said(
+                    names=", ".join(self.names),
+                    known=self.known(),
+                    rank=self._rank,
+                    machine=self.machine,
+                    lacking_step=self._lacking_step,
+                    held=self._elsewhere.held(),
+                )
+            )
+        )
+
+    # INVARIANT outlives-its-machine: a rank whose machine is lost gets the state of its step from another machine.
+    # Broken if: a step is committed that no other machine has, or a replacement begins before it has asked.
+    # Guarded by: test_a_rank_gets_its_state_from_another_machine.
+    def _take_from_elsewhere(self, group: Group, every: Sequence[_Said]) -> None:
+        """Hand over what lost machines' ranks have left here, and take what this rank lacks."""
+        for number, one in enumerate(every):
+            step = one.lacking_step
+            giver = next(
+                (n for n, other in enumerate(every) if [one.rank, step] in other.held), None
+            )
+            if step is None or giver is None or giver == number:
+                continue
+            if group.rank == giver:
+                self._elsewhere.hand_over(group, one.rank, step, to=number)
+            elif group.rank == number:
+                guest = self._elsewhere.receive_own(group, source=giver)
+                self._lacking_step = None
+                self._give(unpacked(guest.content), is_foreign=True)
+                self._judge(guest.flags, step)
+                self.begin(step)
+
+    def leave(self) -> None:
+        """Ask no other machine any more: the generation has ended."""
+        self._elsewhere.leave()
 
     def of_ranks(self, step: int) -> dict[str, Any]:
         """Return the per-rank state of ``step`` for a file, as far as this rank knows it; empty if nothing is kept.
@@ -376,13 +495,19 @@ class LocalState:
 
     def cost_line(self) -> str:
         """Return a line on the cost of keeping, once, if the cost is high; else an empty text."""
-        if self._kept is None or self._seals != _SEALS_TIMED or self._size_bytes <= LARGE_BYTES:
+        limit = LARGE_ELSEWHERE_BYTES if self._elsewhere.is_paired else LARGE_BYTES
+        if self._kept is None or self._seals != _SEALS_TIMED or self._size_bytes <= limit:
             return ""
         self._seals += 1
         each_ms = 1e3 * self._seal_s / _SEALS_TIMED
+        sent = ""
+        if self._elsewhere.is_paired:
+            sent = "; they are sent to another machine, too"
+            if self._size_bytes > LARGE_BYTES:
+                sent = "; they are too large to be kept on another machine, too"
         return (
             f"{', '.join(self.names)}: {self._size_bytes / 1e6:,.0f} MB are copied for this rank at each step, which"
-            f" takes {each_ms:.1f} ms"
+            f" takes {each_ms:.1f} ms{sent}"
         )
 
     def _write(self, pickled: Pickled, step: int, *, settled: bool) -> None:
@@ -397,13 +522,30 @@ class LocalState:
         headers = [(one.header(), one) for one in own if id(one) not in needed]
         place = min(headers, key=lambda pair: -1 if pair[0] is None else pair[0].count)[1]
         self._count += 1
-        flags = self._flags | (SETTLED if settled else 0)
-        place.write(pickled, step=step, count=self._count, flags=flags)
+        place.write(
+            pickled,
+            step=step,
+            count=self._count,
+            flags=self._flags | (SETTLED if settled else 0),
+            as_of_update=self._as_of_update.get(self._rank, NO_STEP),
+        )
 
     def _newest(self, step: int | None) -> tuple[Place, Any] | None:
         if step is None or self._memory is None:
             return None
         return newest_of(self._memory.own[:STEPS], step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What a rank says of its state when a generation begins. ``held``: ranks and steps that it keeps for others."""
+
+    names: str
+    known: list[Any]
+    rank: int
+    machine: int
+    lacking_step: int | None
+    held: Sequence[Sequence[int]]
 
 
 def packed(pickled: Pickled) -> Tensor:

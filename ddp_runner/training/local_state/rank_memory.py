@@ -20,9 +20,7 @@ import numpy as np
 from ddp_runner.core.machines.local_places import CELL_BYTES, PLACE_BYTES, PLACES, begin_of
 from ddp_runner.training.local_state.by_value import Pickled
 
-_HEADER = struct.Struct(
-    "<8sqqqqq"
-)  # mark, step, count, flags, bytes of the pickle, number of buffers
+_HEADER = struct.Struct("<8sqqqqqq")  # the mark, and the fields of a header
 _SIGNED_BYTES = _HEADER.size + 16
 _MARK = b"ddplocal"
 _SIZE_BYTES = 8  # of a buffer's size
@@ -30,23 +28,28 @@ _SIZE_BYTES = 8  # of a buffer's size
 SETTLED = 1  # it includes changes after the step's update
 CHANGES_LATE = 2  # the program has changed kept objects after an update, at least once
 KNOWN = 4  # whether it does is known: a step was checked after its update
+NO_STEP = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Describes the content of a place. ``count``: the newest place of a rank has the highest."""
+    """Describes the content of a place. ``count``: the newest place of a rank has the highest.
+
+    ``as_of_update``: the newest step whose state a process of this rank took as of its update, while no rank was known
+    to change objects later.
+    """
 
     step: int
     count: int
     flags: int
     text_bytes: int
     buffers: int
+    as_of_update: int = NO_STEP
 
     def to_bytes(self) -> bytes:
         """Return the header with a digest of itself."""
-        packed = _HEADER.pack(
-            _MARK, self.step, self.count, self.flags, self.text_bytes, self.buffers
-        )
+        fields = (self.step, self.count, self.flags, self.text_bytes, self.buffers)
+        packed = _HEADER.pack(_MARK, *fields, self.as_of_update)
         return packed + hashlib.blake2b(packed, digest_size=16).digest()
 
     @classmethod
@@ -57,8 +60,15 @@ class Header:
             return None
         if hashlib.blake2b(packed, digest_size=16).digest() != digest:
             return None
-        _, step, count, flags, text_bytes, buffers = _HEADER.unpack(packed)
-        return cls(step=step, count=count, flags=flags, text_bytes=text_bytes, buffers=buffers)
+        _, step, count, flags, text_bytes, buffers, as_of_update = _HEADER.unpack(packed)
+        return cls(
+            step=step,
+            count=count,
+            flags=flags,
+            text_bytes=text_bytes,
+            buffers=buffers,
+            as_of_update=as_of_update,
+        )
 
 
 class Place:
@@ -87,7 +97,15 @@ class Place:
             self._known = None
             os.pwrite(self._descriptor, bytes(_SIGNED_BYTES), self._begin)
 
-    def write(self, pickled: Pickled, *, step: int, count: int, flags: int) -> None:
+    def write(
+        self,
+        pickled: Pickled,
+        *,
+        step: int,
+        count: int,
+        flags: int,
+        as_of_update: int = NO_STEP,
+    ) -> None:
         """Write ``pickled``, of ``step``. Raises OSError if the machine lacks memory for it."""
         sizes = struct.pack(f"<{len(pickled.buffers)}q", *[one.nbytes for one in pickled.buffers])
         needed_bytes = _SIGNED_BYTES + len(sizes) + pickled.size_bytes
@@ -107,6 +125,7 @@ class Place:
             flags=flags,
             text_bytes=len(pickled.text),
             buffers=len(pickled.buffers),
+            as_of_update=as_of_update,
         )
         # INVARIANT local-sealed-last: the header of a place is written only once its whole content is there.
         # Broken if: the header is written before the last part, or stays while a part is written.

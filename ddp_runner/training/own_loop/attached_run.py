@@ -30,7 +30,7 @@ from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.values.generators import seed_all
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
-from ddp_runner.training.exactness.first_step import report_lost_names
+from ddp_runner.training.exactness.first_step import report_lost_local, report_lost_names
 from ddp_runner.training.figures.train_report import TrainReport
 from ddp_runner.training.loading.loaders import waiting
 from ddp_runner.training.local_state.by_value import KeptLocally
@@ -424,6 +424,8 @@ class AttachedRun:
             self._state.drop_unfinished_step()
         elif self._was_made:
             self._state.keep_between()
+            assert self._parts is not None, "there are steps"
+            report_lost_local(self._parts)
         if self.step_number and self._variables.is_due():
             self._look_at_variables()
 

@@ -221,6 +221,8 @@ class KeptState(TrainState):
         self.has_updated = bool(state.get("updated", True))
         self.note_carried(map(str, state.get("carried", ())))
         self.data_of = [*map(str, state.get("data_of", ()))]
+        if "changed_late" in state:
+            self.local.learn([state["changed_late"]], says=True)
         _retype(self.optimizer, self.optimizer_state_of(state)["state"])
         self._forget_unscaled()
         self._take_as_it_is()
@@ -241,6 +243,8 @@ class KeptState(TrainState):
             own["carried"] = list(self.carried)
         if any(self.data_of):
             own["data_of"] = list(self.data_of)
+        if any(known := self.local.known()):
+            own["changed_late"] = known
         return {**super().capture(), **own}
 
     def note_carried(self, names: Iterable[str]) -> None:

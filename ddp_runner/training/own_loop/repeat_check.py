@@ -7,11 +7,12 @@ it.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
-from ddp_runner.kernel.group.group import Group
+from ddp_runner.kernel.group.group import Group, Membership
 from ddp_runner.kernel.group.waiting import waiting_for_peers
 from ddp_runner.training.beside_steps import BesideSteps, Noting
 from ddp_runner.training.exactness.first_step import (
@@ -39,7 +40,8 @@ class RepeatCheck(BesideSteps):
         self._is_over = False
         self._finding = ""  # of all ranks, until it is reported
         self._found_at = 0
-        self._generation: int | None = None  # whose ranks are known to have found it, or not
+        # The ranks that are known to have found it, or not; not by its number, which a new coordinator counts from 1.
+        self._known_in: Membership | None = None
         self._reporter = 0  # the lowest of those that have
 
     @contextlib.contextmanager
@@ -65,22 +67,12 @@ class RepeatCheck(BesideSteps):
 
     def after(self, step: int, group: Group, *, at_end: bool) -> None:
         """Compare the ranks' findings after the first step, and report the result."""
-        if not self._is_over and self._where is not None:
-            self._is_over = True
-            with waiting_for_peers(self._parts.runtime.slot):
-                answers = group.exchange(f"repeated/{step}", self._where)
-            self._finding, self._found_at = not_repeated(answers), step
-            self._generation = group.membership.generation  # all of it know that
-            if group.rank == 0 and not any(answers):
-                report_repeated(self._parts, step - 1)
         # INVARIANT finding-outlives-a-rank: a first step that cannot be repeated is reported while one rank knows of it.
         # Broken if: the rank that reports it was replaced, and none of the others does so.
         # Guarded by: test_a_finding_is_reported_by_a_rank_that_knows_it.
-        if self._generation != group.membership.generation:
-            self._generation = group.membership.generation
-            with waiting_for_peers(self._parts.runtime.slot):
-                known = group.exchange(f"found/{step}", self._finding)
-            self._reporter = next((rank for rank, one in enumerate(known) if one), 0)
+        if self._known_in is not group.membership:
+            self._known_in = group.membership
+            self._ask(step, group)
         # INVARIANT explained-once: a loop whose variables are not kept is not exact once it is repaired, and is before.
         # Broken if: its first body is repeated, and what that changes is taken for a step that nobody can repeat.
         # Guarded by: test_a_variable_that_is_named_explains_a_first_step_that_differs.
@@ -88,3 +80,18 @@ class RepeatCheck(BesideSteps):
             if group.rank == self._reporter and not self._state.carried:
                 report_inexact(self._parts, self._finding)
             self._finding = ""
+
+    def _ask(self, step: int, group: Group) -> None:
+        """Learn what each rank has found. All ask in a group's first step: of a launch's first one, some may know nothing."""
+        where = None if self._is_over else self._where
+        self._is_over |= where is not None
+        with waiting_for_peers(self._parts.runtime.slot):
+            said = group.exchange(f"repeated/{step}", json.dumps([where, self._finding]))
+        every = [json.loads(one) for one in said]
+        answers = [NOT_DONE if where is None else where for where, _ in every]
+        if found := not_repeated(answers):
+            self._finding, self._found_at, self._reporter = found, step, 0
+        else:
+            self._reporter = next((rank for rank, (_, one) in enumerate(every) if one), 0)
+        if group.rank == 0 and not any(answers):
+            report_repeated(self._parts, step - 1)

@@ -123,6 +123,7 @@ class LoopSteps:
     def close(self) -> None:
         """Unwrap the module."""
         self._watched.end()
+        self._state.local.leave()
         assert self._loop.net is not None, "checked before the first step"
         self._loop.net.use(None)
         self._replica.close()
