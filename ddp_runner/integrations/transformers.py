@@ -189,8 +189,9 @@ class _InPlace(_Base):  # type: ignore[misc]
         accelerator = self.accelerator
         if accelerator.dataloader_config.dispatch_batches is None:  # else rank 0 would send streams
             accelerator.dataloader_config.dispatch_batches = False
-        unwrapped = accelerator.unwrap_model
+        unwrapped, backward = accelerator.unwrap_model, accelerator.backward
         accelerator.no_sync = lambda model: model.no_sync()
+        accelerator.backward = lambda loss, **named: backward(self._noted(loss), **named)
         accelerator.unwrap_model = lambda model, *args, **named: unwrapped(
             self.model if model is self._net else model, *args, **named
         )
@@ -379,7 +380,7 @@ class _InPlace(_Base):  # type: ignore[misc]
             self.control.should_training_stop = True
             return [], None
         self._begin()
-        self._noted = 0.0
+        self._loss, self._backwards_left = 0.0, len(batches)
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _begin(self) -> None:
@@ -406,14 +407,16 @@ class _InPlace(_Base):  # type: ignore[misc]
         with self._shared_out(ranks):
             return super().training_step(*args, **named)
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
-        """Note the loss, for the run's own log."""
-        found = super().compute_loss(model, inputs, *args, **named)
+    def _noted(self, loss: Tensor) -> Tensor:
+        """``loss`` of a micro-batch, as Trainer adds it up; the sum is noted for the run's own log."""
         if self._is_in_step:
-            loss = found[0] if isinstance(found, tuple) else found
-            self._noted = self._noted + loss.detach()
-            _run().note(loss=self._noted)
-        return found
+            self._loss = self._loss + loss.detach()
+            self._backwards_left -= 1
+            if (
+                self._backwards_left == 0
+            ):  # the first loss that is noted in a step is the one that is logged
+                _run().note(loss=self._loss)
+        return loss
 
     def _clip_grad_norm(self, *args: Any, **named: Any) -> Any:
         self._progress.begin_sum()

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_runner.integrations.accelerate import Accelerator
 
 WORDS = sys.argv[1:]
-EPOCHS = 3
+EPOCHS = 9 if "long" in WORDS else 3
 
 
 class Tokens(Dataset):
@@ -143,6 +143,7 @@ def main():
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 completed.value += 1
+                harm("log")
                 history.append(mean.item())
                 if completed.value % 2 == 0:
                     accelerator.save_state(f"out/step_{completed.value}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 
 import torch
 
+from ddp_runner.config import from_flat
+from ddp_runner.training.local_runtime import local_runtime
+from ddp_runner.training.own_loop.attached_run import AttachedRun
 from tests.scenarios.harness import ROOT
 
 KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -22,12 +26,32 @@ def plant(folder, **places):
         (folder / f"harm_{rank[1:]}_{step[1:]}_{where}").write_text(text)
 
 
-def run_by_torchrun(folder, script, *words):
-    """What two ranks of the framework itself do."""
+@contextlib.contextmanager
+def attached_alone(folder, monkeypatch, *integrations):
+    """A run of one rank without a supervisor, which integrations are to take for one that repairs."""
+    monkeypatch.chdir(folder)
+    settings = from_flat(
+        {
+            "log_dir": str(folder / "logs"),
+            "checkpoint_dir": str(folder / "kept"),
+            "display": "none",
+            "device": "cpu",
+            "logging_steps": 1,
+        }
+    )
+    run = AttachedRun(settings, local_runtime(settings, 0, 1), arguments="", on_end=lambda _: None)
+    for integration in integrations:
+        monkeypatch.setattr(integration, "RUN", run)
+    yield run
+    run._leave()
+
+
+def run_by_torchrun(folder, script, *words, ranks=2):
+    """What ranks of the framework itself do."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     subprocess.run(
-        [*command, "--nproc-per-node", "2", script, *words],
+        [*command, "--nproc-per-node", str(ranks), script, *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=True,
@@ -39,15 +63,15 @@ def assert_as_saved_by(folder, plain):
     """Each rank has saved the same, by its bits: weights, state of the optimizer, counts."""
     for name in ("final_0.pt", "final_1.pt"):
         found, expected = (
-            dict(_flat(torch.load(at / name, weights_only=False))) for at in (folder, plain)
+            dict(flat(torch.load(at / name, weights_only=False))) for at in (folder, plain)
         )
         assert found.keys() == expected.keys()
         assert [key for key in expected if found[key] != expected[key]] == []
 
 
-def _flat(value, path=""):
+def flat(value, path=""):
     if isinstance(value, dict):
         for key, one in value.items():
-            yield from _flat(one, f"{path}.{key}")
+            yield from flat(one, f"{path}.{key}")
     else:
         yield path, value.tolist() if isinstance(value, torch.Tensor) else value

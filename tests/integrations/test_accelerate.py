@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,16 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_runner.config import from_flat
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
-from ddp_runner.training.local_runtime import local_runtime
-from ddp_runner.training.own_loop.attached_run import AttachedRun
 from tests.integrations.compared import (
     KILL,
     RAISE,
     WAIT,
     assert_as_saved_by,
+    attached_alone,
     plant,
     run_by_torchrun,
 )
@@ -39,8 +39,8 @@ LIKE_EXAMPLES = Path(__file__).with_name("accelerated_vision.py")
 # --- whole runs ---
 
 
-def run_script(folder, script, *words):
-    options = ("--preload", "accelerate", "save_every_steps=5", *PATIENT)
+def run_script(folder, script, *words, options=()):
+    options = ("--preload", "accelerate", "save_every_steps=5", *PATIENT, *options)
     places = ("-l", folder / "logs", "-c", folder / "checkpoints")
     return Run(folder, *places, *options, script, *words, task=None, verb="run")
 
@@ -80,6 +80,35 @@ def test_ranks_are_lost_in_each_part_of_accumulated_steps(tmp_path, model):
         model = (saved / "model.safetensors").read_bytes()
         assert model == (expected / "model.safetensors").read_bytes()
         assert json.loads((saved / ours._MARK).read_text())["step"] == step
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("model", ["tiny", "gpt2"])
+def test_thirty_kills_at_random_moments(tmp_path, model):
+    """Whichever rank is killed wherever in a step, the weights are those of torchrun and no step is lost."""
+    folder, words = tmp_path / "in_place", ("accumulate", "long", model)
+    folder.mkdir()
+    dice, is_alone = random.Random(model), False
+    for step in range(1, 31):
+        moments = ["forward", "backward", "update", "log"]
+        moments += ["save"] * (step % 2 == 0) + ["evaluate"] * (step % 4 == 0)
+        # The other one has committed the step of an update, alone until the next sum.
+        where = "backward" if is_alone else dice.choice(moments)
+        rank = 0 if where == "save" else dice.randrange(2)
+        plant(folder, **{f"r{rank}_s{step}_{where}": KILL})
+        is_alone = where == "update"
+    with run_script(folder, LIKE_CLM, *words, options=("--max-restarts", "100")) as run:
+        assert run.wait(timeout_s=1500) == 0, run.console
+    assert not [*folder.glob("harm_*")]
+    run_by_torchrun(tmp_path / "plain", LIKE_CLM, *words)
+    assert_as_saved_by(folder, tmp_path / "plain")
+    summary = run.summary()
+    assert summary["exact"], summary["inexact_reasons"]
+    assert len(summary["faults"]) == 30, summary["faults"]
+    assert sum(one["steps_lost"] for one in summary["faults"]) == 0
+    print(Counter(one.name.rpartition("_")[2] for one in folder.glob("done_*")))
+    print(sorted(one["seconds"]["total"] for one in summary["faults"]))
 
 
 @pytest.mark.slow
@@ -135,19 +164,8 @@ def _forgotten():
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """A run of one rank without a supervisor, which Accelerator is to take for one that repairs."""
-    monkeypatch.chdir(tmp_path)
-    settings = from_flat(
-        {
-            "log_dir": str(tmp_path / "logs"),
-            "checkpoint_dir": str(tmp_path / "kept"),
-            "display": "none",
-            "device": "cpu",
-        }
-    )
-    run = AttachedRun(settings, local_runtime(settings, 0, 1), arguments="", on_end=lambda _: None)
-    monkeypatch.setattr(ours, "RUN", run)
-    yield run
-    run._leave()
+    with attached_alone(tmp_path, monkeypatch, ours) as run:
+        yield run
 
 
 def trained(kind, *, epochs, accumulate=2, each_step=lambda accelerator: None):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace as Namespace
@@ -17,13 +14,20 @@ from types import SimpleNamespace as Namespace
 import pytest
 import torch
 
-from ddp_runner.config import from_flat
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
-from ddp_runner.training.local_runtime import local_runtime
-from ddp_runner.training.own_loop.attached_run import AttachedRun
+from ddp_runner.kernel.wire.messages import Metrics
+from tests.integrations.compared import (
+    KILL,
+    RAISE,
+    WAIT,
+    attached_alone,
+    flat,
+    plant,
+    run_by_torchrun,
+)
 from tests.scenarios.conftest import PATIENT, filled_once
-from tests.scenarios.harness import ROOT, Run, poll
+from tests.scenarios.harness import Run, poll
 
 transformers = pytest.importorskip("transformers", reason="not installed: the extra transformers")
 pytest.importorskip("accelerate", reason="not installed: the extra transformers")
@@ -35,9 +39,6 @@ from ddp_runner.integrations.transformers_progress import (  # noqa: E402 - as a
 )
 
 SCRIPT = Path(__file__).with_name("trained.py")
-KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-RAISE = "raise RuntimeError('a cosmic ray')"
-WAIT = "import time; open('it_waits', 'w').close(); time.sleep(3)"
 NEEDS = "accumulate cosine best predict"
 FINE_TUNING = "early best lora bf16 checkpointing own_loader predict"
 
@@ -50,16 +51,8 @@ def saved_by(folder, ranks=2):
     for rank in range(ranks):
         state = torch.load(folder / f"final_{rank}.pt", weights_only=False)
         facts = json.loads((folder / f"facts_{rank}.json").read_text())
-        found.append((dict(_flat(state)), facts))
+        found.append((dict(flat(state)), facts))
     return found
-
-
-def _flat(value, path=""):
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _flat(one, f"{path}.{key}")
-    else:
-        yield path, value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 @pytest.fixture(scope="session")
@@ -68,15 +61,7 @@ def of_torchrun(tmp_path_factory, worker_id):
 
     def of(words, ranks=2):
         def make(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            subprocess.run(
-                [*command, "--nproc-per-node", str(ranks), SCRIPT, *words.split()],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                check=True,
-                timeout=280,
-            )
+            run_by_torchrun(folder, SCRIPT, *words.split(), ranks=ranks)
 
         return filled_once(tmp_path_factory, worker_id, make, ("torchrun", words, str(ranks)))
 
@@ -90,12 +75,6 @@ def run_script(folder, words, ranks=2, **how):
     by_name = ["--in-place"] if "by_name" in words else []
     words = [*by_name, SCRIPT, *words.split()]
     return Run(folder, *places, *options, *words, task=None, verb="run", **how)
-
-
-def plant(folder, **places):
-    for place, text in places.items():
-        rank, step, where = place.split("_")
-        (folder / f"harm_{rank[1:]}_{step[1:]}_{where}").write_text(text)
 
 
 def assert_as_torchrun(folder, plain, ranks=2):
@@ -227,19 +206,8 @@ def test_fifteen_kills_at_random_moments(tmp_path, of_torchrun, ranks):
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """A run of one rank without a supervisor, which Trainer is to take for one that repairs."""
-    monkeypatch.chdir(tmp_path)
-    settings = from_flat(
-        {
-            "log_dir": str(tmp_path / "logs"),
-            "checkpoint_dir": str(tmp_path / "kept"),
-            "display": "none",
-            "device": "cpu",
-        }
-    )
-    run = AttachedRun(settings, local_runtime(settings, 0, 1), arguments="", on_end=lambda _: None)
-    monkeypatch.setattr(ours, "RUN", run)
-    yield run
-    run._leave()
+    with attached_alone(tmp_path, monkeypatch, ours) as run:
+        yield run
 
 
 class _Rows(torch.utils.data.Dataset):
@@ -348,6 +316,18 @@ def test_the_repeated_first_body_is_reported_and_counted_once(alone, options):
     assert trainer.seen == plain.seen
     assert_same_training(trainer, plain)
     assert trainer._progress._changed == {"seen"}
+
+
+def test_the_run_logs_the_loss_of_the_whole_step(alone, monkeypatch):
+    """Not that of its first batch: what Trainer logs."""
+    reported = []
+    monkeypatch.setattr(alone._runtime, "report", reported.append)
+    trainer = made(ours.in_place(_Counting), gradient_accumulation_steps=3)
+    trainer.train()
+    logged = [one.values["loss"] for one in reported if isinstance(one, Metrics)]
+    expected = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    assert len(logged) == 6
+    assert logged == pytest.approx(expected, rel=1e-4)
 
 
 class _Stream(torch.utils.data.IterableDataset):

@@ -147,6 +147,7 @@ MUTATIONS = (
         "_wait([*self._works, *self._receipts])",
     ),
     _break("left-before-begun", "if not self.ends_in_silence:", "if False:"),
+    _break("answered-is-whole", "if self._switch.tripped else None", "if False else None"),
     _break("same-names", "world.group_count = 0", "pass"),
     _break("gloo-fails-itself", "if rank != group.rank():", "if False:"),
     # supervisor

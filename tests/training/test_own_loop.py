@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import threading
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -693,8 +694,10 @@ class Outputs:
         lambda h: {"logits": h, "more": [h * 2, 3]},
         lambda h: OrderedDict(logits=h),
         lambda h: Outputs(loss=h, names=[1]),
+        lambda h: SimpleNamespace(more=SimpleNamespace(loss=h), names=[1]),
+        lambda h: torch.distributions.Normal(h, 1.0),
     ],
-    ids=["tensor", "tuple", "nested", "mapping", "dataclass"],
+    ids=["tensor", "tuple", "nested", "mapping", "dataclass", "namespace", "object"],
 )
 def test_signals_ride_behind_outputs_of_any_structure(outputs):
     """And the gradients are those of the bare module."""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -74,7 +74,10 @@ class Group:
         device: torch.device,
         switch: AbortSwitch,
         communicators: Communicators | None = None,
+        look_again: Callable[[list[str]], list[bytes] | None] = lambda _: None,
     ) -> None:
+        """``look_again``: what lies under these keys, where an abort has ended the store's connection."""
+        self._look_again = look_again
         self.membership = membership
         self.device = device
         self._store = store
@@ -106,10 +109,21 @@ class Group:
         # Numbered, so that the same question asked again is not answered by the first time's values.
         self._asked[name] += 1
         key = f"{name}/{self._asked[name]}"
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         with self._switch.using_store():
-            self._store.set(f"{key}/{self.rank}", value)
-            # At once: a question a rank to one store is n * n of them, 20 s of its CPU at 1,024 ranks.
-            found = self._store.multi_get([f"{key}/{rank}" for rank in range(self.world_size)])
+            try:
+                self._store.set(keys[self.rank], value)
+                # At once: a question a rank to one store is n * n of them, 20 s of its CPU at 1,024 ranks.
+                found = self._store.multi_get(keys)
+            except RuntimeError:
+                # INVARIANT answered-is-whole: answers that are all there count, also where an abort cuts the
+                # reading short: a peer may have read them, committed the step, and died with it.
+                # Broken if: the abort alone decides.
+                # Guarded by: test_answers_that_a_lost_peer_has_read_are_read_after_the_abort.
+                whole = self._look_again(keys) if self._switch.tripped else None
+                if whole is None:
+                    raise
+                found = whole
             return [value.decode() for value in found]
 
     def note(self, name: str) -> None:
@@ -274,12 +288,7 @@ def joined(
     communicators: Communicators | None = None
     try:
         store = _reach_store(link, membership, switch)
-        # Every generation has keys of its own: stale addresses of an earlier one are what breaks
-        # restarts elsewhere.
-        keys = PrefixStore(key_prefix(membership.secret, membership.generation), store)
-        scoped: Store = keys
-        if membership.secret:
-            scoped = SignedStore(keys, membership.secret, timeout_s=link.timeout_s)
+        keys, scoped = _of_generation(membership, store, link)
         communicators = _form_default_group(
             membership,
             backend=backend,
@@ -290,7 +299,14 @@ def joined(
             switch=switch,
         )
         # Its waits hear of an abort first: that cannot block.
-        group = Group(membership, scoped, device=device, switch=switch, communicators=communicators)
+        group = Group(
+            membership,
+            scoped,
+            device=device,
+            switch=switch,
+            communicators=communicators,
+            look_again=functools.partial(_look_again, link, membership),
+        )
         if "gloo" in backend:
             switch.on_trip(functools.partial(_fail_operations, _default_group()))
         _refuse_if_tripped(switch, "aborted while forming")
@@ -474,6 +490,27 @@ def _reach_store(link: StoreLink, membership: Membership, switch: AbortSwitch) -
         store = link.store(given_up=lambda: switch.tripped)
     switch.watch_store(link.addresses)
     return store
+
+
+def _of_generation(
+    membership: Membership, store: Store, link: StoreLink
+) -> tuple[PrefixStore, Store]:
+    """The store under the keys of one generation: as it is, and with signatures where there is a secret."""
+    # Stale addresses of an earlier generation are what breaks restarts elsewhere.
+    keys = PrefixStore(key_prefix(membership.secret, membership.generation), store)
+    if not membership.secret:
+        return keys, keys
+    return keys, SignedStore(keys, membership.secret, timeout_s=link.timeout_s)
+
+
+def _look_again(link: StoreLink, membership: Membership, keys: list[str]) -> list[bytes] | None:
+    """The values of ``keys`` in a generation that is aborted; None where one is not there."""
+
+    def look(store: Store) -> list[bytes] | None:
+        _, scoped = _of_generation(membership, store, link)
+        return scoped.multi_get(keys) if scoped.check(keys) else None
+
+    return link.look_aside(look)
 
 
 def _prove_peers(group: Group) -> None:

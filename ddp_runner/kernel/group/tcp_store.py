@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from ddp_runner.kernel.group.sockets import Address, connected_since, open_sockets
+from ddp_runner.kernel.rules.faults import FaultError
 
 _PROBE_KEYS = ["alive"]
 POLL_S = 0.01
+_ASIDE_S = 1.0  # for a look beside the kept connection
+_Found = TypeVar("_Found")
 
 
 def serve_store(host: str, port: int, *, listening_descriptor: int, timeout_s: float) -> TCPStore:
@@ -75,6 +79,25 @@ class StoreLink:
                 raise self._error
         return self._store
 
+    def look_aside(self, look: Callable[[Store], _Found | None]) -> _Found | None:
+        """Return what ``look`` finds by a connection of its own; None where that fails, or takes a second.
+
+        A thread connects and looks: where the store is stuck, it waits in the place of this one.
+        """
+        found: list[_Found | None] = []
+
+        def connect() -> None:
+            with contextlib.suppress(RuntimeError, FaultError):  # DistError and its kin
+                found.append(look(self._connection()))
+
+        try:
+            thread = threading.Thread(target=connect, name="store look", daemon=True)
+            thread.start()
+        except RuntimeError:  # no memory for its stack
+            return None
+        thread.join(_ASIDE_S)
+        return found[0] if found else None
+
     def _answers(self) -> bool:
         """Make one round trip; return False if the store was replaced, or an abort has shut the connection."""
         assert self._store is not None
@@ -96,13 +119,16 @@ class StoreLink:
         if self.port == 0:
             return HashStore()
         before = frozenset(open_sockets().values())
-        store = TCPStore(
+        store = self._connection()
+        # Of the name's addresses, the one that was reached; asked of the kernel, not of a name server.
+        self.addresses = connected_since(before, port=self.port)
+        return store
+
+    def _connection(self) -> TCPStore:
+        return TCPStore(
             self.host,
             self.port,
             world_size=None,
             is_master=False,
             timeout=timedelta(seconds=self.timeout_s),
         )
-        # Of the name's addresses, the one that was reached; asked of the kernel, not of a name server.
-        self.addresses = connected_since(before, port=self.port)
-        return store

@@ -11,6 +11,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class Containers:
 
     ``mappings``: those of these classes; ``keeps_mappings``: they are copied with their type and attributes, else
     they become dicts. ``subclasses``: any of list and tuple, made of their entries; named tuples have their own word.
+    ``attributes``: of any other object, those that are tensors; of a SimpleNamespace all. The object is copied.
     """
 
     mappings: tuple[type[Mapping[Any, Any]], ...] = ()
@@ -58,10 +60,11 @@ class Containers:
     named_tuples: bool = True
     subclasses: bool = False
     records: Records = Records.CLOSED
+    attributes: bool = False
 
     def opened(self, value: Any) -> _Opened | None:
         """Return the content of ``value``, which is no plain dict, list or tuple; None if it is not looked into."""
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, type)):
             return None
         if isinstance(value, self.mappings):
             again = _kept_mapping if self.keeps_mappings else _plain_mapping
@@ -70,16 +73,16 @@ class Containers:
             return _Opened(value, lambda items: type(value)(*items)) if self.named_tuples else None
         if self.subclasses and isinstance(value, (list, tuple)):
             return _Opened(value, type(value))
-        if self.records is Records.CLOSED or not dataclasses.is_dataclass(value):
-            return None
-        return None if isinstance(value, type) else _record(value, self.records)
+        if self.records is not Records.CLOSED and dataclasses.is_dataclass(value):
+            return _record(value, self.records)
+        return _with_attributes(value) if self.attributes else None
 
 
 # What a file has: torch gives each of them back as it is. An OrderedDict has torch's metadata.
 STORED = Containers(mappings=(OrderedDict,), named_tuples=False)
 SENT = Containers(mappings=(dict,), keeps_mappings=False, subclasses=True)
-# What a forward is called with, and returns: as DDP does.
-OF_FORWARD = Containers(mappings=(Mapping,), records=Records.COPIED)
+# What a forward returns. DDP itself trains what it cannot look into; signals have to be tied to its tensors.
+OF_FORWARD = Containers(mappings=(Mapping,), records=Records.COPIED, attributes=True)
 OF_BATCH = Containers(
     mappings=(Mapping,), keeps_mappings=False, subclasses=True, records=Records.MADE
 )
@@ -226,12 +229,26 @@ def _record(value: Any, how: Records) -> _Opened:
         fields = tuple(one for one in fields if one.init)
     names = [one.name for one in fields]
 
+    def made(items: list[Any]) -> Any:
+        return dataclasses.replace(value, **dict(zip(names, items, strict=True)))
+
+    closed = made if how is Records.MADE else _copied_with(value, names)
+    return _Opened([getattr(value, name) for name in names], closed)
+
+
+def _with_attributes(value: Any) -> _Opened | None:
+    """Of an object that is no namespace only its tensors: others may lead back to it."""
+    held = getattr(value, "__dict__", {})
+    if not isinstance(value, SimpleNamespace):
+        held = {name: one for name, one in held.items() if isinstance(one, Tensor)}
+    return _Opened(held.values(), _copied_with(value, list(held))) if held else None
+
+
+def _copied_with(value: Any, names: list[str]) -> Callable[[list[Any]], Any]:
     def closed(items: list[Any]) -> Any:
-        if how is Records.MADE:
-            return dataclasses.replace(value, **dict(zip(names, items, strict=True)))
         copied = copy.copy(value)
         for name, item in zip(names, items, strict=True):
             object.__setattr__(copied, name, item)
         return copied
 
-    return _Opened([getattr(value, name) for name in names], closed)
+    return closed

@@ -152,6 +152,46 @@ def test_a_rank_that_waits_for_answers_is_freed(secret):
             assert answers == ["0", "1"]
 
 
+def _ask_and_be_held_up(me, port):
+    """Rank 0 has answered, and reads only once it is told to leave; rank 1 reads at once."""
+    switch = AbortSwitch()
+    if me.rank == 1:
+        with join(me, port, switch=switch) as group:
+            me.say(group.exchange("here", "1"))
+            return me.hear()
+    trip_when_asked(me, switch)
+
+    def ask(group):
+        read = group._store.multi_get
+
+        def held_up(keys):
+            me.say("answered")
+            poll(lambda: switch.tripped, what="the abort")
+            return read(keys)
+
+        group._store.multi_get = held_up
+        found.extend(group.exchange("here", "0"))
+        group.exchange("next", "0")
+
+    found = []
+    with (
+        pytest.raises((RuntimeError, ConnectionError)),
+        join(me, port, switch=switch) as group,
+    ):
+        ask(group)
+    return found
+
+
+def test_answers_that_a_lost_peer_has_read_are_read_after_the_abort():
+    """It may have committed the step by them, as a save makes sure of; the rank that is left has to commit it too."""
+    with hosted_store() as port, ranks(_ask_and_be_held_up, 2, port) as (here, peer):
+        assert here.hear() == "answered"
+        assert peer.hear() == ["0", "1"]
+        peer.signal(signal.SIGKILL)
+        here.say("trip")
+        assert here.result() == ["0", "1"]
+
+
 def _receive_behind_a_failed_operation(me, port):
     if me.rank == 1:
         with join(me, port):

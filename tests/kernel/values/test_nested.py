@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +32,11 @@ class Listed(list):
     pass
 
 
+class Holder:
+    def __init__(self):
+        self.tensor, self.itself = ONE, self
+
+
 @dataclasses.dataclass
 class Record:
     tensor: torch.Tensor
@@ -53,6 +59,8 @@ def kinds():
         "subclass": Listed([ONE]),
         "size": torch.Size([1]),
         "record": Record(ONE),
+        "holder": Holder(),
+        "namespace": SimpleNamespace(tensor=ONE),
     }
 
 
@@ -69,6 +77,8 @@ LOOKED_INTO = {
             "mapping": UserDict,
             "named": Pair,
             "record": Record,
+            "holder": Holder,
+            "namespace": SimpleNamespace,
         },
     ),
     "of batch": (
@@ -103,7 +113,7 @@ def test_each_user_looks_into_its_own_kinds_of_containers(user):
         assert type(found) is becomes[name]
         inner = (
             found.tensor
-            if name == "record"
+            if name in ("record", "holder", "namespace")
             else next(iter(getattr(found, "values", found.__iter__)()))
         )
         assert torch.equal(inner, ONE + 1)
