@@ -116,6 +116,19 @@ class RunSettings:
         Alias("num_steps", "max_iters", "steps"),
     ] = 0
     """Optimizer steps of the whole run, resumes included. 0: epochs decides."""
+    limit_batches: Annotated[
+        NonNegative,
+        REFUSED,
+        PER_STAGE,
+        Option(
+            "--limit-batches",
+            group=OptionGroup.HOW_LONG,
+            metavar="N",
+            says="use only N batches of each epoch and evaluation, for a quick try; 0: all",
+        ),
+    ] = 0
+    """Steps of an epoch, for a quick try: each epoch takes the first N global batches of its own order. Evaluations
+    are limited to N batches of each rank, unless log.evaluate_batches is set. 0: the whole data."""
     max_time: Annotated[
         Duration | None,
         CANNOT_MATTER,
