@@ -73,7 +73,7 @@ class RunSettings:
             default="the task's",
             says="name of the run, which writes to logs/NAME and checkpoints/NAME",
         ),
-        Alias("run_name", "experiment_name"),
+        Alias("run_name", "experiment_name", "experiment"),
     ] = "bytes"
     """Name of the run and of its folders. The default is the name of the task."""
     seed: Annotated[
@@ -84,6 +84,7 @@ class RunSettings:
         REFUSED,
         PER_STAGE,
         Option("--seed", group=OptionGroup.WHAT, metavar="N", says="random seed"),
+        Alias("random_seed"),
     ] = 1234
     """Random seed for initial weights, order of samples, augmentation and dropout."""
     epochs: Annotated[
@@ -144,7 +145,7 @@ class RunSettings:
     75. The same happens before the end that SLURM announces for the job. none: no limit."""
     target_loss: Annotated[Number | None, CANNOT_MATTER, PER_STAGE] = None
     """Mean training loss of the last 20 steps at which the run is complete. none: no such loss."""
-    early_stopping_patience: Annotated[NonNegative, CANNOT_MATTER, PER_STAGE] = 0
+    early_stopping_patience: Annotated[NonNegative, CANNOT_MATTER, PER_STAGE, Alias("patience")] = 0
     """Consecutive evaluations without an improvement of checkpoint.monitor after which the run is complete. 0: no
     early stopping."""
     early_stopping_min_delta: Annotated[AtLeast0, CANNOT_MATTER, PER_STAGE] = 0.0
