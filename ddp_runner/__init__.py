@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ddp_runner.system.heartbeat import heartbeat
     from ddp_runner.training.own_loop.attached_run import AttachedRun
     from ddp_runner.training.own_loop.declared import RepeatStep
-    from ddp_runner.training.task import Datasets, Task
+    from ddp_runner.training.task import Datasets, EpochContext, StepContext, Task
     from ddp_runner.training.trainer import DDPTrainer
 
 __version__ = VERSION
@@ -45,6 +45,7 @@ __all__ = [
     "DDPLogger",
     "DDPTrainer",
     "Datasets",
+    "EpochContext",
     "GpuWatch",
     "JsonLines",
     "MemoryManager",
@@ -52,6 +53,7 @@ __all__ = [
     "SafeDataLoader",
     "Settings",
     "ShardedStream",
+    "StepContext",
     "TarSamples",
     "Task",
     "TextLines",
@@ -72,6 +74,7 @@ _HOME_OF_NAME = {
     "DDPLogger": "ddp_runner.observe.logger",
     "DDPTrainer": "ddp_runner.training.trainer",
     "Datasets": "ddp_runner.training.task",
+    "EpochContext": "ddp_runner.training.task",
     "GpuWatch": "ddp_runner.observe.gpu_watch",
     "JsonLines": "ddp_runner.data.shard_files",
     "MemoryManager": "ddp_runner.memory.manager",
@@ -79,6 +82,7 @@ _HOME_OF_NAME = {
     "SafeDataLoader": "ddp_runner.data.epoch_loader",
     "Settings": "ddp_runner.core.settings",
     "ShardedStream": "ddp_runner.data.shards",
+    "StepContext": "ddp_runner.training.task",
     "TarSamples": "ddp_runner.data.shard_files",
     "Task": "ddp_runner.training.task",
     "TextLines": "ddp_runner.data.shard_files",

@@ -161,6 +161,15 @@ TYPED = [
     ("early_stopping_patience", "3", "run.early_stopping_patience", 3),
     ("num_processes", "2", "run.nproc_per_node", 2),
     ("preload_data_to_ram", "true", "data.preload", True),
+    ("patience", "3", "run.early_stopping_patience", 3),
+    ("scheduler", "linear", "optim.schedule", "linear"),
+    ("clip_grad_norm", "0.5", "optim.max_grad_norm", 0.5),
+    ("grad_accum", "4", "data.accumulation", 4),
+    ("val_batch_size", "16", "data.evaluation_batch_size", 16),
+    ("eval_every", "20", "log.evaluate_every_steps", 20),
+    ("save_every", "50", "checkpoint.save_every_steps", 50),
+    ("random_seed", "3", "run.seed", 3),
+    ("experiment", "second", "run.name", "second"),
 ]
 PEOPLE_TYPE = [
     "mixed_precision",

@@ -20,8 +20,15 @@ def nearest(written: str, known: Iterable[str]) -> str:
     words = _words(written)
     if not words:
         return ""
-    scored = [(_likeness(words, _words(name)), name) for name in known]
-    best, name = max(scored, key=lambda one: one[0], default=(0.0, ""))
+    scored = [
+        (
+            _likeness(words, other),
+            len({*words} & {*other}),
+            name,
+        )  # whole words decide between equals
+        for name, other in ((name, _words(name)) for name in known)
+    ]
+    best, _, name = max(scored, key=lambda one: one[:2], default=(0.0, 0, ""))
     return name if best > 0 else ""
 
 

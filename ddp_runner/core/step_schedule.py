@@ -36,6 +36,11 @@ class RunLength:
         """The epoch (from 0) in which step index ``step`` lies."""
         return self.since_begin(step) // self.steps_per_epoch
 
+    def ends_epoch(self, step: int) -> bool:
+        """Return True if an epoch is complete once ``step`` steps are committed."""
+        own_step = self.since_begin(step)
+        return own_step > 0 and own_step % self.steps_per_epoch == 0
+
     @property
     def epochs(self) -> int:
         """Epochs begun in the whole run."""

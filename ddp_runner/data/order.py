@@ -53,6 +53,7 @@ class SampleOrder:
 
     An epoch is a permutation cut into global batches; the last partial one is dropped, so that
     the global batch is constant. Raises ValueError if not even one global batch fits.
+    ``steps_max``: an epoch ends after so many global batches; 0: after all.
     """
 
     seed: int
@@ -63,6 +64,7 @@ class SampleOrder:
     shares: tuple[int, ...] = ()  # of the ranks, in proportion; none: equal ones
     draws: Draws | SamplerDraws | None = None  # None: each sample once, in any order
     first_step: int = 0  # at which the first epoch begins
+    steps_max: int = 0
     _epochs: dict[int, Permutation] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -80,8 +82,9 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole global batches in the dataset."""
-        return self.dataset_size // self.global_batch_size
+        """Whole global batches in the dataset, up to ``steps_max``."""
+        whole = self.dataset_size // self.global_batch_size
+        return min(whole, self.steps_max or whole)
 
     def position(self, step: int) -> tuple[int, int]:
         """``(epoch, step within the epoch)`` of ``step``."""
@@ -141,7 +144,7 @@ class SampleOrder:
         return mine
 
     def _looked_ahead(self, epoch: int, step_in_epoch: int, *, first: int, count: int) -> _Ahead:
-        whole_left = self.dataset_size // self.global_batch_size - step_in_epoch
+        whole_left = self.steps_per_epoch - step_in_epoch
         steps = max(1, min(_AHEAD // count, whole_left))
         begins = (step_in_epoch + np.arange(steps, dtype=np.int64)) * self.global_batch_size + first
         rows = self._permutation(epoch).at(begins[:, None] + np.arange(count, dtype=np.int64))

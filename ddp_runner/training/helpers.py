@@ -1,4 +1,4 @@
-"""Calls the optional methods of a task: figures of a loss, a sample at the end. They cannot harm training."""
+"""Calls the optional methods of a task: hooks, figures of a loss, a sample at the end. They change no training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddp_runner.training.task import NamesLoss, ReportsSample, Task
+from ddp_runner.kernel.values.generators import device_generators, generators_kept
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.task import EpochContext, NamesLoss, ReportsSample, Task
 
 
 class Helpers:
@@ -61,6 +63,36 @@ class Helpers:
         if why not in self._warned:
             self._warned.add(why)
             self._warn(f"the task's {why}; left out")
+
+
+def call_hook(
+    task: Task,
+    name: str,
+    context: EpochContext,
+    state: TrainState,
+    *,
+    warn: Callable[[str], None],
+) -> None:
+    """Call the hook if the task has it, and put back what it changes: a rank may call it again after a repair."""
+    hook = getattr(task, name, None)
+    if not callable(hook):
+        return
+    # INVARIANT hooks-observe: a hook leaves no trace in what training continues from, since a rank that is lost
+    # while others have called it makes all call it again. Broken if: its changes are kept on some ranks.
+    # Guarded by: test_changes_by_a_hook_are_put_back.
+    was_training = state.model.training
+    state.side.look()
+    held = state.side.hold()
+    with torch.no_grad(), generators_kept(also=device_generators()):
+        hook(context)
+    state.model.train(was_training)
+    changed = state.side.follow_changed_since(held)
+    state.drop_evaluation()
+    if changed:
+        warn(
+            f"{name}() changed {', '.join(changed)}, which was put back: a hook may be called twice after a repair."
+            " Derive such a value from context.epoch in loss(), or write it to a file"
+        )
 
 
 def _named(value: object) -> str:

@@ -46,6 +46,7 @@ class StepRules:
     first_step: int = 0  # of the stage
     watch_use: bool = False  # count the steps in which every parameter was used
     tokens_per_sample: float | None = None  # of all samples alike, where the task says so
+    turn_to: Callable[[int], None] = lambda _: None  # has the loss be that of a step
 
     @property
     def unit(self) -> float:
@@ -323,6 +324,7 @@ class Accumulator:
         """
         state, replica, rules, slot = self._state, self._replica, self._rules, self._slot
         state.begin_training()
+        rules.turn_to(step)
         replica.zero_gradients()
         replica.use_unit(rules.unit)
         signals = as_signals(votes)

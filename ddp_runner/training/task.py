@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -13,6 +14,9 @@ from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.replica.loss import Weighted
 from ddp_runner.kernel.rules.errors import BadInputError
+
+if TYPE_CHECKING:
+    from ddp_runner.core.step_schedule import RunLength
 
 Loss = Tensor | Weighted | tuple[Tensor | Weighted, Mapping[str, Tensor | float]]
 _NO_LOADER = "batches are made here, of -b samples, by Datasets(collate=...)"
@@ -74,6 +78,42 @@ class Datasets:
         return {ALONE: given}  # type: ignore[dict-item] # mypy: as the annotation says
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """The place of a batch in the run: the third argument of ``loss(model, batch, context)``.
+
+    ``step``: the number of optimizer steps before this one. ``epoch`` counts from 0. ``is_training`` is False in
+    evaluations, whose ``step`` and ``epoch`` are those of the last training step.
+    """
+
+    step: int
+    epoch: int
+    total_steps: int
+    is_training: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochContext:
+    """The state of the run at the end of an epoch or an evaluation: the argument of a task's hooks.
+
+    ``epoch`` counts from 0 and is the one that has ended. ``step``: the optimizer steps so far. ``metrics``: the
+    training loss of the last step as ``loss``, and the figures of the newest evaluation by their names.
+    """
+
+    epoch: int
+    step: int
+    total_steps: int
+    rank: int
+    world_size: int
+    metrics: Mapping[str, float]
+    model: nn.Module
+
+    @property
+    def is_first(self) -> bool:
+        """True on one rank, which may write files for all."""
+        return self.rank == 0
+
+
 @runtime_checkable
 class Task(Protocol):
     """The interface of a task. A rank makes one instance: ``NAME(settings)``, ``NAME(**task)`` or ``NAME()``.
@@ -97,8 +137,59 @@ class Task(Protocol):
         ``Weighted(total, weight)``: the step's loss is the sum of totals over the sum of weights, however
         the step is cut. ``(loss, {"recon": recon, "kl": kl})`` of either has those numbers logged, as means
         over all samples of all ranks, in evaluations too.
+
+        A ``loss(self, model, batch, context)`` is given a :class:`StepContext` as well.
         """
         ...
+
+
+class TaskLoss:
+    """Calls the ``loss`` of a task, with a :class:`StepContext` if it takes one."""
+
+    def __init__(self, task: Task, length: RunLength | None = None) -> None:
+        """``length``: of the run; without it the context is that of an evaluation before the first step."""
+        self._loss: Callable[..., Loss] = task.loss
+        self._takes_context = takes_context(task.loss)
+        self._length = length
+        self._context = StepContext(step=0, epoch=0, total_steps=0, is_training=False)
+        if length is not None:
+            self.turn_to(length.first_step, is_training=False)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss:
+        """Return the loss of ``batch`` at the step of the last :meth:`turn_to`."""
+        if self._takes_context:
+            return self._loss(model, batch, self._context)
+        return self._loss(model, batch)
+
+    def turn_to(self, step: int, *, is_training: bool) -> None:
+        """Have the next losses be those of ``step``, or of an evaluation once ``step`` steps are made."""
+        if not self._takes_context or self._length is None:
+            return
+        length = self._length
+        shown = step if is_training else max(length.first_step, step - 1)
+        self._context = StepContext(
+            step=shown,
+            epoch=length.epoch_of(shown),
+            total_steps=length.total_steps,
+            is_training=is_training,
+        )
+
+
+def takes_context(loss: Callable[..., Any]) -> bool:
+    """Return True if ``loss`` has a parameter ``context``, or a third one without a default."""
+    try:
+        parameters = [*inspect.signature(loss).parameters.values()]
+    except (TypeError, ValueError):
+        return False
+    positional = [
+        one
+        for one in parameters
+        if one.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(positional) < 3:
+        return False
+    third = positional[2]
+    return third.name == "context" or third.default is inspect.Parameter.empty
 
 
 @runtime_checkable
@@ -177,6 +268,29 @@ class ConfiguresOptimizers(Protocol):
         The scheduler is stepped after each step. ``{"optimizer": ..., "scheduler": ..., "interval": "epoch"}`` has it
         stepped after each epoch. Parameters that the optimizer lacks are frozen. Called once per process.
         """
+        ...
+
+
+@runtime_checkable
+class EndsEpochs(Protocol):
+    """A task may also do something at the end of each epoch, such as drawing a picture."""
+
+    def on_epoch_end(self, context: EpochContext) -> None:
+        """Look at the model after an epoch and its evaluation, before its checkpoint; every rank calls it.
+
+        Called at least once for each complete epoch: again if a rank is lost at that moment. Gradients are off. It may
+        write files; attributes of the task and buffers of the model that it changes are put back, with a warning.
+        Exceptions are those of a step.
+        """
+        ...
+
+
+@runtime_checkable
+class EndsEvaluations(Protocol):
+    """A task may also do something after each evaluation."""
+
+    def on_evaluation_end(self, context: EpochContext) -> None:
+        """Look at the model and ``context.metrics``, under the rules of :meth:`EndsEpochs.on_epoch_end`."""
         ...
 
 

@@ -31,9 +31,13 @@ HOOKS = {
     "describe": 0,
     "local_state": 0,
     "configure_optimizers": 1,
+    "on_epoch_end": 1,
+    "on_evaluation_end": 1,
 }
 _LOSS, _DATA = "write loss(model, batch)", "write build_datasets()"
 _METRICS = "write metrics(model, batch)"
+_EPOCH_END = "write on_epoch_end(context)"
+_EVALUATION_END = "write on_evaluation_end(context)"
 # Other trainers call these, and a task that has them counts on it.
 _REFUSED = {
     "forward": "build_model() gives the module that has it",
@@ -52,6 +56,11 @@ _UNUSED = {
     "eval_step": _METRICS,
     "compute_metrics": _METRICS,
     "test_step": _METRICS,
+    "on_train_epoch_end": _EPOCH_END,
+    "training_epoch_end": _EPOCH_END,
+    "on_validation_epoch_end": _EVALUATION_END,
+    "on_validation_end": _EVALUATION_END,
+    "validation_epoch_end": _EVALUATION_END,
 }
 _ALIKE = 0.85  # of letters, for a slip of the finger
 

@@ -41,11 +41,13 @@ from ddp_runner.training.figures.evaluation import Validation
 from ddp_runner.training.figures.phase_times import phase_values
 from ddp_runner.training.figures.use_figures import UseFigures, tokens_per_sample
 from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.helpers import call_hook
 from ddp_runner.training.loading.batch_copy import copy_ahead
 from ddp_runner.training.loading.equal_shares import refuse_unequal
 from ddp_runner.training.local_state.gathering import gather_local
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.step import Stepper, StepRules
+from ddp_runner.training.task import EndsEpochs, EpochContext
 
 WRAPS_MAX = 3  # of one step
 
@@ -224,8 +226,11 @@ class TaskSteps:
         return self._loader.waited_s
 
     def due(self, step: int) -> DueActions:
-        """Say what the settings have due once ``step`` steps are committed."""
-        return due_by_settings(self._settings, self._workload.length, step)
+        """Say what the settings and the task's hooks have due once ``step`` steps are committed."""
+        length = self._workload.length
+        has_hook = isinstance(self._workload.task, EndsEpochs)
+        due = due_by_settings(self._settings, length, step)
+        return replace(due, end_epoch=has_hook and length.ends_epoch(step))
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
         """Take in a step that was made; may say so, skip it for good or go back to an older state."""
@@ -279,7 +284,32 @@ class TaskSteps:
     def evaluate(self) -> StopReason | None:
         """Evaluate the state as it is; why that was left early, if it was."""
         stop = self._validation.evaluate(self._replica)
+        if stop is None and self._workload.validation_samples:
+            self._call_hook("on_evaluation_end")
         return self._watch_improvement() if stop is None else stop
+
+    def end_epoch(self) -> None:
+        """Call ``on_epoch_end``. The exchange makes a rank that is lost before its call have it called again."""
+        step = self._state.committed_step
+        self._runtime.slot.stamp(Phase.EVALUATE, time.monotonic_ns())
+        self._call_hook("on_epoch_end")
+        self._runtime.slot.count_done(step)
+        self._peers.exchange(f"epoch_end/{step}", "")
+
+    def _call_hook(self, name: str) -> None:
+        state, length, rank = self._state, self._workload.length, self._group.rank
+        loss = {} if state.monitor.last is None else {"loss": state.monitor.last}
+        warn = self._runtime.logger.warning if rank == 0 else lambda _: None
+        context = EpochContext(
+            epoch=length.epoch_of(max(length.first_step, state.committed_step - 1)),
+            step=state.committed_step,
+            total_steps=length.total_steps,
+            rank=rank,
+            world_size=self._group.world_size,
+            metrics={**loss, **state.figures},
+            model=state.model,
+        )
+        call_hook(self._workload.task, name, context, state, warn=warn)
 
     def must_keep(self) -> bool:
         """Return True if the present evaluation has found the best so far, and the run's end or a later stage uses it.
@@ -333,7 +363,7 @@ class TaskSteps:
         tuning, workload = self._state.tuning, self._workload
         self._replica = Replica(
             self._state.model,
-            self._runtime.training_loss(workload.task.loss),
+            self._runtime.training_loss(workload.loss),
             group=self._group,
             settings=replace(
                 self._settings.ddp, find_unused_parameters=tuning.find_unused_parameters
@@ -362,6 +392,7 @@ class TaskSteps:
             others=workload.other_devices,
             watch_use=self._adapt_rules.watch_use(self._state.tuning),
             tokens_per_sample=tokens_per_sample(workload.task),
+            turn_to=partial(workload.loss.turn_to, is_training=True),
         )
 
     def _wrap_as_it_is(self) -> None:

@@ -86,6 +86,7 @@ from ddp_runner.training.task import (
     HasLayerGroups,
     HasLocalState,
     Task,
+    TaskLoss,
     checked_datasets,
     checked_model,
 )
@@ -139,6 +140,7 @@ class TaskWorkload(Workload):
     """
 
     task: Task
+    loss: TaskLoss
     datasets: Datasets
     norms: SyncedNorms
     layers: LayerPlan
@@ -217,6 +219,7 @@ def build_workload(
     metrics = build_objects(task, settings, device)
     workload = TaskWorkload(
         task=task,
+        loss=TaskLoss(task, plan.length),
         datasets=datasets,
         metrics=metrics,
         local=_local_state(task, settings, rank_info),
@@ -425,6 +428,9 @@ def _sample_order(
         if datasets.weights is not None:
             expected = "weights need map-style data: the samples of a stream are not known ahead"
             raise BadInputError("--task", settings.run.task, expected)
+        if settings.run.limit_batches:
+            expected = "needs map-style data: limit a stream with --max-steps and evaluate_batches"
+            raise BadInputError("--limit-batches", settings.run.limit_batches, expected)
         return stream_order(settings, datasets.train, global_batch, world_size)
     try:
         size = len(datasets.train)  # type: ignore[arg-type] # that is what is being checked
@@ -454,6 +460,7 @@ def _sample_order(
         shares=batch_sizes.shares_of(settings.data),
         draws=draws,
         first_step=steps_before(settings.stage),
+        steps_max=settings.run.limit_batches,
     )
 
 

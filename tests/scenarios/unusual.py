@@ -1,6 +1,13 @@
-"""A task with what many real ones have: samples of many lengths, checkpoints of activations, a target, an own optimizer."""
+"""A task with what many real ones have: samples of many lengths, checkpoints of activations, a target, an own optimizer.
+
+Its loss depends on step and epoch, and it has a hook.
+"""
 
 from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -65,7 +72,19 @@ class WithTarget(nn.Module):
 
 
 class UnusualTask(PacedTask):
-    """All of it at once."""
+    """All of it at once. ``killed_in``: the epoch in whose hook rank 1 dies."""
+
+    def __init__(self, *, killed_in=-1):
+        super().__init__()
+        self._killed_in = killed_in
+
+    def on_epoch_end(self, context):
+        with Path(f"epochs_{context.rank}").open("a") as file:
+            file.write(f"{context.epoch} ")
+        killed = Path("killed")
+        if context.epoch == self._killed_in and not context.is_first and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def build_model(self):
         return WithTarget()
@@ -86,9 +105,10 @@ class UnusualTask(PacedTask):
         optimizer = torch.optim.AdamW(groups)
         return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.001, 0.01], 40)
 
-    def loss(self, model, batch):
+    def loss(self, model, batch, context):
         inputs, lengths = batch
         ours, theirs = model(inputs)
         mask = torch.arange(inputs.shape[1]) < lengths[:, None]
         distances = ((ours - theirs - 0.1) ** 2).mean(2) * mask
-        return (distances.sum(1) / lengths).mean()
+        factor = 1 + 0.1 * context.epoch + 0.01 * (context.step % 3)
+        return factor * (distances.sum(1) / lengths).mean()

@@ -328,6 +328,7 @@ MUTATIONS = (
     _break("one-course", "slots.clear()", "pass"),
     _break("calm-to-go-back-to", "store.catalog.set_later_aside(", "str("),
     _break("no-end-on-the-way", "state.forget_evaluation()", "pass"),
+    _break("hooks-observe", "state.side.follow_changed_since(held)", "[]"),
     _break("best-kept", 'self.group.exchange("kept", "")', "pass"),
     _break("seeded-before-user-code", "seed_all(settings.run.seed)", "pass"),
     _break("own-stage", "raise OtherStageError(other)", "return loaded"),

@@ -99,7 +99,7 @@ def run_evaluation(
     )
     with loader:
         evaluator = Evaluator(
-            task=task,
+            loss=task.loss,
             model=state.model,
             precision=Precision("fp32", device=CPU),
             seed=5,

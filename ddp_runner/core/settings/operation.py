@@ -132,7 +132,7 @@ class CheckpointSettings:
         Literal["auto"] | NonNegative,
         CANNOT_MATTER,
         PER_STAGE,
-        Alias("save_steps", "save_interval_steps"),
+        Alias("save_steps", "save_interval_steps", "save_every"),
     ] = "auto"
     """Steps between checkpoints, in place of epochs. auto: checkpoints at intervals of time, in addition to those
     of epochs; the interval follows from the cost of a save and the frequency of faults. 0: no checkpoints by
@@ -196,7 +196,10 @@ class LogSettings:
     """Epochs between evaluations. 0: only at the end of the run, not at the end of each epoch. 0 is also the
     default if evaluate_every_steps is set."""
     evaluate_every_steps: Annotated[
-        NonNegative, CANNOT_MATTER, PER_STAGE, Alias("eval_interval", "valid_interval_steps")
+        NonNegative,
+        CANNOT_MATTER,
+        PER_STAGE,
+        Alias("eval_interval", "valid_interval_steps", "eval_every"),
     ] = 0
     """Steps between evaluations, in place of epochs. 0: no evaluations by steps."""
     evaluate_batches: Annotated[NonNegative, CANNOT_MATTER, PER_STAGE, Alias("eval_batches")] = 0
@@ -264,6 +267,7 @@ class LogSettings:
         PER_MACHINE,
         Option(
             "--page",
+            aliases=("--dashboard",),
             group=OptionGroup.FILES,
             says="show the run live in a browser; needs the extra page",
         ),

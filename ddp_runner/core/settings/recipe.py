@@ -102,7 +102,7 @@ class DataSettings:
         REFUSED,
         DERIVED,
         PER_STAGE,
-        Alias("gradient_accumulation_steps", "accumulate_grad_batches"),
+        Alias("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"),
     ] = 1
     """Batches of each rank in a step. A step then has batch_size times accumulation samples of each rank."""
     accumulation_total: Annotated[NonNegative, REFUSED, DERIVED, PER_STAGE] = 0
@@ -122,7 +122,7 @@ class DataSettings:
         NonNegative,
         CANNOT_MATTER,
         PER_STAGE,
-        Alias("per_device_eval_batch_size", "eval_batch_size", "test_batch_size"),
+        Alias("per_device_eval_batch_size", "eval_batch_size", "test_batch_size", "val_batch_size"),
     ] = 0
     """Samples that a rank evaluates at once. 0: batch_size."""
     # With as many ranks as cores, as on the CPU, a worker only takes their time: 2% of it.
@@ -202,7 +202,7 @@ class OptimSettings:
         REPORTED,
         OF_RATE,
         PER_STAGE,
-        Alias("lr_scheduler", "lr_scheduler_type"),
+        Alias("lr_scheduler", "lr_scheduler_type", "scheduler"),
         Alias("decay_lr", off="constant"),
     ] = "cosine"
     """Learning rate after the warm-up. cosine, linear: down to min_learning_rate at the last step. wsd: constant,
@@ -236,7 +236,7 @@ class OptimSettings:
         Above0 | None,
         REPORTED,
         PER_STAGE,
-        Alias("clip_grad", "grad_clip", "gradient_clip_val", "max_norm"),
+        Alias("clip_grad", "grad_clip", "gradient_clip_val", "max_norm", "clip_grad_norm"),
     ] = 1.0
     """Norm to which gradients are clipped. none: no clipping of the norm."""
     max_grad_value: Annotated[Above0 | None, REPORTED, PER_STAGE] = None

@@ -73,7 +73,7 @@ class RunSettings:
             default="the task's",
             says="name of the run, which writes to logs/NAME and checkpoints/NAME",
         ),
-        Alias("run_name", "experiment_name"),
+        Alias("run_name", "experiment_name", "experiment"),
     ] = "bytes"
     """Name of the run and of its folders. The default is the name of the task."""
     seed: Annotated[
@@ -84,6 +84,7 @@ class RunSettings:
         REFUSED,
         PER_STAGE,
         Option("--seed", group=OptionGroup.WHAT, metavar="N", says="random seed"),
+        Alias("random_seed"),
     ] = 1234
     """Random seed for initial weights, order of samples, augmentation and dropout."""
     epochs: Annotated[
@@ -116,6 +117,19 @@ class RunSettings:
         Alias("num_steps", "max_iters", "steps"),
     ] = 0
     """Optimizer steps of the whole run, resumes included. 0: epochs decides."""
+    limit_batches: Annotated[
+        NonNegative,
+        REFUSED,
+        PER_STAGE,
+        Option(
+            "--limit-batches",
+            group=OptionGroup.HOW_LONG,
+            metavar="N",
+            says="use only N batches of each epoch and evaluation, for a quick try; 0: all",
+        ),
+    ] = 0
+    """Steps of an epoch, for a quick try: each epoch takes the first N global batches of its own order. Evaluations
+    are limited to N batches of each rank, unless log.evaluate_batches is set. 0: the whole data."""
     max_time: Annotated[
         Duration | None,
         CANNOT_MATTER,
@@ -131,7 +145,7 @@ class RunSettings:
     75. The same happens before the end that SLURM announces for the job. none: no limit."""
     target_loss: Annotated[Number | None, CANNOT_MATTER, PER_STAGE] = None
     """Mean training loss of the last 20 steps at which the run is complete. none: no such loss."""
-    early_stopping_patience: Annotated[NonNegative, CANNOT_MATTER, PER_STAGE] = 0
+    early_stopping_patience: Annotated[NonNegative, CANNOT_MATTER, PER_STAGE, Alias("patience")] = 0
     """Consecutive evaluations without an improvement of checkpoint.monitor after which the run is complete. 0: no
     early stopping."""
     early_stopping_min_delta: Annotated[AtLeast0, CANNOT_MATTER, PER_STAGE] = 0.0

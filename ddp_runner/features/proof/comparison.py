@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,7 @@ class Replacement:
         settings, workload = self._settings, self._workload
         return own_share(
             self._state,
-            workload.task.loss,
+            workload.loss,
             micro_batches,
             rules=StepRules(
                 seed=settings.run.seed,
@@ -290,6 +291,7 @@ class Replacement:
                 optim=settings.optim,
                 device=workload.device,
                 others=workload.other_devices,
+                turn_to=partial(workload.loss.turn_to, is_training=True),
             ),
             slot=self._runtime.slot,
             step=self._step,

@@ -9,9 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ddp_runner.core.monitor import is_of_evaluation
+from ddp_runner.core.monitor import is_of_evaluation, parts_of
+from ddp_runner.kernel.rules.phases import PHASE_NAMES
 
 Values = Mapping[str, float | None]
+_TRAIN, _EVALUATION, _SPEED, _MEMORY = "train", "validation", "speed", "memory"
+_GPU, _OF_GPU = "gpu", "gpu_"
+_OF_SPEED = frozenset(
+    (
+        *PHASE_NAMES,
+        *("samples_per_s", "tokens_per_s", "step_s", "data_wait_share"),
+        *("flops_utilization", "cpu_share"),
+    )
+)
+
+
+def grouped(name: str) -> str:
+    """Return the name of a metric below its group: ``train/loss``, ``speed/step_s``, ``validation/bach/loss``."""
+    if is_of_evaluation(name):
+        return "/".join(part for part in (_EVALUATION, *parts_of(name)) if part)
+    if name.startswith(_OF_GPU):
+        return f"{_GPU}/{name}"
+    if name.endswith("_bytes") or name == "memory_efficiency":
+        return f"{_MEMORY}/{name}"
+    return f"{_SPEED if name in _OF_SPEED else _TRAIN}/{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.features.trackers.follow import EVENTS, Position, Record, values_of, when_s
-from ddp_runner.features.trackers.rules import Change, Course, Lead
+from ddp_runner.features.trackers.rules import Change, Course, Lead, grouped
 
 _NAME_WAIT_MAX_S = 2.0  # a clock that was set back is not waited for
 
@@ -104,7 +104,7 @@ class TensorboardTracker:
         if not values:
             return
         summary = import_module("tensorboard.compat.proto.summary_pb2")
-        points = [summary.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
+        points = [summary.Summary.Value(tag=grouped(k), simple_value=v) for k, v in values.items()]
         self._add(step, at_s, summary=summary.Summary(value=points))
 
     def _drop_from(self, step: int, at_s: float) -> None:

@@ -185,6 +185,7 @@ def _compute(built: _Built, micro_batch: MicroBatch) -> tuple[float, MemoryFacts
     """Forward and backward as in a step: its loss, and what a rank's memory holds in training."""
     state, device, settings = built.state, built.workload.device, built.settings
     seed_step(seed=settings.run.seed, step=0, rank=0, micro_step=0)
+    built.workload.loss.turn_to(built.workload.length.first_step, is_training=True)
     state.model.train()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -225,10 +226,8 @@ def _compute(built: _Built, micro_batch: MicroBatch) -> tuple[float, MemoryFacts
 
 def _loss(workload: TaskWorkload, model: nn.Module, batch: Any, count: int) -> Any:
     if not workload.other_devices:
-        return workload.task.loss(model, batch)
-    return loss_over_devices(
-        workload.task.loss, model, batch, devices=workload.devices, count=count
-    )
+        return workload.loss(model, batch)
+    return loss_over_devices(workload.loss, model, batch, devices=workload.devices, count=count)
 
 
 def _storages(tensors: Any, device: torch.device) -> dict[int, int]:

@@ -84,3 +84,4 @@ class DueActions:
     log: bool
     evaluate: bool
     save: bool
+    end_epoch: bool = False  # after the evaluation

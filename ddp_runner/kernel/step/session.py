@@ -134,6 +134,10 @@ class StepMaker(Protocol):
         """Evaluate the state as it is; why that was left early, if it was."""
         ...
 
+    def end_epoch(self) -> None:
+        """Call the user's code for the end of an epoch. No rank returns before all have called theirs."""
+        ...
+
     def must_keep(self) -> bool:
         """Return True if the present evaluation has found the best so far, which the run's end needs."""
         ...
@@ -217,6 +221,7 @@ class Session:
         self._step: StepInHand | None = None
         self.reason = StopReason.COMPLETED  # why training ended, once it has
         self._evaluated_step = EMPTY_STEP  # for whose evaluation the run ends, if it does
+        self._passed_step = EMPTY_STEP  # the newest boundary that every rank has done
         runtime.slot.begin_between(state.committed_step)
         # Until it is made up for.
         self._owed: Owed | None = self._lead()
@@ -320,6 +325,7 @@ class Session:
         copy_now = not save_now and result.wanted.copy and self._state.is_calm
         return self._run_due(
             evaluate_now=due.evaluate,
+            epoch_ends=due.end_epoch,
             save_now=save_now,
             copy_now=copy_now,
             compare_now=due.compare or copy_now,
@@ -382,10 +388,11 @@ class Session:
         with waiting_for_peers(self._runtime.slot):
             answers = [json.loads(answer) for answer in self.group.exchange("boundary_done", mine)]
         self._side.compare([own for *_, own in answers])
+        self._passed_step = min(done for done, *_ in answers)
         if self._maker.at_end:
             return None
         due = self._maker.due(step)
-        is_undone = min(done for done, *_ in answers) < step
+        is_undone = self._passed_step < step
         is_lost = (
             max(wanted for _, _, wanted, *_ in answers) > answers[0][3]
         )  # with the rank 0 before
@@ -394,11 +401,21 @@ class Session:
             return StopReason.COMPLETED
         save_now = self._may_save(wanted=(is_undone and due.save) or answers[0][1] or is_lost)
         return self._run_due(
-            evaluate_now=evaluate_now, save_now=save_now, copy_now=False, compare_now=False
+            evaluate_now=evaluate_now,
+            epoch_ends=is_undone and due.end_epoch,
+            save_now=save_now,
+            copy_now=False,
+            compare_now=False,
         )
 
     def _run_due(
-        self, *, evaluate_now: bool, save_now: bool, copy_now: bool, compare_now: bool
+        self,
+        *,
+        evaluate_now: bool,
+        epoch_ends: bool,
+        save_now: bool,
+        copy_now: bool,
+        compare_now: bool,
     ) -> StopReason | None:
         """Do what is due at this boundary. A state that is saved is compared too."""
         if evaluate_now:
@@ -406,11 +423,13 @@ class Session:
             if stop is not None:
                 self._evaluated_step = self._state.committed_step
                 return stop
-            if self._maker.must_keep():
-                if not self._keep():
-                    return None
-                save_now = False
-        self._state.boundary_done_step = self._state.committed_step
+        if epoch_ends:
+            self._maker.end_epoch()
+        if evaluate_now and self._maker.must_keep():
+            if not self._keep():
+                return None
+            save_now = False
+        self._state.boundary_done_step = self._passed_step = self._state.committed_step
         if save_now or copy_now:
             self._maker.gather()
         if save_now:
@@ -453,7 +472,9 @@ class Session:
             # Left early, it is the end of this launch only: the next one makes up for it.
             reason = self.reason = self._maker.evaluate() or reason
         if reason is StopReason.COMPLETED:
-            self._state.boundary_done_step = step
+            if self._passed_step < step and self._maker.due(step).end_epoch:
+                self._maker.end_epoch()
+            self._state.boundary_done_step = self._passed_step = step
         self._maker.gather()
         # Who has nothing to save waits for rank 0's disk, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())

@@ -109,7 +109,7 @@ class FirstStep:
         try:
             self._rehearsed = own_share(
                 state,
-                self._runtime.training_loss(self._parts.workload.task.loss),
+                self._runtime.training_loss(self._parts.workload.loss),
                 take(state.committed_step),
                 rules=rules,
                 slot=self._runtime.slot,

@@ -16,7 +16,7 @@ from torch import nn
 from ddp_runner.core.monitor import LOSS, figure_name
 from ddp_runner.data.loader import Loader, MicroBatch
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.replica.loss import BadWeightError, bad_weight, read_loss
+from ddp_runner.kernel.replica.loss import BadWeightError, Loss, bad_weight, read_loss
 from ddp_runner.kernel.replica.replica import Replica
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultError
@@ -30,7 +30,6 @@ from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loading.batch_copy import to_device
 from ddp_runner.training.loading.loaders import make_validation_loader
 from ddp_runner.training.rank_context import TaskParts
-from ddp_runner.training.task import Task
 
 # Ranks agree this often whether to go on, so that a stop need not wait for a long evaluation.
 BATCHES_PER_ROUND = 8
@@ -87,7 +86,7 @@ class Evaluator:
     ``after_round`` is called when this rank has done its part of some batches, ``round_done`` when all have.
     """
 
-    task: Task
+    loss: Loss
     model: nn.Module
     precision: Precision
     seed: int
@@ -143,7 +142,7 @@ class Evaluator:
             batch = to_device(micro_batch.batch, group.device)
             try:
                 with self.precision.autocast():
-                    output = read_loss(self.task.loss(self.model, batch))
+                    output = read_loss(self.loss(self.model, batch))
                     if self.meter is not None:
                         self.meter.take(self.model, batch, samples=len(micro_batch.indices))
             except BadWeightError as error:
@@ -193,6 +192,7 @@ class Validation:
         began_ns = time.monotonic_ns()
         slot.stamp(Phase.EVALUATE, began_ns)
         state.side.look()
+        parts.workload.loss.turn_to(state.committed_step, is_training=False)
         figures: dict[str, float] = {}
         samples = 0
         stop: StopReason | None = None
@@ -223,7 +223,7 @@ class Validation:
             parts.memory.beside(lambda: loader.worker_pids),
         ):
             evaluator = Evaluator(
-                task=parts.workload.task,
+                loss=parts.workload.loss,
                 model=state.model,
                 precision=state.precision,
                 seed=parts.settings.run.seed,

@@ -219,7 +219,8 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> Loader:
     rank, step = runtime.rank_info.rank, parts.state.committed_step
     # The same samples however few fit at once, so that the figures can be compared.
     devices = runtime.rank_info.computing_devices
-    asked = settings.log.evaluate_batches * settings.data.batch_size * devices
+    batches_max = settings.log.evaluate_batches or settings.run.limit_batches
+    asked = batches_max * settings.data.batch_size * devices
     samples = workload.validation_samples[name]
     order = WholeOrder(
         seed=settings.run.seed,

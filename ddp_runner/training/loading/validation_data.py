@@ -35,7 +35,7 @@ from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.figures.measuring import Alone, Meter, user_fault
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loading.batch_copy import to_device
-from ddp_runner.training.task import Datasets, Task
+from ddp_runner.training.task import Datasets, Task, TaskLoss
 
 OPTION = "checkpoint.monitor"
 DEFAULT_COLLATE = (
@@ -156,7 +156,7 @@ def _figures(
     try:
         collated = (datasets.validation_collate or default_collate)(samples)
         batch = to_device(collated, device)
-        output = read_loss(task.loss(model, batch))
+        output = read_loss(TaskLoss(task)(model, batch))
         found = [*Helpers(task, warn=lambda _: None).figures(float(output.value)), *output.parts]
         if meter.is_on:
             meter.begin()

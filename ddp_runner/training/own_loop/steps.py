@@ -334,6 +334,9 @@ class LoopSteps:
         slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
         return None
 
+    def end_epoch(self) -> None:
+        """Do nothing: the program has its own epochs."""
+
     def must_keep(self) -> bool:
         """Never: nothing here is known to be an evaluation."""
         return False

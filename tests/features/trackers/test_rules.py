@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.features.trackers.rules import Change, Course, Lead, Settled
+from ddp_runner.features.trackers.rules import Change, Course, Lead, Settled, grouped
 
 
 def test_steps_done_once_undo_nothing():
@@ -110,3 +110,16 @@ def test_the_first_rank_that_is_not_given_up_stands_for_the_run():
     assert lead.is_it(1)
     assert lead.is_it(0)
     assert not lead.is_it(1)
+
+
+def test_metrics_are_grouped_by_what_they_are_of():
+    """Names of a loss's parts, and those of the task's own evaluations, stay below their group."""
+    names = ("loss", "kl", "grad_norm", "validation_accuracy", "bach/loss", "step_s", "forward_ms")
+    names += ("rss_bytes", "gpu_memory_used_bytes")
+    assert [grouped(name).partition("/")[::2] for name in names] == [
+        *(("train", name) for name in ("loss", "kl", "grad_norm")),
+        *(("validation", name) for name in ("accuracy", "bach/loss")),
+        *(("speed", name) for name in ("step_s", "forward_ms")),
+        ("memory", "rss_bytes"),
+        ("gpu", "gpu_memory_used_bytes"),
+    ]

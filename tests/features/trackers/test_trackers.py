@@ -16,7 +16,7 @@ import pytest
 from ddp_runner import start
 from ddp_runner.features.trackers.csv_file import CsvTracker
 from ddp_runner.features.trackers.follow import Follower
-from ddp_runner.features.trackers.rules import Course
+from ddp_runner.features.trackers.rules import Course, grouped
 from ddp_runner.features.trackers.tensorboard_file import TensorboardTracker
 from tests.processes import poll
 
@@ -226,7 +226,7 @@ def read_back(folder):
 
 def scalars(folder):
     return {
-        (tag, step): pytest.approx(value)
+        (grouped(tag), step): pytest.approx(value)
         for (step, rank), values in stands(folder).items()
         if rank == 0
         for tag, value in values.items()
