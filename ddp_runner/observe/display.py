@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
 from ddp_runner import installed
 from ddp_runner.observe.progress_report import progress_line, summary_block
-from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, marked
+from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, fitted
+from ddp_runner.observe.view import LAST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from ddp_runner.observe.summary import RunSummary
     from ddp_runner.observe.view import RunView
@@ -47,21 +48,21 @@ class Display(Protocol):
         ...
 
 
-def make_display(mode: Mode, *, stream: TextIO, console: str = "normal") -> Display:
+def make_display(mode: Mode, *, stream: TextIO, hidden: Collection[str] = ()) -> Display:
     """Return the display for ``mode``; ``auto`` is live on a terminal that we own, else plain.
 
-    ``console``: as of the setting ``log.console``; a quiet one has no progress lines.
+    ``hidden``: levels of lines that it leaves out. Without INFO, as on a quiet console, there is no progress to show.
     """
     if mode == "none":
         return NoDisplay()
-    if console == "quiet":
-        return PlainDisplay(stream, is_quiet=True)
+    if "INFO" in hidden:
+        return PlainDisplay(stream, hidden=hidden)
     if mode == "live" or (mode == "auto" and _suits_live(stream)):
         for part in installed.parts("parent"):
             if hasattr(part, "live_display"):
-                display: Display = part.live_display(stream)
+                display: Display = part.live_display(stream, hidden=hidden)
                 return display
-    return PlainDisplay(stream)
+    return PlainDisplay(stream, hidden=hidden)
 
 
 def _suits_live(stream: TextIO) -> bool:
@@ -96,20 +97,19 @@ class NoDisplay:
 
 
 class PlainDisplay:
-    """Writes lines for files, pipes and CI: no control characters, a progress line every few seconds unless ``is_quiet``."""
+    """Writes lines for files, pipes and CI: no control characters, a progress line every few seconds, at level INFO."""
 
     def __init__(
         self,
         stream: TextIO,
         *,
         interval_s: float = PLAIN_INTERVAL_S,
-        is_quiet: bool = False,
+        hidden: Collection[str] = (),
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._out = ConsoleWriter(stream)
-        self._held = HeldLines()
+        self._held = HeldLines(hidden)
         self._interval_s = interval_s
-        self._is_quiet = is_quiet
         self._now_s = now_s
         self._shown_step = -1
         self._shown_at_s = -interval_s
@@ -124,9 +124,6 @@ class PlainDisplay:
     def update(self, view: RunView) -> None:
         """Write a progress line if a step was logged and the last line is old enough."""
         self._log_dir = view.log_dir
-        if self._is_quiet:
-            self._flush()
-            return
         self._last = view
         if view.doing:
             self._say_what_lasts(view)
@@ -136,9 +133,7 @@ class PlainDisplay:
         self._flush()
 
     def line(self, text: str, *, level: str) -> None:
-        """Write ``text``, marked where it is a warning or an error; a quiet display leaves out what is only informative."""
-        if self._is_quiet and level.upper() in ("INFO", "DETAIL"):
-            return
+        """Write ``text``, marked where it is a warning or an error."""
         self._held.add(text, level.upper())
         self._flush()
 
@@ -152,7 +147,7 @@ class PlainDisplay:
         if summary is not None:
             block = summary_block(summary, log_dir=self._log_dir, width=self._out.columns)
             for text in ("", *block):
-                self._held.add(text, "INFO")
+                self._held.add(text, LAST)
         self._out.drain(timeout_s=_FINISH_TIMEOUT_S)
         self._flush()
         self._out.close(timeout_s=_FINISH_TIMEOUT_S)
@@ -177,5 +172,8 @@ class PlainDisplay:
 
     def _flush(self) -> None:
         if len(self._held) and not self._out.busy:
-            lines = [marked(text, level) for text, level in self._held.take()]
+            columns = self._out.columns if self._out.isatty() else None
+            lines = [
+                line for text, level in self._held.take() for line in fitted(text, level, columns)
+            ]
             self._out.write("".join(f"{line}\n" for line in lines))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe import format as fmt
+from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,6 +77,7 @@ def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]
         ("weights", "-" if summary.weights_sha256 is None else summary.weights_sha256[:12]),
         ("checkpoint", summary.checkpoint or "none"),
         ("logs", log_dir),
+        ("report", f"{COMMAND} report -l {shlex.quote(log_dir)}"),
     ]
     columns = max(BLOCK_COLUMNS_MIN, min(width - 1, BLOCK_COLUMNS_MAX))
     # A label that would take more than half of the line gets one of its own.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ddp_runner.observe import format as fmt
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.settings import OptimSettings, RunSettings, Settings
 
-COLUMNS = 79
 _LABEL_COLUMNS = 14
 _PRECISION = {
     "bf16": "bf16 where it is safe, fp32 elsewhere",
@@ -69,7 +67,7 @@ class StartFacts:
 
 
 def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
-    """The lines, at most 79 columns wide but for names without a space."""
+    """Return the lines, one for each statement; a display breaks those that are wider than its terminal."""
     rows = [("ranks", [_place(facts)])]
     if facts.mode:
         rows.append(("mode", [facts.mode]))
@@ -306,10 +304,5 @@ def _checkpoints(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, l
 
 def _block(rows: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
     for label, paragraphs in rows:
-        beside = label
-        for text in paragraphs:
-            for line in wrap(
-                text, COLUMNS - _LABEL_COLUMNS - 1, break_long_words=False, break_on_hyphens=False
-            ):
-                yield f" {beside:<{_LABEL_COLUMNS}}{line}"
-                beside = ""
+        for number, text in enumerate(paragraphs):
+            yield f" {'' if number else label:<{_LABEL_COLUMNS}}{text}"

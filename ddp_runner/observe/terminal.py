@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import threading
 from collections import deque
-from typing import TextIO
+from textwrap import wrap
+from typing import TYPE_CHECKING, TextIO
 
 from ddp_runner.observe.format import printable
 
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
 BACKLOG_BYTES_MAX = 1024 * 1024
 HELD_LINES_MAX = 1000
+_FITTED_COLUMNS_MIN = 40
+_BEFORE_TEXT = re.compile(
+    r" +(?:\S+(?: \S+)* {2,})?"
+)  # of a line with a label, as of the start block
 
 
 class ConsoleWriter:
@@ -155,14 +164,17 @@ def _descriptor(stream: TextIO) -> int | None:
 
 
 class HeldLines:
-    """Lines that wait for the terminal; bounded, and the oldest make room with a count."""
+    """Lines that wait for the terminal; bounded, and the oldest make room with a count. Those of ``hidden`` levels are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Collection[str] = ()) -> None:
+        self._hidden = hidden
         self._lines: deque[tuple[str, str]] = deque(maxlen=HELD_LINES_MAX)
         self._dropped = 0
 
     def add(self, text: str, level: str) -> None:
         """Hold the lines of ``text``, as a terminal may show them."""
+        if level in self._hidden:
+            return
         for line in printable(text).split("\n"):
             self._dropped += len(self._lines) == HELD_LINES_MAX
             self._lines.append((line, level))
@@ -183,3 +195,19 @@ class HeldLines:
 def marked(text: str, level: str) -> str:
     """``text`` with its level in front where that matters."""
     return f"{level}: {text}" if level in ("WARNING", "ERROR") and text[:2] != "  " else text
+
+
+def fitted(text: str, level: str, columns: int | None) -> list[str]:
+    """Return the lines of ``text`` for a terminal of ``columns``, broken between words; None, or raw output, leaves it whole.
+
+    The rest of a line stands below its text: below the value where there is a label.
+    """
+    line = marked(text, level)
+    if columns is None or level == "RAW" or len(line) < columns:
+        return [line]
+    room = max(_FITTED_COLUMNS_MIN, columns - 1)
+    found = _BEFORE_TEXT.match(line)
+    indent = "  " if found is None else " " * min(found.end(), room // 2)
+    return wrap(
+        line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [line]

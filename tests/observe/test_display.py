@@ -14,10 +14,13 @@ import threading
 
 import pytest
 
+from ddp_runner.config import from_flat
 from ddp_runner.features.display.live import LiveDisplay
+from ddp_runner.observe.console import hidden_levels
 from ddp_runner.observe.display import NoDisplay, PlainDisplay, make_display
 from ddp_runner.observe.terminal import HELD_LINES_MAX, ConsoleWriter
 from ddp_runner.observe.view import LAST
+from ddp_runner.start import COMMAND
 from tests.observe.views import rank_view, run_summary, run_view
 
 
@@ -123,7 +126,8 @@ def test_the_live_display_leaves_no_trace_but_lines_and_summary():
     rows = [row for row in shown(stream) if row]
     assert rows[0] == "last words"
     assert rows[1].split() == ["status", "completed"]
-    assert rows[-1].split() == ["logs", "logs"]
+    assert rows[-2].split() == ["logs", "logs"]
+    assert rows[-1].split() == ["report", COMMAND, "report", "-l", "logs"]
     assert sum("status" in row for row in rows) == 1
 
 
@@ -193,13 +197,14 @@ def test_plain_output_has_no_control_characters_and_is_paced():
     steps = re.findall(r"^step (\d+)/", text, re.MULTILINE)
     assert steps == ["10", "30", "50", "70"]
     assert "WARNING: \\x1b[31mcareful\\x1b[0m\n  why\n" in text
-    assert text.rstrip().endswith("logs")
+    assert text.rstrip().endswith("report -l logs")
 
 
 def test_a_quiet_display_shows_warnings_and_how_the_run_has_ended():
     """Neither progress nor what is only informative; the last lines are those of any run."""
     stream = io.StringIO()
-    display = PlainDisplay(stream, is_quiet=True)
+    quiet = hidden_levels(from_flat({"console": "quiet"}))
+    display = make_display("live", stream=stream, hidden=quiet)
     for level in ("INFO", "DETAIL", "WARNING", LAST, "RAW"):
         display.line(f"line {level}", level=level)
     display.update(run_view(2, step=5, logged_step=5))
@@ -266,7 +271,7 @@ def test_a_reader_that_stops_reading_never_blocks(make):
     display.start()
     for number in range(5 * HELD_LINES_MAX):
         clock.now_s += 1.0
-        display.line(f"line {number} " + "x" * 80, level="INFO")
+        display.line(f"line {number} " + "x " * 40, level="INFO")
         display.update(run_view(2, step=number + 1, logged_step=number + 1))
     assert display._out.busy
     assert len(display._held) <= HELD_LINES_MAX

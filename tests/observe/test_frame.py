@@ -38,10 +38,10 @@ def test_eighty_columns_show_every_column(width):
     ranks = (rank_view(0), rank_view(1, phase="reduce", phase_age_s=12.3, step=929))
     lines = text_of(drawn(run_view(2, ranks=ranks), width=width, lines_max=15))
     assert "bytes" in lines[1]
-    assert "generation 3" in lines[1]
+    assert "20261120-194720-ab12" in lines[1]
     assert lines[1].endswith("12:34")
-    assert lines[2].endswith("62%  step 930/1,500")
-    assert "epoch 2/10" in lines[3]
+    assert lines[2].endswith("62%  epoch 2/10  step 930/1,500")
+    assert lines[3].startswith(" loss 2.3456  samples/s 1,234")
     assert "eta 2m 03s" in lines[3]
     columns = ["rank", "device", "state", "step", "phase", "loss", "samples/s", "data", "memory"]
     assert lines[5].split() == columns
@@ -72,6 +72,19 @@ def test_eighty_columns_show_every_column(width):
     ]
     assert len({len(line) for line in lines[5:-1]}) == 1, "the table is a rectangle"
     assert lines[-1] == " Ctrl-C saves and stops"
+
+
+def test_the_name_of_a_run_comes_first_and_its_task_next():
+    """A task's name is not repeated where it is the run's; the id of the run is left out before either is cut."""
+    named = run_view(name="warmup-2", title="synthetic")
+    assert text_of(drawn(named))[1].startswith(" warmup-2  synthetic  20261120-194720-ab12 ")
+    assert text_of(drawn(named, width=40))[1].split() == [
+        "warmup-2",
+        "synthetic",
+        "running",
+        "12:34",
+    ]
+    assert text_of(drawn(run_view(name="mine", title="mine.py")))[1].startswith(" mine  2026")
 
 
 def test_colours_distinguish_states():
@@ -304,7 +317,7 @@ def test_a_start_says_what_it_is_at():
     )
     lines = drawn(view)
     assert text_of(lines)[2].endswith("  building model 1:15")
-    assert "epoch -  loss" in text_of(lines)[3], "how many there are is not known yet"
+    assert "epoch" not in "".join(text_of(lines)), "how many there are is not known yet"
     assert "90s" not in "".join(text_of(lines))
     assert [line.split()[2:5] for line in text_of(lines)[6:]] == [
         ["starting", "0", "model"],
@@ -319,6 +332,8 @@ def test_a_script_has_no_epochs_to_show():
     view = run_view(2, epochs=None, max_steps=0, step=12, loss=None, eta_s=None)
     lines = "\n".join(text_of(drawn(view)))
     assert "optimizer steps 12" in lines
-    assert "epoch" not in lines
+    assert not any(word in lines for word in ("epoch", "%", "/?", "loss", "samples/s", "data"))
+    starting = text_of(drawn(replace(view, doing="importing", doing_s=12.0)))
+    assert starting[2].startswith(" importing 0:12 ")
     assert "epoch" not in progress_line(view)
     assert lines.endswith(" Ctrl-C stops"), "a script saves by itself, or not"

@@ -1,11 +1,12 @@
-"""The block that says what runs: each row in plain words, and none wider than a terminal."""
+"""The block that says what runs: each row in plain words, and a display breaks those wider than its terminal."""
 
 from __future__ import annotations
 
 import pytest
 
 from ddp_runner.config import from_flat
-from ddp_runner.observe.start_block import COLUMNS, StartFacts, start_block
+from ddp_runner.observe.start_block import StartFacts, start_block
+from ddp_runner.observe.terminal import fitted
 
 
 def facts(**changes):
@@ -52,7 +53,7 @@ def test_the_block_says_what_runs_row_by_row():
         "data": "512,000 samples, 2 loader workers per rank",
         "global batch": "512 = 32 x 4 accumulated x 4 ranks",
         "length": "3,000 steps, 3 epochs of 1,000",
-        "optimizer": "adamw, learning rate 0.0003, weight decay 0.01, gradient norm at / most 1, gradient values at most 0.5",
+        "optimizer": "adamw, learning rate 0.0003, weight decay 0.01, gradient norm at most 1, gradient values at most 0.5",
         "schedule": "cosine to 0 at step 3,000, after 50 steps of warm-up",
         "checkpoints": "about 12.0 MB each, at most 5 at a time, room for 10",
     }
@@ -100,7 +101,7 @@ def test_the_block_says_what_runs_row_by_row():
             "checkpoints",
             (
                 "about 12.0 MB each, at most 5 at a time, room for 10 / without 999,000 frozen"
-                " parameters: a resume needs the same start / weights"
+                " parameters: a resume needs the same start weights"
             ),
         ),
         ({"room_bytes": None}, "checkpoints", "about 12.0 MB each, at most 5 at a time"),
@@ -120,12 +121,12 @@ def test_a_row_follows_what_is_there(changes, row, words):
     ("settings", "row", "words"),
     [
         ({"precision": "fp32"}, "precision", "fp32 (precision=fp32)"),
-        ({"max_grad_norm": None}, "optimizer", "gradients not / clipped"),
+        ({"max_grad_norm": None}, "optimizer", "gradients not clipped"),
         ({"ema_decay": 0.99}, "average", "of the weights, decay 0.99; evaluation uses it"),
         (
             {"ema_decay": 0.9, "ema_every": 5, "ema_start_step": 1000, "ema_device": "cpu"},
             "average",
-            "of the weights, decay 0.9, every 5 steps, from step 1,000, in / host memory; evaluation",
+            "of the weights, decay 0.9, every 5 steps, from step 1,000, in host memory; evaluation",
         ),
         ({"activation_checkpointing": "all"}, "recomputed", "activations of all blocks, in"),
         ({"activation_checkpointing": ["a", "b.*"]}, "recomputed", "activations of a, b.*, in"),
@@ -200,8 +201,9 @@ def test_a_loop_of_ones_own_shows_what_is_known():
     assert list(found) == ["ranks", "model", "length"]
 
 
-def test_no_line_is_wider_than_a_terminal():
-    """However long the figures are."""
+@pytest.mark.parametrize("columns", [60, 100, 140])
+def test_a_terminal_breaks_rows_between_words_below_their_values(columns):
+    """However long the figures are; a row that fits stays on one line, and other output stays as it is."""
     wild = {"max_grad_norm": 1.2345e-7, "max_grad_value": 9.87654e10, "min_lr": 1.2345e-7}
     changes = {
         "total_steps": 10**12,
@@ -214,7 +216,18 @@ def test_no_line_is_wider_than_a_terminal():
         "micro_batch_size": 7,
         "device": "a card with a name that is far too long for anybody to read it all on a line",
     }
-    assert max(map(len, start_block(from_flat(wild), facts(**changes)))) <= COLUMNS
+    block = start_block(from_flat(wild), facts(**changes))
+    broken = 0
+    for row in block:
+        first, *rest = fitted(row, "INFO", columns)
+        assert max(map(len, (first, *rest))) < columns
+        assert all(line[:15].isspace() and line[15] != " " for line in rest)
+        assert " ".join((first, *(line.strip() for line in rest))) == row
+        assert bool(rest) == (len(row) >= columns)
+        broken += bool(rest)
+    assert broken or columns == 140
+    assert fitted("x " * columns, "RAW", columns) == ["x " * columns]
+    assert fitted(block[0], "INFO", None) == [block[0]]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +265,7 @@ def test_a_total_of_loader_workers_is_shown_as_one(total, changes, words):
             {},
             (
                 "512 = 32 x 4 accumulated x 4 ranks / accumulation=4 counts for each rank: 512 samples;"
-                " over all ranks / (accumulation_total=4) it would be 128"
+                " over all ranks (accumulation_total=4) it would be 128"
             ),
         ),
         (
@@ -260,7 +273,7 @@ def test_a_total_of_loader_workers_is_shown_as_one(total, changes, words):
             {},
             (
                 "512 = 32 x 4 accumulated x 4 ranks / accumulation_total=16 counts over all ranks: 512"
-                " samples; for / each rank (accumulation=16) it would be 2,048"
+                " samples; for each rank (accumulation=16) it would be 2,048"
             ),
         ),
         (

@@ -41,6 +41,7 @@ _ROWS_KEPT = 7  # of ranks, before there are lines about older faults
 _NODES_NAMED_MAX = 3
 _FAULTS_MAX = 3
 _CURVE_COLUMNS_MAX = 60
+_CURVE_POINTS_MIN = 4  # fewer are no curve
 _BAR_COLUMNS_MIN = 5
 _MORE_COLUMNS = len(" and 99 more ")
 _STALE_S = 20.0  # a driver's last word is that old: it is said
@@ -56,7 +57,7 @@ def frame(view: RunView, console: Console, *, lines_max: int) -> list[list[Segme
     lines: list[RenderableType] = [
         Text(),
         _header(view, width, overflow),
-        _bar(view, width),
+        *([] if view.epochs is None else [_bar(view, width)]),  # of a script no end is known
         _figures(view, width),
     ]
     # What there is to say beside goes before rows of ranks, but for some that are always there.
@@ -74,12 +75,17 @@ def frame(view: RunView, console: Console, *, lines_max: int) -> list[list[Segme
 
 
 def _header(view: RunView, width: int, overflow: OverflowMethod) -> Text:
-    left = line((f" {view.title}", STRONG), (f"  {view.run_id}", QUIET))
+    name = view.name or view.title
+    left = line((f" {name}", STRONG))
+    if name not in (view.title, view.title.removesuffix(".py")):
+        left.append(f"  {view.title}")
     right = line(
         (view.state, STYLE_OF_STATE.get(view.state, PLAIN)),
-        (f"  generation {view.generation}  ", QUIET),
-        fmt.clock(view.elapsed_s),
+        f"  {fmt.clock(view.elapsed_s)}",
     )
+    run_id = line((f"  {view.run_id}", QUIET))
+    if left.cell_len + run_id.cell_len + right.cell_len < width:
+        left.append_text(run_id)
     # What does not fit is cut from the left, and the end of the line stays where it is.
     left.truncate(width - right.cell_len - 1, overflow=overflow)
     return _both_ends(left, right, width)
@@ -93,7 +99,10 @@ def _both_ends(left: Text, right: Text, width: int) -> Text:
 def _bar(view: RunView, width: int) -> Table:
     share = min(1.0, max(0.0, view.step / view.max_steps)) if view.max_steps > 0 else 0.0
     total = fmt.count(view.max_steps) if view.max_steps > 0 else "?"
-    label = f"  {fmt.percent(int(share * 100) / 100):>4}  step {fmt.count(view.step)}/{total}"
+    epoch = "" if view.state == "starting" else f"  epoch {epoch_text(view)}"
+    label = (
+        f"  {fmt.percent(int(share * 100) / 100):>4}{epoch}  step {fmt.count(view.step)}/{total}"
+    )
     if view.doing:
         label = f"  {view.doing} {fmt.clock(view.doing_s)}"
     done = BAD if view.state == "failed" else GOOD
@@ -111,16 +120,16 @@ def _bar(view: RunView, width: int) -> Table:
 
 
 def _figures(view: RunView, width: int) -> Text:
-    # How many epochs there are is known once the data is built.
     speed = "-" if view.samples_per_s is None else fmt.rate(view.samples_per_s)
     pairs = [
-        ("epoch", "-" if view.state == "starting" else epoch_text(view)),
         ("loss", "-" if view.loss is None else fmt.figure(view.loss)),
         ("samples/s", speed),
         ("eta", "-" if view.eta_s is None else fmt.duration(view.eta_s)),
     ]
     if view.epochs is None:
         pairs = [("optimizer steps", fmt.count(view.step))]
+        if view.doing:
+            pairs = [(view.doing, fmt.clock(view.doing_s))]
     if view.stage:
         pairs.insert(0, ("stage", view.stage))
     faults = f"{view.faults_total} fault{'' if view.faults_total == 1 else 's'}"
@@ -154,7 +163,7 @@ def _beside(view: RunView, width: int, *, unicode: bool) -> Iterable[Text]:
     yield from _slow(view)
     if view.evaluated:
         yield _evaluated(view, width)
-    if len(view.losses) > 1:
+    if len(view.losses) >= _CURVE_POINTS_MIN:
         yield _curve(view, width, unicode=unicode)
     yield from (_fault(fault) for fault in faults[1:])
 
@@ -248,7 +257,11 @@ def _evaluated(view: RunView, width: int) -> Text:
 
 def _curve(view: RunView, width: int, *, unicode: bool) -> Text:
     losses = [loss for _, loss in view.losses]
-    first, low = fmt.figure(losses[0]), fmt.figure(min(losses))
+    # The newest loss may not be among the points yet.
+    first, low = (
+        fmt.figure(losses[0]),
+        fmt.figure(min(losses if view.loss is None else [*losses, view.loss])),
+    )
     label = f"  from {first}, lowest {low}"
     room = min(_CURVE_COLUMNS_MAX, width - len(label) - 7)
     means = by_steps(view.losses, stretches=max(2, room))

@@ -17,10 +17,10 @@ from ddp_runner.features.display.frame import frame
 from ddp_runner.features.display.rank_table import BAD, CARE, PLAIN, QUIET
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.progress_report import summary_block
-from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, marked
+from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, fitted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from ddp_runner.observe.summary import RunSummary
     from ddp_runner.observe.view import RunView
@@ -46,10 +46,11 @@ class LiveDisplay:
         stream: TextIO,
         *,
         size: tuple[int, int] | None = None,
+        hidden: Collection[str] = (),
         refreshes_per_s: float = REFRESHES_PER_S,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``size`` in columns and lines; None follows the terminal."""
+        """``size`` in columns and lines; None follows the terminal. ``hidden``: levels of lines that are left out."""
         self._out = ConsoleWriter(stream)
         width, height = size or (None, None)
         self._console = _Console(
@@ -71,7 +72,7 @@ class LiveDisplay:
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        self._held = HeldLines()
+        self._held = HeldLines(hidden)
         self._interval_s = 1.0 / refreshes_per_s
         self._now_s = now_s
         self._drawn_at_s = float("-inf")
@@ -133,6 +134,7 @@ class LiveDisplay:
         segments = []
         for text, level in lines:
             style = self._console.get_style(_STYLE_OF_LEVEL.get(level, PLAIN))
-            segments += [Segment(printable(marked(text, level)), style), Segment.line()]
-        # Not cropped: the terminal itself wraps a long line, and it can be copied whole.
+            for line in fitted(printable(text), level, self._console.width):
+                segments += [Segment(line, style), Segment.line()]
+        # Not cropped: the terminal itself wraps a long word, as a path, which can be copied whole.
         self._console.print(Segments(segments), crop=False, soft_wrap=True)

@@ -285,6 +285,8 @@ def _is_known(title: str, view: RunView, gpus: Mapping[int, GpuView]) -> bool:
     """Return True if any rank has this figure, of those that not every run has."""
     readings = [gpu.reading for gpu in gpus.values()]
     match title:
+        case "loss" | "samples/s" | "data":
+            return view.epochs is not None  # nobody knows them of a script
         case "cpu":
             return any(rank.cpu_share is not None for rank in view.ranks)
         case "gpu":

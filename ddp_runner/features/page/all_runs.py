@@ -13,6 +13,7 @@ from urllib.parse import quote
 from nicegui import run, ui
 
 from ddp_runner.cli.usage import shown_default
+from ddp_runner.config import SettingsError
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.meanings import meanings
 from ddp_runner.core.settings.declaration import SWITCH, TEXT
@@ -24,7 +25,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.observe.history.run_history import RunHistory
 
 _EVERY_S = 1.0
-_FIGURES = ("step", "loss", "faults", "goodput", "ranks", "time left")
+_LEFT_OUT = ("samples/s", "elapsed")
 _FIRST = (
     *("run.task", "data.path", "run.name", "run.max_steps", "run.epochs"),
     *("data.batch_size", "optim.learning_rate", "run.nproc_per_node", "run.device"),
@@ -98,7 +99,7 @@ def _card(key: str, one: RunHistory) -> _Card:
             badge = state_badge()
             ui.label(one.state.title if one.state.title != one.name else "").classes("ddp-small")
         bar = ui.linear_progress(0.0, show_value=False, size="5px").classes("q-my-xs")
-        return _Card(badge, bar, Figures(_FIGURES))
+        return _Card(badge, bar, Figures(left_out=_LEFT_OUT))
 
 
 class StartPage:
@@ -167,14 +168,17 @@ class StartPage:
         return {key: value for key, value in found.items() if value}
 
     def _show(self) -> None:
-        """The command, or what is wrong with it: nothing is touched yet."""
+        """Show the command, or the problems, each also at its field; nothing is touched yet."""
+        problems: tuple[BadInputError, ...] = ()
         try:
             self._command.set_text(self._starter.shown(self._starter.words(self._values())))
-            problem = ""
         except BadInputError as error:
-            problem = str(error)
-        self._problem.set_text(problem)
-        self._button.set_enabled(not problem)
+            problems = error.problems if isinstance(error, SettingsError) else (error,)
+        at_field = {_key(one.option): one.expected for one in problems}
+        for key, field in self._inputs.items():
+            field.error = at_field.get(key)
+        self._problem.set_text("\n".join(map(str, problems)))
+        self._button.set_enabled(not problems)
 
     async def _start(self) -> None:
         body = json.dumps(json.dumps(self._values())).replace("<", "\\u003c")
@@ -190,6 +194,14 @@ class StartPage:
             ui.navigate.to("/")
         else:
             self._problem.set_text(str(said))
+
+
+def _key(option: str) -> str:
+    """Return the setting that an error names, as an option or by its key."""
+    if not option.startswith("--"):
+        return option
+    name = option.removeprefix("--").replace("-", "_")
+    return next((key for key in SETTINGS if key.rpartition(".")[2] == name), option)
 
 
 def _words(spec: FieldSpec) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection, Mapping
 
 from nicegui import ui
 
@@ -41,9 +42,10 @@ a:focus-visible, button:focus-visible, [tabindex]:focus-visible { outline: 3px s
                background: var(--q-dark-page, #fff); }
 body:not(.body--dark) .ddp-command { background: #fff; }
 .ddp-problem { color: #D55E00; font-weight: 600; }
+.ddp-problem:empty { display: none; }
 .ddp-plot { width: 100%; min-width: 0; }
 .q-tab-panel { padding: 0.6rem 0 !important; }
-.ddp-wraps td { overflow-wrap: anywhere; }
+.ddp-wraps td { overflow-wrap: break-word; max-width: 22rem; }
 .ddp-wraps td, .ddp-wraps th { padding: 5px 8px !important; height: auto !important; }
 .q-table td, .q-table th { font-variant-numeric: tabular-nums; }
 .ddp-stacks { max-height: 50vh; overflow: auto; width: 100%; }
@@ -92,21 +94,29 @@ class Frame:
 
 
 class Figures:
-    """Names with values that are set again and again, in a grid."""
+    """Names with values that are set again and again, in a grid. ``left_out``: names that this place does not show."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._labels = {}
-        with ui.element("div").classes("ddp-figures"):
-            for name in names:
-                with ui.column().classes("gap-0"):
-                    ui.label(name).classes("ddp-small")
-                    self._labels[name] = ui.label("-").classes("ddp-value")
+    def __init__(self, *, left_out: Collection[str] = ()) -> None:
+        self._left_out = left_out
+        self._labels: dict[str, ui.label] = {}
+        self._grid = ui.element("div").classes("ddp-figures")
 
-    def set(self, values: dict[str, str]) -> None:
-        """Show those of these that it has; what has not changed is not sent."""
+    def set(self, values: Mapping[str, str]) -> None:
+        """Show these; what has not changed is not sent."""
+        shown = {name: text for name, text in values.items() if name not in self._left_out}
+        if list(shown) != list(self._labels):
+            self._grid.clear()
+            with self._grid:
+                self._labels = {name: _figure(name) for name in shown}
         for name, label in self._labels.items():
-            if label.text != values[name]:
-                label.set_text(values[name])
+            if label.text != shown[name]:
+                label.set_text(shown[name])
+
+
+def _figure(name: str) -> ui.label:
+    with ui.column().classes("gap-0"):
+        ui.label(name).classes("ddp-small")
+        return ui.label("-").classes("ddp-value")
 
 
 def state_badge() -> ui.badge:

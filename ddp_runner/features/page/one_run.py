@@ -35,7 +35,6 @@ from ddp_runner.observe.history.table_rows import (
 _EVERY_S = 0.5
 _TIMELINE_EVERY_S = 2.0
 _TABS = ("training", "timeline", "ranks", "checkpoints", "settings")
-_FIGURES = ("step", "loss", "samples/s", "time left", "elapsed", "faults", "goodput", "ranks")
 _BUTTON = "dense outline no-caps"
 _ACT = """
 const answer = await fetch('{path}', {{method: 'POST', credentials: 'same-origin'}});
@@ -111,7 +110,7 @@ class OneRun:
         self._bar = ui.linear_progress(0.0, show_value=False, size="6px").props(
             'aria-label="Progress"'
         )
-        self._figures = Figures(_FIGURES)
+        self._figures = Figures()
 
     async def _ask_stop(self) -> None:
         with ui.dialog() as dialog, ui.card():

@@ -93,9 +93,8 @@ def _both(light: Mapping[str, Any], dark: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head(state: RunStanding) -> str:
-    shown = {name: state.shown[name] for name in ("step", "loss", "samples/s")}
-    shown["time"] = state.shown["elapsed"]
-    shown |= {name: state.shown[name] for name in ("faults", "goodput", "ranks")}
+    shown = {"time" if name == "elapsed" else name: value for name, value in state.shown.items()}
+    shown.pop("time left", None)
     if not state.is_script:
         shown["exact"] = "no" if state.inexact_reasons else "yes"
     grid = "".join(
@@ -254,7 +253,8 @@ p, ol { margin: .3rem 0; }
 .mono { font: 12.5px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 td, th { text-align: left; padding: .2rem .6rem .2rem 0; border-bottom: 1px solid var(--line);
-    vertical-align: top; overflow-wrap: anywhere; }
+    vertical-align: top; overflow-wrap: break-word; max-width: 22rem; }
+th { white-space: nowrap; }
 .wide { overflow-x: auto; }
 details { border-bottom: 1px solid var(--line); padding: .25rem 0; }
 summary { cursor: pointer; overflow-wrap: anywhere; }

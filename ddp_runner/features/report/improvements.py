@@ -222,8 +222,8 @@ def _against(run: EndedRun, repeated: FaultRecord | None) -> str:
         return "recovery.warm_spare=true: most of it was waiting for new processes"
     if longest == "detect":
         return "recovery.hang_min_s and recovery.hang_factor, less than they are: most of it was noticing that a rank hangs"  # fmt: skip
-    most = f"; most of a repair is its part {longest!r}" if longest else ""
-    return f"no setting: the causes are in the list of faults{most}"
+    most = f"; {longest} takes most of a repair" if longest else ""
+    return f"no setting helps; the list of faults shows the causes{most}"
 
 
 def _spent(what: str, seconds: float, run: EndedRun) -> str:

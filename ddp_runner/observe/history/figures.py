@@ -23,6 +23,7 @@ MARKS_MAX = 600  # of a kind, the newest: more look like one
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _SKY, _PINK, _GREY, _YELLOW = "#56B4E9", "#CC79A7", "#8A8A8A", "#F0E442"
 _LINE_COLOURS = (_BLUE, _ORANGE, _GREEN, _PINK, _SKY, _RED, _GREY)
+_RANK_COLOURS = (*_LINE_COLOURS[2:], *_LINE_COLOURS[:2])  # those of the run's own curves come last
 MARK_STYLES = {
     "fault": (_RED, "x"),
     "repair": (_GREEN, "triangle-up"),
@@ -70,11 +71,16 @@ OF_USE = (
 )
 _IN_BOTH = ("rss_bytes", "device_used_bytes")
 _PER_GB = 1e9
-_FIRST_SHOWN = ("loss", "learning_rate", "grad_norm", "samples_per_s", "steps_per_s")
-_NOT_SHOWN = ("epoch", "device_total_bytes")
+# In the order in which people look: losses, evaluations, the rate, the throughput; then the others.
+_FIRST_SHOWN = (
+    *("learning_rate", "samples_per_s", "tokens_per_s", "steps_per_s", "grad_norm"),
+    *("data_wait_share", "step_s"),
+)
+_NOT_SHOWN = ("epoch", "tokens", "device_total_bytes")
 _BY_RANK = ("step_s", "data_wait_share", *OF_USE)
 RANKS_DRAWN_MAX = 16
-_PANEL_PX, _MARKS_PX, _AROUND_PX = 190, 46, 90
+_LEGEND_PX = 62  # three rows of it, on a telephone
+_PANEL_PX, _MARKS_PX, _AROUND_PX = 190, 46, _LEGEND_PX + 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +134,8 @@ def _is_loss(name: str) -> bool:
 
 
 def _place(name: str) -> int:
+    if is_of_evaluation(name):
+        return -1
     return _FIRST_SHOWN.index(name) if name in _FIRST_SHOWN else len(_FIRST_SHOWN)
 
 
@@ -234,7 +242,7 @@ def _lines(
         shown, one = name.replace("_", " "), curves.of_run(name)
         return [_line(one, shown, colour=colour, axis=axis, look=look, origin_s=origin_s)]
     ranks = sorted(by_rank.items())[:RANKS_DRAWN_MAX]
-    colours = {rank: _LINE_COLOURS[rank % len(_LINE_COLOURS)] for rank, _ in ranks}
+    colours = {rank: _RANK_COLOURS[rank % len(_RANK_COLOURS)] for rank, _ in ranks}
     unit = _PER_GB if name.endswith("_bytes") else 1
     return [
         _line(
@@ -335,12 +343,12 @@ def _layout(look: Look, height: int) -> Figure:
     ink = "#E6E6E6" if look.dark else "#222222"
     return {
         "height": height,
-        "margin": {"l": 64, "r": 40, "t": 8, "b": 40},
+        "margin": {"l": 64, "r": 40, "t": _LEGEND_PX, "b": 40},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"color": ink, "size": 12, "family": "system-ui, sans-serif"},
         "hoverlabel": {"align": "left", "font": {"family": "system-ui, sans-serif"}},
-        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+        "legend": {"orientation": "h", "y": 1.0, "yref": "container", "yanchor": "top", "x": 0},
         "hovermode": "closest",
         "dragmode": "zoom",
         "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": "#8A8A8A"},
@@ -374,7 +382,7 @@ def timeline_figure(
         rank: f"node {of_rank.get(rank, 0)}, rank {rank}" if are_several else f"rank {rank}"
         for rank in ranks
     }
-    layout = _layout(look, max(220, 34 * len(ranks) + 120))
+    layout = _layout(look, max(220, 34 * len(ranks) + _AROUND_PX + 30))
     layout |= {"barmode": "overlay", "bargap": 0.25}
     layout["xaxis"] = _axis(look, title="seconds since the first start")
     layout["yaxis"] = _axis(look, title="") | {

@@ -31,6 +31,7 @@ ROOT = "~"  # what the folder itself is called; a browser would drop a dot from 
 RECORDS = ("status.json", "summary.json", "events.jsonl")
 _ENDED = (RunState.DONE.value, RunState.FAILED.value)
 STACKS_OF_MAX = 16  # ranks
+EVALUATED_SHOWN_MAX = 4
 _READ_AGAIN_S = 0.2  # however many look on
 _BEATS_S = 5.0  # a status of another machine's run that is newer is of a live one
 _SETTINGS_BYTES_MAX = 1 << 20
@@ -64,21 +65,25 @@ class RunStanding:
     )  # how many times as slow as the others
     inexact_reasons: tuple[str, ...] = ()
     is_script: bool = False  # of whose weights nothing is known
+    evaluated: Mapping[str, float] = field(default_factory=dict)  # the newest, by name
 
     @property
     def shown(self) -> dict[str, str]:
-        """Return the figures as people are shown them, by name."""
+        """Return the known figures as people are shown them, by name; those of the newest evaluation follow the loss."""
         total = f" / {count(self.max_steps)}" if self.max_steps else ""
-        return {
+        evaluated = list(self.evaluated.items())[:EVALUATED_SHOWN_MAX]
+        known = {
             "step": f"{count(self.step)}{total}",
-            "loss": "-" if self.loss is None else figure(self.loss),
-            "samples/s": "-" if self.samples_per_s is None else rate(self.samples_per_s),
-            "elapsed": "-" if self.elapsed_s is None else duration(self.elapsed_s),
-            "time left": "-" if self.eta_s is None else duration(self.eta_s),
+            "loss": None if self.loss is None else figure(self.loss),
+            **{name.replace("_", " "): figure(value) for name, value in evaluated},
+            "samples/s": None if self.samples_per_s is None else rate(self.samples_per_s),
+            "elapsed": None if self.elapsed_s is None else duration(self.elapsed_s),
+            "time left": None if self.eta_s is None else duration(self.eta_s),
             "faults": count(self.faults),
-            "goodput": "-" if self.goodput is None else percent(self.goodput),
+            "goodput": None if self.goodput is None else percent(self.goodput),
             "ranks": count(self.world_size),
         }
+        return {name: text for name, text in known.items() if text is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +238,7 @@ class RunHistory:
             time_s=time_s if isinstance(time_s, dict) else {},
             stragglers=_by_rank(status.get("stragglers") or summary.get("stragglers")),
             inexact_reasons=tuple(map(str, reasons)) if isinstance(reasons, list) else (),
+            evaluated=_figures(status.get("evaluated") or summary.get("figures")),
             is_script="script" in summary or (self.folder / "attempt_0").is_dir(),
         )
 
@@ -287,6 +293,12 @@ def _holds_a_run(folder: Path) -> bool:
 def _records(value: object) -> tuple[Mapping[str, Any], ...]:
     found = value if isinstance(value, list) else ()
     return tuple(one for one in found if isinstance(one, dict))
+
+
+def _figures(value: object) -> dict[str, float]:
+    found = value.items() if isinstance(value, dict) else ()
+    known = {str(name): number(one) for name, one in found}
+    return {name: one for name, one in known.items() if one is not None}
 
 
 def _by_rank(value: object) -> dict[int, float]:

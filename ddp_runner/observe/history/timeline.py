@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_runner.observe.history.json_lines import epoch_s, whole
 
-STARTS, TRAINS, WAITS, GONE = "starts", "trains", "waits for a repair", "gone"
+STARTS, TRAINS, WAITS, GONE = "starting", "training", "waiting for a repair", "lost"
 SPANS_MAX = 20_000
 _RANKS_MAX = 4_096
 _ENDS_IT = ("rank_killed", "rank_exited", "rank_raised", "node_lost")

@@ -81,9 +81,7 @@ class Outputs:
         self._held: list[tuple[str, str]] = []
         self._early_events: list[Event] = []
         self._hidden = hidden_levels(settings)
-        self._display = make_display(
-            settings.log.display, stream=sys.stdout, console=settings.log.console
-        )
+        self._display = make_display(settings.log.display, stream=sys.stdout, hidden=self._hidden)
         self._display.start()
 
     @property
@@ -165,8 +163,7 @@ class Outputs:
     def say(self, text: str, *, level: str = "INFO") -> None:
         """Show a line of the supervisor on the console, unless its level is hidden there, and keep it in its log."""
         text = without_secrets(text, self.hidden)
-        if level not in self._hidden:
-            self._display.line(text, level=level)
+        self._display.line(text, level=level)
         self._log(level, text)
 
     def show_line(self, line: ConsoleLine) -> None:

@@ -119,7 +119,7 @@ class RunBegin:
                 command=tuple(plan.command),
                 step=first.committed_step,
                 total_steps=first.total_steps,
-                text=tuple(lines_of_kept(plan.as_written, first)),
+                text=tuple(lines_of_kept(plan, first)),
             )
         )
 
@@ -143,8 +143,9 @@ def kept_summary(log_dir: Path, first: Ready) -> RunSummary | None:
     return summary if is_it and summary.status is RunStatus.COMPLETED else None
 
 
-def lines_of_kept(settings: Settings, first: Ready) -> list[str]:
+def lines_of_kept(plan: LaunchPlan, first: Ready) -> list[str]:
     """What a person reads who starts a complete run again: that it is, and what has no effect."""
+    settings = plan.as_written
     where = f"{first.committed_step:,} of {first.total_steps:,} steps"
     lines = [f"already complete: {where}, nothing to train; the result is kept"]
     without_effect = changed_settings(settings)
@@ -155,6 +156,8 @@ def lines_of_kept(settings: Settings, first: Ready) -> list[str]:
             f"{first.changed_task} has changed since this run; the result is from the old version"
         )
     length = "--max-steps" if settings.run.max_steps else "--epochs"
+    if plan.loop is not None:
+        length = "max_steps or epochs of run.steps()"
     lines.append(
         f"raise {length} to train longer; {config.own_folder(settings)} or --resume none starts over"
     )

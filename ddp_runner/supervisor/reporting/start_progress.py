@@ -17,7 +17,7 @@ from ddp_runner.observe.console import LogTail, Shown, hidden_levels
 from ddp_runner.observe.tail import FollowedMemory
 from ddp_runner.supervisor.reporting.recorder import Recorder
 
-IMPORTING, FORMING, FIRST_STEP = "importing", "forming", "first step"
+IMPORTING, FORMING, FIRST_STEP = "importing", "connecting ranks", "first step"
 _CHECKPOINT_SHOWN_FROM_S = 0.1  # to look for one, and find none, is not worth a line
 
 

@@ -231,7 +231,7 @@ def test_faults_have_their_age_and_what_became_of_them():
 
 
 def test_the_curve_of_the_loss_falls_from_left_to_right():
-    """Equal stretches of steps, however many points each has; one point is no curve."""
+    """Equal stretches of steps, however many points each has; three points are no curve."""
     falling = tuple((step, 9.0 - step) for step in range(1, 9))
     assert by_steps(falling, stretches=8) == [8, 7, 6, 5, 4, 3, 2, 1]
     assert by_steps(falling, stretches=4) == [7.5, 5.5, 3.5, 1.5]
@@ -239,7 +239,9 @@ def test_the_curve_of_the_loss_falls_from_left_to_right():
     assert by_steps(((5, 1.0),), stretches=9) == [1]
     lines = shown(run_view(2, losses=falling), lines_max=20)
     assert " loss █▇▆▅▄▃▂▁  from 8.0000, lowest 1.0000" in lines
-    assert not any("lowest" in line for line in shown(run_view(2, losses=falling[:1])))
+    assert not any("lowest" in line for line in shown(run_view(2, losses=falling[:3])))
+    newest = shown(run_view(2, losses=falling, loss=0.5), lines_max=20)
+    assert any(line.endswith("lowest 0.5000") for line in newest), "lower than any of the points"
 
 
 def test_the_curve_of_a_long_run_forgets_what_is_done_again():
@@ -263,6 +265,6 @@ def test_rates_of_tokens_stand_beside_those_of_samples():
     """Where there is room; of the peak only where somebody knows it."""
     view = run_view(2, tokens_per_s=1.2e6, flops_utilization=0.431)
     assert " eta 2m 03s  of peak 43%  tokens/s 1.20M " in shown(view, width=120)[3]
-    narrow = shown(replace(view, faults_total=12, restarts=10), width=80)[3]
+    narrow = shown(replace(view, faults_total=12, restarts=10), width=70)[3]
     assert narrow.split()[-7:-4] == ["eta", "2m", "03s"], "a whole figure or none of it"
     assert "of peak" not in shown(replace(view, flops_utilization=None), width=120)[3]
