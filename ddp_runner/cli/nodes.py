@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 from ddp_runner.config import to_record
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.identity import is_sealed, shared_settings
-from ddp_runner.core.machines.majority import others_of, why_no_vote_holds
+from ddp_runner.core.machines.majority import is_over, others_of, why_no_vote_holds
 from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import HIDDEN, masked_words
@@ -294,7 +294,7 @@ def elected_elsewhere(plan: LaunchPlan, token: bytes) -> tuple[str, int] | None:
         record = file.read()
     except OSError as error:
         raise unreadable(file, error) from error
-    for peer in others_of(record):
+    for peer in [] if is_over([record]) else others_of(record):
         where = (peer.host, peer.port)
         if where == (options.host, options.port):
             continue

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.core.machines.majority import Peer, Record, why_no_vote_holds
+from ddp_runner.core.machines.majority import Peer, Record, is_over, why_no_vote_holds
 from ddp_runner.core.machines.node_messages import Elected, EndRank, Generation
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -205,15 +205,16 @@ class There:
 
     def __init__(self, number, record, *, shares=False):
         self.number, self.shares_checkpoints, self.orders = number, shares, []
+        self.is_to_note_end = self.has_noted_end = False
         self.hello = SimpleNamespace(record=record, at_host="127.0.0.1", at_port=number)
 
     def order(self, message):
         self.orders.append(message)
 
 
-def keeper_in(folder, *, resume="auto", term=TERM):
+def keeper_in(folder, *, resume="auto", term=TERM, votes=None):
     plan = plan_of(folder, resume=resume)
-    where = {"at": ("127.0.0.1", 1), "number": 0}
+    where = {"at": ("127.0.0.1", 1), "number": 0, "votes": votes}
     return MajorityKeeper(plan, term=term, token=TOKEN, clock=SYSTEM_CLOCK, **where)
 
 
@@ -391,30 +392,77 @@ def test_a_new_run_is_not_ended_by_a_record_of_one_before(tmp_path):
     first, late = There(1, Record(machine="m1")), Record(machine="m2", promised=7, ballot=7)
     keeper.forms(1, [first])
     keeper.trains()
-    late = replace(late, members=PEERS, promised_term="old", term="old")
+    late = replace(late, members=PEERS, promised_term="old", term="old", run="old")
     assert not keeper.is_behind(late)
     assert keeper.ballot_for(SimpleNamespace(record=late)) == 8
     assert keeper.missing([first, There(2, late)]) == []
-    assert keeper.is_behind(replace(late, machine="m1", promised=9, ballot=9))
+    assert keeper.is_behind(replace(late, machine="m1", promised=9, ballot=9, run=TERM))
     keeper.close()
 
 
+def test_an_heir_is_not_ended_by_a_record_of_another_run(three, monkeypatch):
+    """It has the votes that its machine has read as a follower, so that a disk that fails then ends nothing."""
+    keeper = keeper_in(three.folder / "0")
+    there = [There(number, one.record) for number, one in enumerate(three.followers, 1)]
+    keeper.forms(1, there)
+    keeper.close()
+    one = three.followers[0]
+    one.asked_to_form(there[0].orders[-1], TERM)
+    monkeypatch.setattr(ballot_file, "read_small", lambda path: 1 / 0)
+    heir = keeper_in(three.folder / "1", term="heir", votes=one.file)
+    heir.was_elected(2)
+    late = Record(machine="late", promised=7, ballot=7, members=PEERS, run="old")
+    assert not heir.is_behind(late)
+    assert heir.ballot_for(SimpleNamespace(record=late)) == 8
+    assert heir.missing([There(2, there[1].hello.record), There(3, late)]) == []
+    heir.forms(2, [There(2, there[1].hello.record), new := There(3, late)])
+    assert new.orders[-1].run == TERM
+    heir.trains()
+    assert heir.is_behind(replace(late, promised=9, ballot=9, run=TERM))
+    heir.close()
+
+
 def test_a_run_that_has_ended_holds_no_later_one_up(three):
-    """Each machine that knows of the end keeps its promise alone; where one is away, all remain as they were."""
+    """Each machine that knows of the end knows who else does; those that do not must be no majority."""
     keeper = keeper_in(three.folder / "0")
     there = [There(number, one.record) for number, one in enumerate(three.followers, 1)]
     keeper.forms(1, there)
     keeper.trains()
-    keeper.ends(there[:1])
-    assert keeper.missing([]) == [1, 2]
-    keeper.ends(there)
-    three.form(0, 1)
     for one, node in zip(three.followers, there, strict=True):
         one.asked_to_form(node.orders[-1], TERM)
-        assert not one.holds
-        assert (one.record.members, one.record.has_promised) == ((), (1, TERM))
+    keeper.ends(there[:1])
+    assert keeper.missing([]) == [1, 2]  # they may have elected another one
+    over = there[0].orders[-1]
+    assert not three.followers[0].noted_end(replace(over, generation=2), TERM)
+    assert three.followers[0].noted_end(over, TERM)
+    assert not three.followers[0].holds
+    there[0].has_noted_end = True
+    keeper.ends(there[:1])
     assert keeper.missing([]) == []
-    assert three.voting(1).record.members == ()
+    keeper.close()
+    for number, expected in ((1, []), (2, [0, 1])):  # the second machine was away
+        later = keeper_in(three.folder / str(number), term="later")
+        assert later.missing([]) == expected
+        later.close()
+    later = keeper_in(three.folder / "1", term="later")
+    new = There(2, Record(machine="new"))
+    later.forms(2, [new])
+    assert (new.orders[-1].before, new.orders[-1].run) == ((), TERM)
+    assert later.missing([new]) == []
+    later.close()
+
+
+def test_a_run_whose_end_nobody_else_has_noted_is_looked_for(three):
+    """A restarted coordinator asks the machines that it knew, unless it knows that they have nothing."""
+    keeper = keeper_in(three.folder / "0")
+    there = [There(number, one.record) for number, one in enumerate(three.followers, 1)]
+    keeper.forms(1, there)
+    keeper.trains()
+    keeper.ends(there)
+    assert not is_over([BallotFile(three.folder / "0").read()])
+    there[1].has_noted_end = True
+    keeper.ends(there)
+    assert is_over([BallotFile(three.folder / "0").read()])
     keeper.close()
 
 

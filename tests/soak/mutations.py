@@ -469,7 +469,7 @@ MUTATIONS = (
         "",
         also="test_the_newest_memory_is_known_by_term_and_number",
     ),
-    _break("one-vote", " and formed >= record.formed", ""),
+    _break("one-vote", " and not is_older", ""),
     _break("promise-is-kept", "return ballot >= record.has_promised", "return True"),
     _break("majority-of-both", "(record.members, record.before)", "(record.members,)"),
     _break(
@@ -477,6 +477,7 @@ MUTATIONS = (
         "return has_majority(newest(records),",
         "return True or has_majority(newest(records),",
     ),
+    _break("end-is-known", "bool(over) and not any(", "bool(over) or any("),
     _break("noted-before-going-on", "return False", "return True"),
     _break("newest-is-saved", "return present if is_newer else here", "return here or present"),
     _break("superseded-writes-nothing", "self._files.status.is_anothers", "False"),

@@ -178,6 +178,7 @@ class CoordinatorSupervisor(Supervisor):
             at=(place.address, place.meeting.options.port),
             number=place.number,
             clock=self._clock,
+            votes=place.votes,
         )
         return self._majority
 
@@ -203,8 +204,8 @@ class CoordinatorSupervisor(Supervisor):
         return majority.ballot_for(hello, there)
 
     def note_end(self) -> None:
-        """Have the machines that are there note that the run has ended, before they hear so."""
-        if self._majority is not None:
+        """Have the machines that are there note that the run has ended, unless a memory may be all that is left of a step."""
+        if self._majority is not None and self.ending is not None and self.run_end.is_saved:
             self._majority.ends([node for node in self._others if node.is_there])
 
     def hear_elected(self, elected: Elected) -> None:

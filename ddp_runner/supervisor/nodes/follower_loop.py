@@ -22,7 +22,9 @@ from ddp_runner.core.machines.node_messages import (
     Generation,
     Hello,
     NodeMessage,
+    OverNoted,
     Refused,
+    RunOver,
     Said,
     SaveWanted,
     StopWanted,
@@ -589,6 +591,10 @@ class _FollowerLoop:
             elif isinstance(message, Generation):
                 if self.voting is not None and self._node is not None:
                     self.voting.asked_to_form(message, self._node.term)
+            elif isinstance(message, RunOver):
+                term = "" if self._node is None else self._node.term
+                if self.voting is not None and self.voting.noted_end(message, term):
+                    self._report(OverNoted())
             else:
                 self._follower.on_node_message(message)
 
