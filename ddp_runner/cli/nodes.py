@@ -96,9 +96,8 @@ def train_on_several(
     if moving := os.environ.pop(moving_endpoint.VARIABLE, ""):
         options = replace(options, moving_fd=int(moving))
         plan = replace(plan, nodes=options)
-    address = options.local_addr
-    if address and not interface_of(address):
-        raise BadInputError("--local-addr", address, "is no address of this machine")
+    options = _with_local_address(options)
+    plan = replace(plan, nodes=options)
     door, folder = coordinators_door(options), Path(plan.settings.run.checkpoint_dir)
     silent_s = plan.settings.recovery.node_silent_s
     if door is None:
@@ -321,7 +320,8 @@ def coordinators_door(options: NodeOptions) -> Door | None:
             "must be 0 where is_host=1: the coordinator has rank 0",
         )
     is_certain = bool(options.is_host) or options.node_rank == 0
-    addresses = _resolved(options, patience_s=min(_NAMED_S, options.join_timeout_s) * is_certain)
+    patience_s = min(_NAMED_S, options.join_timeout_s) * is_certain
+    addresses = _resolved("--rdzv-endpoint", options.host, options.port, patience_s=patience_s)
     for address in addresses:
         if is_loopback(address) and not _means_loopback(options.host):
             return _door_for_others(options, address)
@@ -394,17 +394,30 @@ def _means_loopback(host: str) -> bool:
         return name.startswith(("localhost.", "ip6-lo")) or name.endswith("localhost")
 
 
-def _resolved(options: NodeOptions, *, patience_s: float) -> list[str]:
-    """The addresses of the endpoint's name, which may not be known yet, loopback last. Raises BadInputError."""
+def _with_local_address(options: NodeOptions) -> NodeOptions:
+    """Return the options with a numeric address of this machine in place of its name. Raises BadInputError."""
+    name = options.local_addr
+    if not name or interface_of(name):
+        return options
+    patience_s = min(_NAMED_S, options.join_timeout_s)
+    found = _resolved("--local-addr", name, options.port, patience_s=patience_s)
+    address = next((one for one in found if interface_of(one)), "")
+    if not address:
+        raise BadInputError("--local-addr", name, "is no address of this machine")
+    return replace(options, local_addr=address, local_name=name)
+
+
+def _resolved(option: str, host: str, port: int, *, patience_s: float) -> list[str]:
+    """The addresses of a name that ``option`` has, which may not be known yet, loopback last. Raises BadInputError."""
     give_up_s = time.monotonic() + patience_s
     while True:
         try:
-            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return sorted(dict.fromkeys(str(one[4][0]) for one in found), key=is_loopback)
         except OSError as error:
             if time.monotonic() >= give_up_s:
                 expected = f"is no name that this machine can resolve: {error}"
-                raise BadInputError("--rdzv-endpoint", options.host, expected) from error
+                raise BadInputError(option, host, expected) from error
         time.sleep(_LOOK_AGAIN_S)
 
 

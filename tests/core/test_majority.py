@@ -452,7 +452,10 @@ class World:
 
     def _lose_disk(self, one, then=None):
         """Unless half of the newest generation would be gone: whoever is left then may know nothing of it, but that it is over."""
-        known = newest([m.record for m in self.machines if m.record.run != "old"])
+        ours = [m.record for m in self.machines if m.record.run != "old"]
+        if not ours:
+            return
+        known = newest(ours)
         left = {m.record.machine for m in self.machines if m is not one}
         groups = [{peer.machine for peer in group} for group in (known.members, known.before)]
         still = [m.record for m in self.machines if m is not one and m.record.run != "old"]

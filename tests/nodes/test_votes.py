@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.supervisor.nodes import follower_loop
+from ddp_runner.supervisor.nodes import letters as letters_module
 from ddp_runner.supervisor.nodes.letters import Letters
 from ddp_runner.supervisor.nodes.majority_keeper import DOUBTS_S, MajorityKeeper
 from ddp_runner.supervisor.nodes.successor import listen
@@ -185,6 +187,66 @@ def test_a_follower_hears_who_was_elected(three):
         time.sleep(0.01)
     assert one.leader_at == ("10.0.0.1", 29400)
     letters.close()
+
+
+@pytest.fixture
+def letters():
+    made = Letters(TOKEN, {})
+    yield made
+    made.close()
+
+
+def heard(letters, one, *, seconds=5.0):
+    """Where the coordinator is that it hears of within that time."""
+    give_up_s = time.monotonic() + seconds
+    while time.monotonic() < give_up_s and one.leader_at is None:
+        list(letters.turn())
+        one.turn(obeys=False)
+        time.sleep(0.01)
+    return one.leader_at
+
+
+ELECTED = Elected(ballot=2, term="b", host="node9", port=29400)
+
+
+def test_a_name_is_looked_up_at_each_dial(three, letters, monkeypatch):
+    """It may have no address for a while, and a server of names that is silent holds nobody up."""
+    is_known, real = threading.Event(), socket.getaddrinfo
+
+    def look_up(host, port, **how):
+        if host != "node1":
+            return real(host, port, **how)
+        if how["flags"] == 0:
+            is_known.wait()
+            return real("127.0.0.1", port, type=socket.SOCK_STREAM)
+        raise socket.gaierror
+
+    monkeypatch.setattr(letters_module.socket, "getaddrinfo", look_up)
+    first, second = three.followers
+    named = replace(three.peers[1], host="node1")
+    for _ in range(3):
+        letters.send([named, three.peers[2]], ELECTED)
+    assert heard(letters, second) == ("node9", 29400)
+    assert first.leader_at is None
+    assert len(letters._asked) == 1
+    is_known.set()
+    assert heard(letters, first) == ("node9", 29400)
+    first.leader_at = None
+    letters.send([replace(named, host="nowhere.invalid")], ELECTED)
+    assert heard(letters, first, seconds=0.3) is None
+
+
+def test_an_address_of_version_six_is_dialled(three, letters):
+    """Where the machine has any."""
+    one = three.voting(1)
+    try:
+        one.open(listen("::1"))
+    except OSError:
+        pytest.skip("this machine has no address of version six")
+    host, port = one.at
+    letters.send([Peer(machine="one", number=1, host=host, port=port)], ELECTED)
+    assert heard(letters, one) == ("node9", 29400)
+    one.close()
 
 
 def test_a_stranger_with_another_token_votes_for_nobody(three):

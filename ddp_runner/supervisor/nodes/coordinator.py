@@ -171,11 +171,12 @@ class CoordinatorSupervisor(Supervisor):
 
     def decide_by_majority(self, place: Place) -> MajorityKeeper:
         """Have a majority decide who coordinates, where it can. ``place``: this machine's; the caller closes the keeper."""
+        options = place.meeting.options
         self._majority = MajorityKeeper(
             self._plan,
             term=self._owner.term,
             token=place.meeting.token,
-            at=(place.address, place.meeting.options.port),
+            at=(options.local_name or options.host, options.port),
             number=place.number,
             clock=self._clock,
             votes=place.votes,

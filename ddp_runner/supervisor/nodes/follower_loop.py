@@ -398,7 +398,8 @@ class _FollowerLoop:
             with contextlib.suppress(OSError):
                 address = self._meeting.options.local_addr or self._address
                 voting.open(listen(address))  # the endpoint's port may be another run's here
-        return voting.at
+        host, port = voting.at
+        return (self._meeting.options.local_name or host if port else "", port)
 
     def _welcomed(self, welcome: Welcome) -> None:
         """Become the node that the coordinator says, or a spare one."""
