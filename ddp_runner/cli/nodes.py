@@ -23,6 +23,7 @@ from ddp_runner.config.identity import is_sealed, shared_settings
 from ddp_runner.core.machines.majority import is_over, others_of, why_no_vote_holds
 from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.secrets import HIDDEN, masked_words
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.system.interfaces import (
@@ -109,27 +110,35 @@ def train_on_several(
     if known and options.moving_fd is None and leads_elsewhere(plan, known):
         door.listening.close()
         return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=lead)
+
+    def follow_at(where: tuple[str, int], token: bytes) -> int:
+        nodes = replace(options, host=where[0], port=where[1], is_host=False)
+        other = replace(plan, nodes=nodes)
+        return follow(other, meeting(other, token=token, silent_s=silent_s), lead=lead)
+
     elected = elected_elsewhere(plan, known) if known else None
     if elected is not None:
         door.listening.close()
-        host, port = elected
-        plan = replace(plan, nodes=replace(options, host=host, port=port, is_host=False))
-        return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=lead)
+        return follow_at(elected, known)
     try:
         found = meeting(plan, token=given or make_token(folder), silent_s=silent_s)
-        if not found.allows_different_code:
-            plan = replace(plan, code=digest_of(found.code))
+        code = plan.code if found.allows_different_code else digest_of(found.code)
     except BadInputError:
         door.listening.close()
         raise
+    votes = BallotFile(folder)
     place = Place(
         meeting=found,
         number=options.node_rank or 0,
         listening=door.listening,
         address=door.address,
         store_host=door.address,
+        votes=votes,
     )
-    return supervise(plan, place, coordinator=agent)
+    ended_with = supervise(replace(plan, code=code), place, coordinator=agent)
+    if votes.yields_to is not None and ended_with == ExitCode.PREEMPTED:
+        return follow_at(votes.yields_to, found.token)
+    return ended_with
 
 
 def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:

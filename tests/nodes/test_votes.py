@@ -333,8 +333,11 @@ def test_a_coordinator_yields_to_a_newer_one(tmp_path):
     keeper = keeper_in(tmp_path)
     older = Elected(ballot=0, term="z", host="h", port=1)
     assert keeper.yields_to(older)
+    assert keeper.gives_way()
+    assert BallotFile(tmp_path).yields_to is None  # it is of this process alone
     keeper.was_elected(5)
     assert not keeper.yields_to(older)
+    assert not keeper.gives_way()
     assert keeper.yields_to(Elected(ballot=6, term="b", host="h", port=1))
     keeper.close()
 

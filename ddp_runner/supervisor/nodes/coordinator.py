@@ -399,9 +399,10 @@ class CoordinatorSupervisor(Supervisor):
         self._looked_at_owner_s = now_s
         if self._elected_at:
             self.has_successor = True
-            line = (
-                f"a majority has elected another coordinator, at {self._elected_at}: this one ends"
-            )
+            majority, what = self._majority, "ends"
+            if self._stop is None and majority is not None and majority.gives_way():
+                what = "follows it"
+            line = f"a majority has elected another coordinator, at {self._elected_at}: this one {what}"
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
         elif not self._is_superseded():
             if self._has_folder:

@@ -65,6 +65,7 @@ class MajorityKeeper:
         self._ballot = own.promised + 1
         self._run = "" if self._is_new else own.run  # that goes on here; empty: none is known yet
         self._has_formed = self._is_elected = False
+        self._newer_at: tuple[str, int] | None = None
         self._said_s = 0.0
         self._doubts_since_s = 0.0  # whether another one was elected; 0: it does not
         options = plan.nodes
@@ -90,7 +91,13 @@ class MajorityKeeper:
     def yields_to(self, elected: Elected) -> bool:
         """Return whether that coordinator is the newer one, or this one has nothing that could be lost."""
         has_right = self._has_formed or self._is_elected
+        self._newer_at = None if has_right else (elected.host, elected.port)
         return not has_right or (elected.ballot, elected.term) > self.ballot
+
+    def gives_way(self) -> bool:
+        """Have this machine follow the newer coordinator, where it has formed nothing itself; return whether it does."""
+        self._file.yields_to = self._newer_at
+        return self._newer_at is not None
 
     def ballot_for(self, hello: Hello, there: Sequence[RemoteNode] = ()) -> int | None:
         """Return the number for a machine that has come, which follows no older coordinator than the one it has voted for.
