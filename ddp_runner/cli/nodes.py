@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, cast
 from ddp_runner.config import to_record
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.identity import is_sealed, shared_settings
-from ddp_runner.core.machines.majority import others_of, why_no_vote_holds
+from ddp_runner.core.machines.majority import is_over, others_of, why_no_vote_holds
 from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.secrets import HIDDEN, masked_words
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.system.interfaces import (
@@ -96,9 +97,8 @@ def train_on_several(
     if moving := os.environ.pop(moving_endpoint.VARIABLE, ""):
         options = replace(options, moving_fd=int(moving))
         plan = replace(plan, nodes=options)
-    address = options.local_addr
-    if address and not interface_of(address):
-        raise BadInputError("--local-addr", address, "is no address of this machine")
+    options = _with_local_address(options)
+    plan = replace(plan, nodes=options)
     door, folder = coordinators_door(options), Path(plan.settings.run.checkpoint_dir)
     silent_s = plan.settings.recovery.node_silent_s
     if door is None:
@@ -110,27 +110,35 @@ def train_on_several(
     if known and options.moving_fd is None and leads_elsewhere(plan, known):
         door.listening.close()
         return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=lead)
+
+    def follow_at(where: tuple[str, int], token: bytes) -> int:
+        nodes = replace(options, host=where[0], port=where[1], is_host=False)
+        other = replace(plan, nodes=nodes)
+        return follow(other, meeting(other, token=token, silent_s=silent_s), lead=lead)
+
     elected = elected_elsewhere(plan, known) if known else None
     if elected is not None:
         door.listening.close()
-        host, port = elected
-        plan = replace(plan, nodes=replace(options, host=host, port=port, is_host=False))
-        return follow(plan, meeting(plan, token=known, silent_s=silent_s), lead=lead)
+        return follow_at(elected, known)
     try:
         found = meeting(plan, token=given or make_token(folder), silent_s=silent_s)
-        if not found.allows_different_code:
-            plan = replace(plan, code=digest_of(found.code))
+        code = plan.code if found.allows_different_code else digest_of(found.code)
     except BadInputError:
         door.listening.close()
         raise
+    votes = BallotFile(folder)
     place = Place(
         meeting=found,
         number=options.node_rank or 0,
         listening=door.listening,
         address=door.address,
         store_host=door.address,
+        votes=votes,
     )
-    return supervise(plan, place, coordinator=agent)
+    ended_with = supervise(replace(plan, code=code), place, coordinator=agent)
+    if votes.yields_to is not None and ended_with == ExitCode.PREEMPTED:
+        return follow_at(votes.yields_to, found.token)
+    return ended_with
 
 
 def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
@@ -294,7 +302,7 @@ def elected_elsewhere(plan: LaunchPlan, token: bytes) -> tuple[str, int] | None:
         record = file.read()
     except OSError as error:
         raise unreadable(file, error) from error
-    for peer in others_of(record):
+    for peer in [] if is_over([record]) else others_of(record):
         where = (peer.host, peer.port)
         if where == (options.host, options.port):
             continue
@@ -321,7 +329,8 @@ def coordinators_door(options: NodeOptions) -> Door | None:
             "must be 0 where is_host=1: the coordinator has rank 0",
         )
     is_certain = bool(options.is_host) or options.node_rank == 0
-    addresses = _resolved(options, patience_s=min(_NAMED_S, options.join_timeout_s) * is_certain)
+    patience_s = min(_NAMED_S, options.join_timeout_s) * is_certain
+    addresses = _resolved("--rdzv-endpoint", options.host, options.port, patience_s=patience_s)
     for address in addresses:
         if is_loopback(address) and not _means_loopback(options.host):
             return _door_for_others(options, address)
@@ -394,17 +403,30 @@ def _means_loopback(host: str) -> bool:
         return name.startswith(("localhost.", "ip6-lo")) or name.endswith("localhost")
 
 
-def _resolved(options: NodeOptions, *, patience_s: float) -> list[str]:
-    """The addresses of the endpoint's name, which may not be known yet, loopback last. Raises BadInputError."""
+def _with_local_address(options: NodeOptions) -> NodeOptions:
+    """Return the options with a numeric address of this machine in place of its name. Raises BadInputError."""
+    name = options.local_addr
+    if not name or interface_of(name):
+        return options
+    patience_s = min(_NAMED_S, options.join_timeout_s)
+    found = _resolved("--local-addr", name, options.port, patience_s=patience_s)
+    address = next((one for one in found if interface_of(one)), "")
+    if not address:
+        raise BadInputError("--local-addr", name, "is no address of this machine")
+    return replace(options, local_addr=address, local_name=name)
+
+
+def _resolved(option: str, host: str, port: int, *, patience_s: float) -> list[str]:
+    """The addresses of a name that ``option`` has, which may not be known yet, loopback last. Raises BadInputError."""
     give_up_s = time.monotonic() + patience_s
     while True:
         try:
-            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return sorted(dict.fromkeys(str(one[4][0]) for one in found), key=is_loopback)
         except OSError as error:
             if time.monotonic() >= give_up_s:
                 expected = f"is no name that this machine can resolve: {error}"
-                raise BadInputError("--rdzv-endpoint", options.host, expected) from error
+                raise BadInputError(option, host, expected) from error
         time.sleep(_LOOK_AGAIN_S)
 
 

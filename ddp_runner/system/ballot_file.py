@@ -18,12 +18,16 @@ _KINDS: dict[str, type[Record]] = {"Record": Record}
 
 
 class BallotFile:
-    """Owned by one supervisor, which keeps the record in memory once it has read it."""
+    """Owned by one supervisor, which keeps the record in memory once it has read it.
+
+    ``yields_to``: where the coordinator listens to which this machine has given way before it had formed anything.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self._new_name = secrets.token_hex(_NAME_BYTES)
         self._kept: Record | None = None
+        self.yields_to: tuple[str, int] | None = None
 
     def read(self) -> Record:
         """Return the record of this machine; one without a file is new. Raises OSError."""

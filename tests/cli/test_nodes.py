@@ -107,6 +107,20 @@ def test_a_given_local_address_is_listened_at_alone(resolves, capsys):
     assert not capsys.readouterr().out
 
 
+def test_a_local_address_may_be_a_name(late_name):
+    """This machine is bound to an address of it, and the others look the name up."""
+    options = nodes._with_local_address(_options(local_addr="train-0.train"))
+    assert (options.local_addr, options.local_name) == ("127.0.0.1", "train-0.train")
+    for given in ("", "127.0.0.1"):
+        assert nodes._with_local_address(_options(local_addr=given)).local_name == ""
+
+
+def test_a_local_address_of_another_machine_is_refused():
+    """In one line that names the option."""
+    with pytest.raises(BadInputError, match="is no address of this machine"):
+        nodes._with_local_address(_options(local_addr="192.0.2.7"))
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "localhost.localdomain"])
 def test_who_names_loopback_gets_loopback(resolves, capsys, host):
     """That is a run of several supervisors on this machine alone."""

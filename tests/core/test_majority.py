@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -13,9 +13,11 @@ from ddp_runner.core.machines.majority import (
     Peer,
     Record,
     confirmed,
+    ended,
     forming,
     has_majority,
     is_newest,
+    is_over,
     known_by_all,
     may_form,
     may_obey,
@@ -59,12 +61,18 @@ class Machine:
     members: tuple = ()  # of the generation that it forms, or trains
     has_group: bool = False
     lost_s: dict = field(default_factory=dict)
+    is_ending: bool = False
     step_at_s: float = 0.0
 
     def end(self):
         """Its supervisor ends, and its rank with it; its disk stays."""
         self.is_alive, self.obeys, self.leads, self.members = False, None, False, ()
         self.memory, self.memory_of, self.has_group, self.has_formed = 0, (), False, False
+        self.is_ending = False
+
+    def counts(self, other):
+        """Whether the record of another machine is of the run that goes on here."""
+        return not (self.memory or self.has_formed) or other.record.run == self.record.run
 
     def start(self):
         """Another supervisor, with nothing in memory."""
@@ -87,7 +95,7 @@ class World:
         self.newest, self.last, self.last_members = 0, (), ()
         self.met, self.trained = set(), set()  # generations whose ranks have met, or made a step
         self.machines[0].leads = True
-        self.commits = self.elections = 0
+        self.commits = self.elections = self.ends = self.launches = 0
 
     @staticmethod
     def fresh():
@@ -112,9 +120,9 @@ class World:
         for one in self.random.sample(self.machines, len(self.machines)):
             if not one.is_alive or self.random.random() < 0.1:  # which comes late
                 continue
-            if one.leads:
+            if one.leads and not one.is_ending:
                 self._coordinate(one)
-            else:
+            elif not one.leads:
                 self._follow(one)
         for one in self.machines:
             if one.is_alive and one.leads:
@@ -179,12 +187,15 @@ class World:
             self._join(one, boss)
 
     def _join(self, one, boss):
+        if boss.is_ending:
+            return
         if one.record.has_promised > boss.ballot:
-            if boss.memory and one.record.formed > boss.record.formed:
+            is_ours = boss.memory and boss.counts(one)
+            if is_ours and one.record.formed > boss.record.formed:
                 boss.end()  # others have trained without it
                 return
             boss.ballot = (one.record.promised + 1, boss.ballot[1])
-        known = newest([boss.record, *(m.record for m in self._there(boss))])
+        known = newest(self._records(boss, self._there(boss)))
         if not self._keeps(one, known):
             one.memory, one.memory_of = 0, ()
         one.obeys, one.heard_s = boss, self.now_s
@@ -206,6 +217,14 @@ class World:
     def _there(self, boss):
         return [m for m in self.machines if m is boss or (m.obeys is boss and self.hear(boss, m))]
 
+    @staticmethod
+    def _records(boss, there):
+        others = [m for m in there if m is not boss]
+        return [
+            boss.record,
+            *(m.record if boss.counts(m) else Record(machine=m.record.machine) for m in others),
+        ]
+
     def _say_who_leads(self, one):
         for other in self.machines:
             is_older = not other.memory or other.ballot < one.ballot
@@ -225,18 +244,19 @@ class World:
         late = [m for m in missing if self.now_s > one.lost_s[m] + self.patience_s]
         if len(there) < self.least or len(late) < len(missing):
             return
-        if not may_form([m.record for m in there]):
+        records = self._records(one, there)
+        if not may_form(records):
             return
-        known = newest([m.record for m in there])
+        known = newest(records)
         for other in there:  # which has been away while others have gone on
             if not self._keeps(other, known):
                 if other is one:
                     one.end()
                     return
                 other.memory, other.memory_of = 0, ()
-        self._form(one, there, known)
+        self._form(one, there, known, before=() if is_over(records) else known_by_all(known))
 
-    def _form(self, one, there, known):
+    def _form(self, one, there, known, before):
         if not one.ballot[1]:
             one.ballot = (max(m.record.promised for m in there) + 1, f"t{next(NAMES)}")
         number = max(one.ballot[0], *(m.record.promised for m in there))
@@ -250,7 +270,7 @@ class World:
         asked = set()
         ballot, generation, members = one.ballot, one.generation, one.members
         how = {"ballot": ballot, "generation": generation, "members": peers}
-        how["before"] = known_by_all(known)
+        how |= {"before": before, "run": known.run or ballot[1]}
 
         def take(other):
             if not other.leads and other.obeys is not one:
@@ -307,6 +327,54 @@ class World:
             if self.random.random() < 0.05:
                 other.saved = self.newest
 
+    def finish(self):
+        """Each coordinator whose run trains ends it in order."""
+        for boss in self.machines:
+            if boss.leads and boss.has_group and boss.record.formed in self.trained:
+                self._finish(boss, boss.members, boss.record.formed)
+                self.ends += 1
+
+    def _finish(self, boss, members, formed):
+        """Its disk has the newest step, and all are asked to note the end."""
+        boss.is_ending, boss.has_group, boss.saved = True, False, boss.memory
+        boss.record = ended(boss.record, {boss.record.machine})
+        names = boss.record.over
+        for one in members:
+            self.post(boss, one, lambda o=one: self._note(o, boss, formed, names))
+        self._later(boss, lambda: self._end(boss, members, formed))
+
+    def _later(self, one, then):
+        """Have it do that once all that was sent has come."""
+        self.posts.append((self.now_s + 2 * DELAY_S, one, one, one.life, one.life, then))
+
+    def _note(self, one, boss, formed, names):
+        """It writes that down, and says so."""
+        if one.record.formed != formed or (one is not boss and one.obeys is not boss):
+            return
+        name = one.record.machine
+        one.record = ended(one.record, {*names, name})
+
+        def heard():
+            if boss.record.formed == formed:
+                boss.record = ended(boss.record, {name})
+
+        self.post(one, boss, heard)
+
+    def _end(self, boss, members, formed):
+        """Each hears who knows of the end, and ends."""
+        names = boss.record.over
+
+        def hear(one):
+            if one.record.formed == formed:
+                one.record = ended(one.record, names)
+            if one.obeys is boss:
+                one.end()
+
+        for one in members:
+            if one is not boss:
+                self.post(boss, one, lambda o=one: hear(o))
+        self._later(boss, boss.end)
+
     # What happens to machines.
 
     def harm(self):
@@ -314,27 +382,61 @@ class World:
         one = self.random.choice(leaders or self.machines)
         if self.random.random() < 0.5:
             one = self.random.choice(self.machines)
-        what = self.random.choice(HARMS)
-        if what == "kill":
-            one.end()
-        elif what == "wipe":
-            one.end()
-            self._lose_disk(one)
-        elif what == "start":
-            self.restart()
-        elif what == "move":
-            self.cut.clear()
-            self._split(self.random.randint(1, 2))
-            self._lose_disks()
-            self.restart()
-        elif what == "cut":
-            self.cut |= {frozenset((one.number, m.number)) for m in self.machines if m is not one}
-        elif what == "split":
-            self._split(self.count // 2)
-        elif what == "link":
-            self.cut.add(frozenset(self.random.sample(range(self.count), 2)))
-        elif what == "heal":
-            self.cut.clear()
+        getattr(self, f"_{self.random.choice(HARMS)}")(one)
+
+    def _kill(self, one):
+        one.end()
+
+    def _wipe(self, one):
+        one.end()
+        self._lose_disk(one)
+
+    def _start(self, one):
+        del one
+        self.restart()
+
+    def _move(self, one):
+        self._heal(one)
+        self._split(self.random.randint(1, 2))
+        self._lose_disks()
+        self.restart()
+
+    def _cut(self, one):
+        self.cut |= {frozenset((one.number, m.number)) for m in self.machines if m is not one}
+
+    def _halves(self, one):
+        del one
+        self._split(self.count // 2)
+
+    def _link(self, one):
+        del one
+        self.cut.add(frozenset(self.random.sample(range(self.count), 2)))
+
+    def _heal(self, one):
+        del one
+        self.cut.clear()
+
+    def _stop(self, one):
+        self.finish()
+        if self.random.random() < 0.5:  # while some do not hear of it
+            self._cut(one)
+
+    def _stop_and_move(self, one):
+        """The next launch comes while others may have elected a coordinator, on other disks."""
+        self._stop(one)
+        self.run(self.random.uniform(0.2, 4.0))
+        self._move(one)
+
+    def _other(self, one):
+        one.end()
+        self._lose_disk(one, then=self._of_another_run())
+
+    def _of_another_run(self):
+        """The record of a machine that was in another run, with machines that are gone."""
+        name, ballot = f"m{next(NAMES)}", self.random.randint(1, 60)
+        peers = [Peer(machine=one, number=0, host="", port=1) for one in (name, "x", "y")]
+        how = {"generation": 5, "members": peers, "before": (), "run": "old"}
+        return forming(Record(machine=name), ballot=(ballot, "old"), **how)
 
     def _split(self, size):
         """So many machines do not hear the others."""
@@ -348,13 +450,18 @@ class World:
             if not other.is_alive and self.random.random() < 0.5:
                 self._lose_disk(other)
 
-    def _lose_disk(self, one):
-        """Unless half of the newest generation would be gone: whoever is left then may know nothing of it."""
-        known = newest([m.record for m in self.machines])
+    def _lose_disk(self, one, then=None):
+        """Unless half of the newest generation would be gone: whoever is left then may know nothing of it, but that it is over."""
+        ours = [m.record for m in self.machines if m.record.run != "old"]
+        if not ours:
+            return
+        known = newest(ours)
         left = {m.record.machine for m in self.machines if m is not one}
         groups = [{peer.machine for peer in group} for group in (known.members, known.before)]
-        if all(2 * len(group & left) > len(group) for group in groups if group):
-            one.record, one.saved = self.fresh(), 0
+        still = [m.record for m in self.machines if m is not one and m.record.run != "old"]
+        is_known = still and newest(still).formed == known.formed and is_over(still)
+        if is_known or all(2 * len(group & left) > len(group) for group in groups if group):
+            one.record, one.saved = then or self.fresh(), 0
 
     def restart(self):
         """Start who has ended; machine 0 coordinates unless another one that it knows and reaches does."""
@@ -376,8 +483,8 @@ class World:
 
 
 HARMS = (
-    *("kill", "kill", "wipe", "wipe", "start", "start"),
-    *("cut", "split", "link", "heal", "move", "move", "move"),
+    *("kill", "kill", "wipe", "wipe", "start", "start", "move", "move", "move"),
+    *("cut", "halves", "link", "heal", "stop", "stop", "stop_and_move", "other"),
 )
 
 
@@ -395,12 +502,30 @@ def schedule(seed):
     world.run(12.0)
     have = {m.record.machine for m in world.machines if m.memory and m.memory == world.newest}
     known = newest([m.record for m in world.machines])
-    able = known.members and has_majority(known, have)
+    has_ended = [m for m in world.machines if m.record.over and m.record.formed == known.formed]
+    able = known.members and has_majority(known, have) and not has_ended
     if able and sum(m.is_alive for m in world.machines) >= world.least:
         before = world.commits
         world.run(6.0)
         assert world.commits > before, "a majority has the newest step, and nobody trains"
+    for one in has_ended:
+        if is_over([one.record]):
+            launch(world, one)
+            break
     return world
+
+
+def launch(world, one):
+    """The next launch, with one machine that knows of the end, and others that know nothing."""
+    for other in world.machines:
+        other.end()
+        if other is not one:
+            other.record, other.saved = world.fresh(), 0
+    world.restart()
+    before = world.commits
+    world.run(6.0)
+    assert world.commits > before, "the run has ended, and the next launch waits for somebody"
+    world.launches += 1
 
 
 def test_a_majority_never_lets_two_machines_commit():
@@ -458,3 +583,24 @@ def test_a_generation_has_a_majority_of_those_before(before, machines, expected)
 def test_of_two_halves_the_coordinators_is_the_majority(machines, expected):
     """Its machine is the first member; no other half has it too."""
     assert has_majority(record_of("a", members="ab"), machines) is expected
+
+
+@pytest.mark.parametrize(
+    ("over", "before", "expected"),
+    [("", "", False), ("a", "", False), ("b", "", False), ("ab", "", True), ("ab", "bcd", False)],
+)
+def test_an_end_counts_once_no_majority_can_be_without_it(over, before, expected):
+    """Of three machines two must have written it down, also for the generation that all know of."""
+    known = replace(record_of("a", promised=1, members="abc", before=before), over=tuple(over))
+    old = replace(record_of("c", members="abc"), over=("c",))
+    assert is_over([known, old, record_of("d")]) is expected
+    assert may_form([known, record_of("d"), record_of("e")]) is expected
+
+
+def test_who_has_written_down_the_end_votes_for_no_memory_of_it():
+    """Nor is it the end of a generation that the machine forms later."""
+    record = ended(record_of("a", promised=1, members="abc"), {"a", "b"})
+    assert not may_vote(record, (2, "x"), record.formed)
+    assert may_vote(record, (2, "x"), (2, "x", 1))
+    how = {"ballot": (2, "x"), "generation": 2, "members": record.members, "before": ()}
+    assert forming(record, **how).over == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 
 import pytest
@@ -51,13 +52,15 @@ def test_two_of_three_machines_elect_a_coordinator_and_lose_no_step(nodes, one_m
 
 
 def test_a_coordinator_that_was_away_finds_another_one_elected(nodes, one_machine):
-    """It is silent for a while, and ends; nothing that it does counts, and its next start follows the new one."""
+    """It is silent for a while, and ends; nothing that it does counts. Its next start, on an empty disk, hears of the new one."""
     first, *others = start_three(nodes)
     first.signal(signal.SIGSTOP)
     second, third = elected(others)
     first.signal(signal.SIGCONT)
     assert first.wait() == 75, first.console
     assert "a majority has elected another coordinator" in first.console
+    shutil.rmtree(first.checkpoints)
     first = nodes.start(0, *WORDS, nnodes="2:3")
     assert [run.wait() for run in (first, second, third)] == [0, 0, 0], second.console
+    assert "this one follows it" in first.console
     assert second.digest == one_machine(3)

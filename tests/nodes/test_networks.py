@@ -16,6 +16,7 @@ import pytest
 
 from tests import ready
 from tests.nodes.conftest import SETTINGS, TOKEN
+from tests.nodes.test_majority import LEADS
 from tests.nodes.test_scripts import NAMES, SCRIPT, began
 from tests.processes import poll
 from tests.scenarios.harness import NO_DRILLS, ONE_THREAD, ROOT, WORKLOAD, processes_with
@@ -247,6 +248,42 @@ def test_a_script_goes_on_with_fewer_behind_a_link_that_is_cut(network, tmp_path
     found = json.loads((folders[0] / "logs" / "summary.json").read_text(encoding="utf-8"))
     assert (found["status"], found["world_size"]) == ("completed", 1)
     assert "is lost: nothing was heard" in found["attempts"][0]["cause"]
+
+
+@pytest.mark.whole_run
+def test_a_coordinator_whose_link_is_cut_is_replaced_and_follows(network, tmp_path, made_once):
+    """The two others elect one of them. The old one commits nothing alone, ends with 75, and its next start follows."""
+    words = ("--nnodes", "2:3", "--rdzv-endpoint", "10.9.0.1:29500", "task.pace_s=0.1")
+    words += ("recovery.elect_coordinator=true", "recovery.node_patience_s=300")
+    folders = [tmp_path / f"machine{number}" for number in range(3)]
+
+    def console(number):
+        return (folders[number] / "console.txt").read_text()
+
+    def committed(number):
+        path = folders[number] / "logs" / f"audit_rank_{number}.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    for number, folder in enumerate(folders):
+        network.start(number, folder, *words, "--node-rank", number)
+    poll(lambda: committed(0) >= 10, what="ten steps")
+    network.run("ip link set wire0 down")
+    poll(lambda: LEADS in console(1) + console(2), what=f"an election: {console(1)}{console(2)}")
+    before = committed(0)
+    poll(lambda: "nothing was heard of it" in console(0), what=f"the loss: {console(0)}")
+    assert committed(0) == before
+    network.run("ip link set wire0 up")
+    old = network.started[0]
+    assert old.wait(timeout=60.0) == 75, console(0)
+    assert "a majority has elected another coordinator" in console(0)
+    assert committed(0) == before
+    network.start(0, folders[0], *words, "--node-rank", 0)
+    poll(lambda: not processes_with(network.mark), timeout_s=120.0, what=f"the end: {console(0)}")
+    assert "was elected: following it" in console(0)
+    (summary,) = list(tmp_path.glob("machine[12]/logs/summary.json"))
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    assert (found["status"], found["exact"]) == ("completed", True), found
+    assert found["weights_sha256"] == made_once(*SETTINGS, world=3).digest
 
 
 @pytest.mark.whole_run

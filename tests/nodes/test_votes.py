@@ -5,19 +5,21 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.core.machines.majority import Peer, Record, why_no_vote_holds
+from ddp_runner.core.machines.majority import Peer, Record, is_over, why_no_vote_holds
 from ddp_runner.core.machines.node_messages import Elected, EndRank, Generation
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.supervisor.nodes import follower_loop
+from ddp_runner.supervisor.nodes import letters as letters_module
 from ddp_runner.supervisor.nodes.letters import Letters
 from ddp_runner.supervisor.nodes.majority_keeper import DOUBTS_S, MajorityKeeper
 from ddp_runner.supervisor.nodes.successor import listen
@@ -187,6 +189,66 @@ def test_a_follower_hears_who_was_elected(three):
     letters.close()
 
 
+@pytest.fixture
+def letters():
+    made = Letters(TOKEN, {})
+    yield made
+    made.close()
+
+
+def heard(letters, one, *, seconds=5.0):
+    """Where the coordinator is that it hears of within that time."""
+    give_up_s = time.monotonic() + seconds
+    while time.monotonic() < give_up_s and one.leader_at is None:
+        list(letters.turn())
+        one.turn(obeys=False)
+        time.sleep(0.01)
+    return one.leader_at
+
+
+ELECTED = Elected(ballot=2, term="b", host="node9", port=29400)
+
+
+def test_a_name_is_looked_up_at_each_dial(three, letters, monkeypatch):
+    """It may have no address for a while, and a server of names that is silent holds nobody up."""
+    is_known, real = threading.Event(), socket.getaddrinfo
+
+    def look_up(host, port, **how):
+        if host != "node1":
+            return real(host, port, **how)
+        if how["flags"] == 0:
+            is_known.wait()
+            return real("127.0.0.1", port, type=socket.SOCK_STREAM)
+        raise socket.gaierror
+
+    monkeypatch.setattr(letters_module.socket, "getaddrinfo", look_up)
+    first, second = three.followers
+    named = replace(three.peers[1], host="node1")
+    for _ in range(3):
+        letters.send([named, three.peers[2]], ELECTED)
+    assert heard(letters, second) == ("node9", 29400)
+    assert first.leader_at is None
+    assert len(letters._asked) == 1
+    is_known.set()
+    assert heard(letters, first) == ("node9", 29400)
+    first.leader_at = None
+    letters.send([replace(named, host="nowhere.invalid")], ELECTED)
+    assert heard(letters, first, seconds=0.3) is None
+
+
+def test_an_address_of_version_six_is_dialled(three, letters):
+    """Where the machine has any."""
+    one = three.voting(1)
+    try:
+        one.open(listen("::1"))
+    except OSError:
+        pytest.skip("this machine has no address of version six")
+    host, port = one.at
+    letters.send([Peer(machine="one", number=1, host=host, port=port)], ELECTED)
+    assert heard(letters, one) == ("node9", 29400)
+    one.close()
+
+
 def test_a_stranger_with_another_token_votes_for_nobody(three):
     """What it says is not read."""
     three.form(0, 1)
@@ -205,15 +267,16 @@ class There:
 
     def __init__(self, number, record, *, shares=False):
         self.number, self.shares_checkpoints, self.orders = number, shares, []
+        self.is_to_note_end = self.has_noted_end = False
         self.hello = SimpleNamespace(record=record, at_host="127.0.0.1", at_port=number)
 
     def order(self, message):
         self.orders.append(message)
 
 
-def keeper_in(folder, *, resume="auto", term=TERM):
+def keeper_in(folder, *, resume="auto", term=TERM, votes=None):
     plan = plan_of(folder, resume=resume)
-    where = {"at": ("127.0.0.1", 1), "number": 0}
+    where = {"at": ("127.0.0.1", 1), "number": 0, "votes": votes}
     return MajorityKeeper(plan, term=term, token=TOKEN, clock=SYSTEM_CLOCK, **where)
 
 
@@ -270,8 +333,11 @@ def test_a_coordinator_yields_to_a_newer_one(tmp_path):
     keeper = keeper_in(tmp_path)
     older = Elected(ballot=0, term="z", host="h", port=1)
     assert keeper.yields_to(older)
+    assert keeper.gives_way()
+    assert BallotFile(tmp_path).yields_to is None  # it is of this process alone
     keeper.was_elected(5)
     assert not keeper.yields_to(older)
+    assert not keeper.gives_way()
     assert keeper.yields_to(Elected(ballot=6, term="b", host="h", port=1))
     keeper.close()
 
@@ -391,30 +457,77 @@ def test_a_new_run_is_not_ended_by_a_record_of_one_before(tmp_path):
     first, late = There(1, Record(machine="m1")), Record(machine="m2", promised=7, ballot=7)
     keeper.forms(1, [first])
     keeper.trains()
-    late = replace(late, members=PEERS, promised_term="old", term="old")
+    late = replace(late, members=PEERS, promised_term="old", term="old", run="old")
     assert not keeper.is_behind(late)
     assert keeper.ballot_for(SimpleNamespace(record=late)) == 8
     assert keeper.missing([first, There(2, late)]) == []
-    assert keeper.is_behind(replace(late, machine="m1", promised=9, ballot=9))
+    assert keeper.is_behind(replace(late, machine="m1", promised=9, ballot=9, run=TERM))
     keeper.close()
 
 
+def test_an_heir_is_not_ended_by_a_record_of_another_run(three, monkeypatch):
+    """It has the votes that its machine has read as a follower, so that a disk that fails then ends nothing."""
+    keeper = keeper_in(three.folder / "0")
+    there = [There(number, one.record) for number, one in enumerate(three.followers, 1)]
+    keeper.forms(1, there)
+    keeper.close()
+    one = three.followers[0]
+    one.asked_to_form(there[0].orders[-1], TERM)
+    monkeypatch.setattr(ballot_file, "read_small", lambda path: 1 / 0)
+    heir = keeper_in(three.folder / "1", term="heir", votes=one.file)
+    heir.was_elected(2)
+    late = Record(machine="late", promised=7, ballot=7, members=PEERS, run="old")
+    assert not heir.is_behind(late)
+    assert heir.ballot_for(SimpleNamespace(record=late)) == 8
+    assert heir.missing([There(2, there[1].hello.record), There(3, late)]) == []
+    heir.forms(2, [There(2, there[1].hello.record), new := There(3, late)])
+    assert new.orders[-1].run == TERM
+    heir.trains()
+    assert heir.is_behind(replace(late, promised=9, ballot=9, run=TERM))
+    heir.close()
+
+
 def test_a_run_that_has_ended_holds_no_later_one_up(three):
-    """Each machine that knows of the end keeps its promise alone; where one is away, all remain as they were."""
+    """Each machine that knows of the end knows who else does; those that do not must be no majority."""
     keeper = keeper_in(three.folder / "0")
     there = [There(number, one.record) for number, one in enumerate(three.followers, 1)]
     keeper.forms(1, there)
     keeper.trains()
-    keeper.ends(there[:1])
-    assert keeper.missing([]) == [1, 2]
-    keeper.ends(there)
-    three.form(0, 1)
     for one, node in zip(three.followers, there, strict=True):
         one.asked_to_form(node.orders[-1], TERM)
-        assert not one.holds
-        assert (one.record.members, one.record.has_promised) == ((), (1, TERM))
+    keeper.ends(there[:1])
+    assert keeper.missing([]) == [1, 2]  # they may have elected another one
+    over = there[0].orders[-1]
+    assert not three.followers[0].noted_end(replace(over, generation=2), TERM)
+    assert three.followers[0].noted_end(over, TERM)
+    assert not three.followers[0].holds
+    there[0].has_noted_end = True
+    keeper.ends(there[:1])
     assert keeper.missing([]) == []
-    assert three.voting(1).record.members == ()
+    keeper.close()
+    for number, expected in ((1, []), (2, [0, 1])):  # the second machine was away
+        later = keeper_in(three.folder / str(number), term="later")
+        assert later.missing([]) == expected
+        later.close()
+    later = keeper_in(three.folder / "1", term="later")
+    new = There(2, Record(machine="new"))
+    later.forms(2, [new])
+    assert (new.orders[-1].before, new.orders[-1].run) == ((), TERM)
+    assert later.missing([new]) == []
+    later.close()
+
+
+def test_a_run_whose_end_nobody_else_has_noted_is_looked_for(three):
+    """A restarted coordinator asks the machines that it knew, unless it knows that they have nothing."""
+    keeper = keeper_in(three.folder / "0")
+    there = [There(number, one.record) for number, one in enumerate(three.followers, 1)]
+    keeper.forms(1, there)
+    keeper.trains()
+    keeper.ends(there)
+    assert not is_over([BallotFile(three.folder / "0").read()])
+    there[1].has_noted_end = True
+    keeper.ends(there)
+    assert is_over([BallotFile(three.folder / "0").read()])
     keeper.close()
 
 

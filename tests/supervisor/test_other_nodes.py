@@ -21,9 +21,12 @@ from ddp_runner.core.machines.node_messages import (
     FenceRank,
     Folders,
     Hello,
+    OverNoted,
     Parked,
     Question,
     RankGone,
+    RunOver,
+    Said,
 )
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.processes.node import Node
@@ -40,6 +43,7 @@ from ddp_runner.kernel.wire.events import RunEnds
 from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.supervisor.assembly import assembled
 from ddp_runner.supervisor.node_plans import node_plan
+from ddp_runner.supervisor.nodes import other_nodes
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.majority_keeper import KEPT_EVERY_S
@@ -508,3 +512,21 @@ def test_a_machine_that_is_to_come_again_was_not_there(coordinator):
     assert links._strangers == {}
     assert links.spares == []
     theirs.close()
+
+
+def test_an_end_is_said_once_those_there_have_noted_it(coordinator, monkeypatch):
+    """Those that hang up or say nothing are waited for no longer than for a hang-up."""
+    monkeypatch.setattr(other_nodes, "LAST_WORDS_S", 0.5)
+    said, links, other = [], coordinator.links, coordinator.other
+
+    def note_end():
+        said.append(other.has_noted_end)
+        other.is_to_note_end = True
+        other.order(RunOver(ballot=1, generation=1, machines=("a",)))
+
+    coordinator.supervisor.note_end = note_end
+    coordinator.theirs.send(wire.encode(Said(text="a", level="INFO")))
+    coordinator.theirs.send(wire.encode(OverNoted()))
+    links.announce_end(RunEnds(status=RunStatus.COMPLETED, exit_code=0, line=""))
+    assert said == [False, True]
+    assert [type(one) for one in coordinator.heard()] == [RunOver, RunOver, RunEnds]

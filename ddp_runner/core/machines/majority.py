@@ -33,7 +33,8 @@ class Record:
 
     ``promised`` and ``promised_term``: the newest ballot that it has voted for or obeyed. ``ballot``, ``term``, ``generation`` and
     ``members``: of the newest generation that its ranks were asked to form, the coordinator's first. ``before``: the members of the newest generation
-    that all machines know of; empty once that is this one.
+    that all machines know of; empty once that is this one. ``run``: of that generation, which all those after it keep. ``over``: the machines that have
+    written down that the run has ended in that generation.
     """
 
     machine: str
@@ -44,6 +45,8 @@ class Record:
     generation: int = 0
     members: tuple[Peer, ...] = ()
     before: tuple[Peer, ...] = ()
+    run: str = ""
+    over: tuple[str, ...] = ()
 
     @property
     def formed(self) -> Formed:
@@ -74,7 +77,8 @@ def may_vote(record: Record, ballot: Ballot, formed: Formed) -> bool:
     # INVARIANT one-vote: a machine votes once for each ballot, and for no candidate with an older memory than its own
     # generation has. Broken if: two machines are elected in one ballot, or a committed step is left behind.
     # Guarded by: test_a_machine_votes_once_and_for_no_older_memory.
-    return ballot > record.has_promised and formed >= record.formed
+    is_older = formed < record.formed or (formed == record.formed and bool(record.over))
+    return ballot > record.has_promised and not is_older
 
 
 def may_obey(record: Record, ballot: Ballot) -> bool:
@@ -122,7 +126,23 @@ def may_form(records: Sequence[Record]) -> bool:
     # INVARIANT majority-forms: a generation has more than half of the machines of the one before. Broken if: a coordinator
     # that is cut off trains with a minority, while the others elect another one.
     # Guarded by: test_a_generation_has_a_majority_of_those_before.
-    return has_majority(newest(records), {one.machine for one in records})
+    return has_majority(newest(records), {one.machine for one in records}) or is_over(records)
+
+
+def is_over(records: Sequence[Record]) -> bool:
+    """Return whether the newest run has ended in order, and the machines that do not know so are no majority.
+
+    Its newest state is on a disk then, and no memory of it must be waited for.
+    """
+    # INVARIANT end-is-known: a run counts as ended only if no majority of its newest generation can be without that
+    # knowledge. Broken if: a new launch trains beside machines that have elected another coordinator.
+    # Guarded by: test_an_end_counts_once_no_majority_can_be_without_it.
+    known = newest(records)
+    over = {name for one in records if one.formed == known.formed for name in one.over}
+    groups = [group for group in (known.members, known.before) if group]
+    return bool(over) and not any(
+        _is_most(group, {one.machine for one in group} - over) for group in groups
+    )
 
 
 def known_by_all(record: Record) -> tuple[Peer, ...]:
@@ -137,6 +157,7 @@ def forming(
     generation: int,
     members: Sequence[Peer],
     before: Sequence[Peer],
+    run: str = "",
 ) -> Record:
     """Return the record of a machine that is asked to form. ``before``: :func:`known_by_all` of the newest record there."""
     number, term = ballot
@@ -147,6 +168,8 @@ def forming(
         generation=generation,
         members=tuple(members),
         before=tuple(before),
+        run=run,
+        over=(),
     )
 
 
@@ -155,9 +178,9 @@ def confirmed(record: Record) -> Record:
     return replace(record, before=())
 
 
-def ended(record: Record) -> Record:
-    """Return the record of a machine whose run has ended in order: no memory is left that a majority would protect."""
-    return replace(record, members=(), before=())
+def ended(record: Record, machines: Iterable[str]) -> Record:
+    """Return the record of a machine whose run has ended in order; ``machines`` have written that down."""
+    return replace(record, over=tuple(sorted({*record.over, *machines})))
 
 
 def others_of(record: Record) -> list[Peer]:

@@ -121,20 +121,32 @@ class Welcome:
     ballot: int = 0  # the number of the coordinator's; 0: no majority decides
 
 
-NO_GENERATION = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """Coordinator -> follower, before the order to form: who has ``generation``, for a machine's Record.
 
-    ``members``: empty for a machine that takes no part in votes. ``generation``: :data:`NO_GENERATION` where the run ends.
+    ``members``: empty for a machine that takes no part in votes. ``run``: as in a Record.
     """
 
     ballot: int
     generation: int
     members: tuple[Peer, ...]
     before: tuple[Peer, ...]
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOver:
+    """Coordinator -> follower, before RunEnds: the run has ended in order in that generation, as ``machines`` have written down."""
+
+    ballot: int
+    generation: int
+    machines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverNoted:
+    """Follower -> coordinator, answering RunOver: this machine has written it down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,12 +402,14 @@ FromFollower = (
     | StopWanted
     | SaveWanted
     | EndWanted
+    | OverNoted
 )
 FromCoordinator = (
     Welcome
     | Answer
     | Refused
     | Generation
+    | RunOver
     | Vote
     | Beat
     | StartRank

@@ -50,7 +50,8 @@ class NodeOptions:
     where the coordinator listens; ``is_host``: whether that is this machine; None: the one that has
     the address. ``join_timeout_s``: for ``least`` machines to come; ``last_call_s``: for more of
     them, once so many are there. ``local_addr``: the address of this machine for the others; empty:
-    the one that leads to the coordinator. ``moving_fd``: a descriptor that says where the coordinator now is.
+    the one that leads to the coordinator. ``local_name``: the name that it was given as, which others look up each time
+    that they connect; empty: none. ``moving_fd``: a descriptor that says where the coordinator now is.
     """
 
     least: int
@@ -63,6 +64,7 @@ class NodeOptions:
     join_timeout_s: float = 600.0
     last_call_s: float = 30.0
     local_addr: str = ""
+    local_name: str = ""
     moving_fd: int | None = None
 
 

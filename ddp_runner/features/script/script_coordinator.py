@@ -105,7 +105,10 @@ class ScriptCoordinator(ScriptAgent):
             now_s = self._clock.monotonic()
             self._quorum.say_who_leads(now_s)
             has_folder = self.recorder.may_write or self._is_heir
-            if line := self._machines.why_not_leader(now_s, has_folder=has_folder):
+            stops = self._stop is not None
+            if line := self._machines.why_not_leader(
+                now_s, has_folder=has_folder, is_stopping=stops
+            ):
                 self.has_successor = True
                 self._end(Ending.of(RunStatus.PREEMPTED, line))
         super().advance()

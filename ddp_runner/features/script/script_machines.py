@@ -73,15 +73,15 @@ class ScriptMachines:
         for probe in self._probes:
             probe.remove_others()
 
-    def why_not_leader(self, now_s: float, *, has_folder: bool) -> str:
+    def why_not_leader(self, now_s: float, *, has_folder: bool, is_stopping: bool) -> str:
         """Return in words that another machine coordinates; empty where none does, as far as is known.
 
-        ``has_folder``: the folder holds the term of this one.
+        ``has_folder``: the folder holds the term of this one; ``is_stopping``: the run is asked to stop.
         """
         if now_s < self._looked_at_owner_s + OWNER_EVERY_S:
             return ""
         self._looked_at_owner_s = now_s
-        if line := self.quorum.why_not_leader():
+        if line := self.quorum.why_not_leader(is_stopping=is_stopping):
             return line
         is_other = has_folder and self.owner.is_other()
         return f"another coordinator has taken {self.owner.folder}: this one ends" * is_other

@@ -186,15 +186,18 @@ class RunEnd:
                 f"nobody has written the copy of step {order.step}: it ends with the run",
                 level="WARNING",
             )
-        newest = self._published.newest()
-        outcome = self.last_save.outcome
-        is_saved = (outcome.is_saved and not outcome.is_rescued) or (
-            newest is not None and newest[0] >= self._facts.committed_step
-        )
-        if stop is not None and is_saved and _ends_as_stopped(ending):
+        if stop is not None and self.is_saved and _ends_as_stopped(ending):
             line = f"{stop.value}, and saved in spite of it: {ending.reason}"
             ending = Ending.of(STATUS_OF_REASON[stop], line)
         self.at_once(ending)
+
+    @property
+    def is_saved(self) -> bool:
+        """True if the newest state is in the checkpoint folder."""
+        outcome, newest = self.last_save.outcome, self._published.newest()
+        if outcome is not None and outcome.is_saved and not outcome.is_rescued:
+            return True
+        return newest is not None and newest[0] >= self._facts.committed_step
 
     def cut_short(self) -> None:
         """End now, without the save that is being made."""

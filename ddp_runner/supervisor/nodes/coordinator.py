@@ -188,8 +188,9 @@ class CoordinatorSupervisor(Supervisor):
         return self._quorum.ballot_for(hello)
 
     def note_end(self) -> None:
-        """Have the machines that are there note that the run has ended, before they hear so."""
-        self._quorum.note_end()
+        """Have the machines that are there note that the run has ended, unless a memory may be all that is left of a step."""
+        if self.ending is not None and self.run_end.is_saved:
+            self._quorum.note_end()
 
     def hear_elected(self, elected: Elected) -> None:
         """A majority has voted for another machine."""
@@ -323,7 +324,7 @@ class CoordinatorSupervisor(Supervisor):
         if now_s < self._looked_at_owner_s + OWNER_EVERY_S:
             return
         self._looked_at_owner_s = now_s
-        if line := self._quorum.why_not_leader():
+        if line := self._quorum.why_not_leader(is_stopping=self._stop is not None):
             self.has_successor = True
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
         elif not self._is_superseded():

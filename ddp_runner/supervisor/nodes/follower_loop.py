@@ -22,7 +22,9 @@ from ddp_runner.core.machines.node_messages import (
     Generation,
     Hello,
     NodeMessage,
+    OverNoted,
     Refused,
+    RunOver,
     Said,
     SaveWanted,
     StopWanted,
@@ -397,7 +399,8 @@ class _FollowerLoop:
             with contextlib.suppress(OSError):
                 address = self._meeting.options.local_addr or self._address
                 voting.open(listen(address))  # the endpoint's port may be another run's here
-        return voting.at
+        host, port = voting.at
+        return (self._meeting.options.local_name or host if port else "", port)
 
     def _welcomed(self, welcome: Welcome) -> None:
         """Become the node that the coordinator says, or a spare one."""
@@ -590,6 +593,10 @@ class _FollowerLoop:
             elif isinstance(message, Generation):
                 if self.voting is not None and self._node is not None:
                     self.voting.asked_to_form(message, self._node.term)
+            elif isinstance(message, RunOver):
+                term = "" if self._node is None else self._node.term
+                if self.voting is not None and self.voting.noted_end(message, term):
+                    self._report(OverNoted())
             else:
                 self._follower.on_node_message(message)
 

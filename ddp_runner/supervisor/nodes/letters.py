@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import selectors
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +15,25 @@ from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
+_Where = tuple[str, int]
+_Address = tuple[socket.AddressFamily, Any]
 LINKS_MAX = 64  # of a door: with one more, the oldest is dropped
 
 
+def _addresses(where: _Where, flags: int = 0) -> list[_Address]:
+    """Return the addresses of a host and a port; none if it has none now."""
+    try:
+        found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM, flags=flags)
+    except OSError:
+        return []
+    return [(family, address) for family, _, _, _, address in found]
+
+
 class Letters:
-    """Links of one supervisor, each for one message and its answer. Turned by its owner, which it wakes by nothing."""
+    """Links of one supervisor, each for one message and its answer. Turned by its owner, which it wakes by nothing.
+
+    A name is looked up each time that something is sent there, by a thread: its address may be another one by then.
+    """
 
     def __init__(self, token: bytes, kinds: Mapping[str, type[Any]]) -> None:
         self._token = token
@@ -25,6 +41,10 @@ class Letters:
         self._selector = selectors.DefaultSelector()
         self._links: list[NodeLink] = []
         self._door: socket.socket | None = None
+        self._message: object = None  # the newest that was sent
+        self._waits: set[_Where] = set()  # to be sent it, once they are looked up
+        self._asked: set[_Where] = set()  # that a thread looks up
+        self._found: queue.SimpleQueue[tuple[_Where, list[_Address]]] = queue.SimpleQueue()
 
     def open(self, door: socket.socket) -> None:
         """Take in whoever dials there."""
@@ -41,23 +61,43 @@ class Letters:
     def send(self, peers: Sequence[Peer], message: object) -> None:
         """Send ``message`` to each machine that answers; what was sent before is forgotten."""
         self.drop_all()
-        for peer in peers:
-            family = socket.AF_INET6 if ":" in peer.host else socket.AF_INET
+        self._message = message
+        for where in {(peer.host, peer.port) for peer in peers if peer.host}:
+            if numeric := _addresses(where, socket.AI_NUMERICHOST):
+                self._dial(numeric)
+                continue
+            self._waits.add(where)
+            if where not in self._asked:
+                self._asked.add(where)
+                threading.Thread(target=self._look_up, args=(where,), daemon=True).start()
+
+    def _look_up(self, where: _Where) -> None:
+        self._found.put((where, _addresses(where)))
+
+    def _dial(self, addresses: Sequence[_Address]) -> None:
+        for family, address in addresses:
             connection = socket.socket(family, socket.SOCK_STREAM)
             connection.setblocking(False)
             try:
-                connection.connect_ex((peer.host, peer.port))
+                connection.connect_ex(address)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except OSError:  # such as a name that cannot be resolved now
+            except OSError:
                 connection.close()
                 continue
             link = NodeLink(connection, token=self._token, listens=False)
             self._add(link)
             with self._held(link):
-                link.send(wire.encode(message))
+                link.send(wire.encode(self._message))
 
     def turn(self) -> Iterator[tuple[NodeLink, Any]]:
         """Yield what has come, each with the link to answer on."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                where, addresses = self._found.get_nowait()
+                self._asked.discard(where)
+                if where in self._waits:
+                    self._waits.discard(where)
+                    self._dial(addresses)
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._accept()
@@ -76,6 +116,7 @@ class Letters:
 
     def drop_all(self) -> None:
         """Hang up everywhere."""
+        self._waits.clear()
         for link in list(self._links):
             self.drop(link)
 

@@ -20,13 +20,14 @@ from ddp_runner.core.machines.majority import (
     forming,
     has_majority,
     is_newest,
+    is_over,
     known_by_all,
     may_form,
     newest,
     others_of,
     why_no_vote_holds,
 )
-from ddp_runner.core.machines.node_messages import NO_GENERATION, Elected, Generation, Hello, Vote
+from ddp_runner.core.machines.node_messages import Elected, Generation, Hello, RunOver, Vote
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.rules.lifecycle import IN_WORLD
 from ddp_runner.kernel.system.clock import Clock
@@ -55,20 +56,24 @@ class MajorityKeeper:
         at: tuple[str, int],
         number: int,
         clock: Clock,
+        votes: BallotFile | None = None,
     ) -> None:
+        """``votes``: this machine's, if its follower has read them; they are not read again."""
         assert plan.nodes is not None
         self._options = plan.nodes
-        self._file = BallotFile(Path(plan.settings.run.checkpoint_dir))
+        self._file = votes or BallotFile(Path(plan.settings.run.checkpoint_dir))
         self._is_new = plan.settings.run.resume != "auto"  # what was before does not matter
         self._term, self._at, self._number = term, at, number
         self._clock = clock
         self._letters = Letters(token, _KINDS)
         try:
-            self._ballot = self._file.read().promised + 1
+            own = self._file.read()
         except OSError as error:
             raise unreadable(self._file, error) from error
+        self._ballot = own.promised + 1
+        self._run = "" if self._is_new else own.run  # that goes on here; empty: none is known yet
         self._has_formed = self._is_elected = False
-        self._had: set[str] = set()  # machines of a generation that was formed from here
+        self._newer_at: tuple[str, int] | None = None
         self._said_s = 0.0
         self._doubts_since_s = 0.0  # whether another one was elected; 0: it does not
         options = plan.nodes
@@ -94,7 +99,13 @@ class MajorityKeeper:
     def yields_to(self, elected: Elected) -> bool:
         """Return whether that coordinator is the newer one, or this one has nothing that could be lost."""
         has_right = self._has_formed or self._is_elected
+        self._newer_at = None if has_right else (elected.host, elected.port)
         return not has_right or (elected.ballot, elected.term) > self.ballot
+
+    def gives_way(self) -> bool:
+        """Have this machine follow the newer coordinator, where it has formed nothing itself; return whether it does."""
+        self._file.yields_to = self._newer_at
+        return self._newer_at is not None
 
     def ballot_for(self, hello: Hello, there: Sequence[RemoteNode] = ()) -> int | None:
         """Return the number for a machine that has come, which follows no older coordinator than the one it has voted for.
@@ -123,11 +134,12 @@ class MajorityKeeper:
         return self._has_formed and record.formed > self._file.read().formed
 
     def _is_of_before(self, record: Record) -> bool:
-        """Return whether a machine has its record from a run before this new one, which does not matter.
+        """Return whether a machine has its record from another run than the one that goes on here, which does not matter.
 
-        Others that have trained without this machine are a majority of its generation, so that one of them says so.
+        Others that have trained without this machine are a majority of its generation, so that they are of its run.
         """
-        return self._is_new and record.machine not in self._had
+        goes_on = self._is_new or self._has_formed or self._is_elected
+        return goes_on and record.run not in ("", self._run)
 
     def has_newest(self, record: Record, there: Sequence[RemoteNode]) -> bool:
         """Return whether no step that anybody here knows of was made without the memory of a machine that comes."""
@@ -173,17 +185,25 @@ class MajorityKeeper:
                         port=hello.at_port,
                     )
                 )
-        before = () if self._is_new and not self._has_formed else known_by_all(newest(records))
+        known = newest(records)
+        begins = self._is_new and not self._has_formed
+        run = (not begins and known.run) or self._term
         asked = forming(
-            own, ballot=self.ballot, generation=generation, members=members, before=before
+            own,
+            ballot=self.ballot,
+            generation=generation,
+            members=members,
+            before=() if begins or is_over(records) else known_by_all(known),
+            run=run,
         )
         self._file.write(asked)
-        self._had.update(peer.machine for peer in members)
+        self._run = run
         order = Generation(
             ballot=self._ballot,
             generation=generation,
             members=asked.members,
             before=asked.before,
+            run=run,
         )
         for node in there:
             takes_part = node.hello is not None and node.hello.record is not None
@@ -199,18 +219,25 @@ class MajorityKeeper:
                 node.order(order)
 
     def ends(self, there: Sequence[RemoteNode]) -> None:
-        """Have the next launch wait for no machine of this one, if all are here to know that it has ended."""
-        own, names = self._file.read(), {one.machine for one in self._records(there)}
-        peers = (*own.members, *own.before)
-        is_ours = self._has_formed and own.term == self._term
-        if not is_ours or not peers or not all(one.machine in names for one in peers):
+        """Have the next launch wait for no machine of this one: write down that the run has ended, and ask all to do so.
+
+        Called once more when they have answered: then each hears of all that know it.
+        """
+        own = self._file.read()
+        if not (self._has_formed and own.term == self._term and own.members):
             return
-        for node in there:
-            node.order(
-                Generation(ballot=self._ballot, generation=NO_GENERATION, members=(), before=())
-            )
-        with contextlib.suppress(OSError):  # the record as it was asks for more
-            self._file.write(ended(own))
+        names = {peer.machine for peer in own.members}
+        members = [node for node in there if _name_of(node) in names]
+        noted = {_name_of(node) for node in members if node.has_noted_end}
+        try:
+            asked = ended(own, {own.machine, *noted})
+            self._file.write(asked)
+        except OSError:  # the record as it was asks for more
+            return
+        order = RunOver(ballot=own.ballot, generation=own.generation, machines=asked.over)
+        for node in members:
+            node.order(order)
+            node.is_to_note_end = True
 
     def trains(self) -> None:
         """All ranks are in the generation."""
@@ -274,13 +301,15 @@ class Quorum:
 
     def open(self, place: Place, *, term: str) -> MajorityKeeper:
         """Have a majority decide who coordinates, where it can. ``place``: this machine's; the caller closes the keeper."""
+        options = place.meeting.options
         self.keeper = MajorityKeeper(
             self._plan,
             term=term,
             token=place.meeting.token,
-            at=(place.address, place.meeting.options.port),
+            at=(options.local_name or options.host, options.port),
             number=place.number,
             clock=self._clock,
+            votes=place.votes,
         )
         return self.keeper
 
@@ -324,10 +353,13 @@ class Quorum:
         if self.keeper is not None and self.keeper.yields_to(elected):
             self.elected_at = f"{elected.host}:{elected.port}"
 
-    def why_not_leader(self) -> str:
+    def why_not_leader(self, *, is_stopping: bool) -> str:
         """Return in words that another machine was elected in this one's place; empty where none was."""
-        where = self.elected_at
-        return where and f"a majority has elected another coordinator, at {where}: this one ends"
+        if not self.elected_at:
+            return ""
+        follows = not is_stopping and self.keeper is not None and self.keeper.gives_way()
+        what = "follows it" if follows else "ends"
+        return f"a majority has elected another coordinator, at {self.elected_at}: this one {what}"
 
     def say_who_leads(self, now_s: float) -> None:
         """Say to the machines that are not there who coordinates, now and then."""
@@ -388,3 +420,8 @@ class Quorum:
         if line != self.waits and not self.gives_up:
             self.waits = line
             self._say(line)
+
+
+def _name_of(node: RemoteNode) -> str:
+    record = None if node.hello is None else node.hello.record
+    return "" if record is None else record.machine

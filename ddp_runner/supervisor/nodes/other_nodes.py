@@ -6,7 +6,7 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
@@ -24,6 +24,7 @@ from ddp_runner.core.machines.node_messages import (
     Hello,
     Look,
     NodeMessage,
+    OverNoted,
     Parked,
     Question,
     RankGone,
@@ -51,6 +52,7 @@ from ddp_runner.supervisor.nodes.admission import (
     why_not,
 )
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode, machine_of
+from ddp_runner.system.ballot_file import BallotFile
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 GREETING_TIME_S = 10.0  # for whoever connects to prove what it is
@@ -122,7 +124,7 @@ class Place:
     """The place of the coordinator: node ``number``, which is this machine, and its listening socket.
 
     ``address``: the address that its store is bound to; ``store_host``: its name for other machines; empty: the
-    endpoint's.
+    endpoint's. ``votes``: this machine's, as the follower that it was has them.
     """
 
     meeting: Meeting
@@ -130,6 +132,7 @@ class Place:
     listening: socket.socket
     address: str
     store_host: str = ""
+    votes: BallotFile | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +171,7 @@ class Coordinates(Protocol):
         """
 
     def note_end(self) -> None:
-        """The machines are about to hear that the run has ended."""
+        """The machines are about to hear that the run has ended. Called once more when all that it has asked have answered."""
 
     def hear_elected(self, elected: Elected) -> None:
         """Another machine says that it was elected."""
@@ -318,6 +321,7 @@ class OtherNodes:
         self._is_announced = True
         if not self._coordinator.has_successor:
             self._coordinator.note_end()
+            self._await_notes()
         for node in (*self.nodes, *self.spares):
             # INVARIANT superseded-orders-nobody: a coordinator whose folder another one has taken ends no machine: each
             # looks for the new one, with its memory. Broken if: they hear that the run has ended.
@@ -328,11 +332,24 @@ class OtherNodes:
             elif not (but_parked and node.keeps_memory):
                 node.order(ends)
 
+    def _await_notes(self) -> None:
+        """Wait for those that are to note the end, for a short while; then have them hear of each other."""
+        asked = {
+            node.link: node for node in self.nodes if node.link is not None and node.is_to_note_end
+        }
+        for link, message in _heard_last(list(asked), until=lambda: not asked):
+            if isinstance(message, OverNoted):
+                asked.pop(link).has_noted_end = True
+        if any(node.has_noted_end for node in self.nodes):
+            self._coordinator.note_end()
+
     def end(self, ends: RunEnds) -> None:
         """Say how the run has ended, as far as that goes at once, and hang up."""
         links = [one.link for one in (*self.nodes, *self.spares) if one.link is not None]
         self.announce_end(ends)
-        self._await_hanging_up(links)
+        for link in links:
+            link.say_no_more()
+        list(_heard_last(links))  # until they have heard it and hang up
         for node in (*self.nodes, *self.spares):
             if node.link is not None:
                 self.lose(node, "the run has ended")
@@ -341,22 +358,6 @@ class OtherNodes:
         if not self._is_shut:
             self._selector.unregister(self._listening)
         self._listening.close()
-
-    @staticmethod
-    def _await_hanging_up(links: Sequence[NodeLink]) -> None:
-        """Read on until they have heard it and hang up, for a short while."""
-        give_up_s = time.monotonic() + LAST_WORDS_S
-        with selectors.DefaultSelector() as left:
-            for link in links:
-                link.say_no_more()
-                left.register(link, selectors.EVENT_READ)
-            while left.get_map() and time.monotonic() < give_up_s:
-                for key, _ in left.select(LAST_WORDS_S / 10):
-                    link = cast("NodeLink", key.fileobj)
-                    try:
-                        link.receive()
-                    except LinkLostError:
-                        left.unregister(link)
 
     def _heard(self, node: RemoteNode, message: NodeMessage) -> Iterator[NodeEvent]:
         node.heard_at_s = self._clock.monotonic()
@@ -569,3 +570,21 @@ def _by_our_clock(message: Message, behind_ns: int) -> Message:
         fault = replace(message.fault, at_ns=message.fault.at_ns + behind_ns)
         return replace(message, fault=fault)
     return message
+
+
+def _heard_last(
+    links: Sequence[NodeLink], *, until: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[NodeLink, NodeMessage]]:
+    """Yield what still comes, for a short while, or until all have hung up."""
+    give_up_s = time.monotonic() + LAST_WORDS_S
+    with selectors.DefaultSelector() as left:
+        for link in links:
+            left.register(link, selectors.EVENT_READ)
+        while left.get_map() and time.monotonic() < give_up_s and not until():
+            for key, _ in left.select(LAST_WORDS_S / 10):
+                link = cast("NodeLink", key.fileobj)
+                try:
+                    for content in link.receive():
+                        yield link, wire.decode(content, FROM_FOLLOWER)
+                except (LinkLostError, WireError):
+                    left.unregister(link)

@@ -106,6 +106,8 @@ class RemoteNode:
         self.shares_checkpoints = False  # it has said so, and may take the place of the coordinator
         self.keeps_parked = False  # its ranks came with a memory that this run may take up
         self.is_leaving = False  # it was asked to leave, so its end is no loss
+        self.is_to_note_end = False  # it was asked to write down that the run has ended
+        self.has_noted_end = False  # it has said that it has
         self.left_out_until_s = 0.0  # it is lost all the time, and is not waited for until then
         self.link: NodeLink | None = None
         self.broken = ""  # why nothing more can be sent to it

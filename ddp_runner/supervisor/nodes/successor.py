@@ -255,6 +255,7 @@ class Succession:
                 listening=taken.listening,
                 address=taken.address,
                 store_host=taken.address,
+                votes=None if self._voting is None else self._voting.file,
             ),
             taken=taken,
             node=node,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import socket
 from pathlib import Path
@@ -23,9 +22,9 @@ from ddp_runner.core.machines.majority import (
     why_no_vote_holds,
 )
 from ddp_runner.core.machines.node_messages import (
-    NO_GENERATION,
     Elected,
     Generation,
+    RunOver,
     Vote,
     VoteWanted,
 )
@@ -131,9 +130,6 @@ class Voting:
             raise NotFormedError("this machine has voted for another coordinator since")
         if not order.members:
             self._generation = None
-            if order.generation == NO_GENERATION:
-                with contextlib.suppress(OSError):  # the record as it was asks for more
-                    self.file.write(ended(self.file.read()))
             return
         try:
             asked = forming(
@@ -142,6 +138,7 @@ class Voting:
                 generation=order.generation,
                 members=order.members,
                 before=order.before,
+                run=order.run,
             )
             self.file.write(asked)
         except OSError as error:
@@ -149,6 +146,18 @@ class Voting:
             reason = f"the votes of this machine cannot be kept, so it takes no part: {error}"
             raise NotFormedError(reason) from error
         self._generation, self._is_confirmed = order, False
+
+    def noted_end(self, order: RunOver, term: str) -> bool:
+        """Keep that the run has ended in order; return whether that is on the disk, and concerns this machine."""
+        record = self._known
+        if record is None or record.formed != (order.ballot, term, order.generation):
+            return False
+        try:
+            self.file.write(ended(record, {*order.machines, record.machine}))
+        except OSError:  # the record as it was asks for more
+            return False
+        self._generation = None
+        return True
 
     def _trains(self) -> None:
         """A rank here trains in that generation: all of its machines know it."""
