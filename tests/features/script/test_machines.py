@@ -263,7 +263,7 @@ def test_an_elected_coordinator_waits_until_the_old_ones_ranks_have_ended(simula
 
 def _with_votes(run):
     """A majority decides in this run."""
-    place = SimpleNamespace(meeting=run.meeting, address="127.0.0.1", number=0)
+    place = SimpleNamespace(meeting=run.meeting, address="127.0.0.1", number=0, votes=None)
     return run.supervisor.decide_by_majority(place)
 
 
