@@ -47,7 +47,6 @@ from ddp_runner.supervisor.nodes.coordinator import (
     NodeTraffic,
     missing_nodes,
 )
-from ddp_runner.supervisor.nodes.majority_keeper import MajorityKeeper
 from ddp_runner.supervisor.nodes.other_nodes import Coordinates, Door, OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.outputs import Outputs
@@ -97,10 +96,17 @@ class Succeeds(Protocol):
         """Continue where the lost coordinator was; called before any other method."""
 
 
+class Closes(Protocol):
+    """Has something open that its owner closes in the end."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
 class OwnCoordinator(OwnAgent, Coordinates, HearsNodes, Succeeds, Protocol):
     """The same, on several machines, in place of a :class:`CoordinatorSupervisor`."""
 
-    def decide_by_majority(self, place: Place) -> MajorityKeeper:
+    def decide_by_majority(self, place: Place) -> Closes:
         """Have a majority decide who coordinates, where it can; the caller closes the keeper."""
 
 

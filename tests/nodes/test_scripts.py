@@ -209,6 +209,7 @@ def test_three_machines_choose_who_starts_a_script_again(nodes):
         assert step > 0
         assert (variables["TORCHELASTIC_RESTART_COUNT"], variables["WORLD_SIZE"]) == ("1", "3")
         assert f"ended with {-0.5 * 2.0 * 60}" in nodes.log(rank, 1)
+    assert "see attempt_0/rank_0.log on node 0" in new.console
     lost, _ = new.summary()["attempts"]
     assert (lost["rank"], lost["host"]) == (0, socket.gethostname())
     assert f"the coordinator, node 0 ({lost['host']}), is lost" in lost["cause"]

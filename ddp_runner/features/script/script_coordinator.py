@@ -79,7 +79,7 @@ class ScriptCoordinator(ScriptAgent):
         self.facts.committed_step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in here)
         now_s = self._clock.monotonic()
         lost = self._machines.node(heir.taken.lost)
-        lost.host = heir.lost_host
+        lost.host, lost.shares_logs = heir.lost_host, not heir.taken.ballot
         fault = self._machines.fault_of(lost, f"the coordinator, {lost.name}, is lost")
         before = Attempt(fault=fault, exit_code=1, steps=self.facts.committed_step, at_s=now_s)
         # INVARIANT one-budget: a lost coordinator uses one restart of the run's budget, and its successor gets no new
