@@ -197,6 +197,8 @@ class _InPlace(_Base):  # type: ignore[misc]
         )
 
     _net: Any = None
+    _loss: Any = 0.0  # of the micro-batches so far of the step in hand
+    _backwards_left = 0  # of its micro-batches
 
     def train(
         self,

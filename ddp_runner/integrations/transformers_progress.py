@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import linecache
 import re
 import time
+from types import CodeType
 from typing import Any
 
 import torch
@@ -201,8 +203,26 @@ class Progress:
 
 
 def _names_of(kind: type[Any]) -> frozenset[str]:
-    """The names that the methods of a class use of ``self``; in the class itself, without those above."""
-    return frozenset(re.findall(r"\bself\.(\w+)", inspect.getsource(kind)))
+    """The names that the methods of a class use of ``self``; in the class itself, without those above.
+
+    From the lines that its methods stand on: to find the end of a class, ``inspect`` reads its file word by word.
+    """
+    file = inspect.getsourcefile(kind) or ""
+    found = [_code_of(one) for one in vars(kind).values()]
+    codes = [one for one in found if one is not None and one.co_filename == file]
+    last = max(map(_last_line, codes))
+    lines = linecache.getlines(file)[min(one.co_firstlineno for one in codes) - 1 : last]
+    return frozenset(re.findall(r"\bself\.(\w+)", "".join(lines)))
+
+
+def _code_of(member: Any) -> CodeType | None:
+    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+    return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+
+
+def _last_line(code: CodeType) -> int:
+    inner = [_last_line(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return max([line or 0 for _, _, line in code.co_lines()] + inner)
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_runner.integrations.accelerate import Accelerator
 
 WORDS = sys.argv[1:]
-EPOCHS = 9 if "long" in WORDS else 3
+EPOCHS = 11 if "long" in WORDS else 3
 
 
 class Tokens(Dataset):
@@ -133,11 +133,11 @@ def main():
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 harm("forward")
+                loss.register_hook(lambda _: harm("backward"))
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
                     mean = accelerator.gather(loss.detach()).mean()
-                    harm("backward")
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()

@@ -287,8 +287,7 @@ def joined(
     is_silent = ends_in_silence(backend)
     communicators: Communicators | None = None
     try:
-        store = _reach_store(link, membership, switch)
-        keys, scoped = _of_generation(membership, store, link)
+        keys, scoped = _of_generation(membership, _reach_store(link, membership, switch), link)
         communicators = _form_default_group(
             membership,
             backend=backend,
