@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ from ddp_runner import installed, start
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.observe.format import printable
+from ddp_runner.observe.terminal import fitted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,8 +78,10 @@ def main(argv: Sequence[str], *, is_this_process: bool = False) -> int:
         start.interrupts_raise()
         return int(command.run(words))
     except BadInputError as error:
+        columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
         for line in printable(str(error)).split("\n"):
-            print(f"ddp_runner: error: {line}", file=sys.stderr)
+            shown = fitted(f"ddp_runner: error: {line}", "INFO", columns)
+            print("\n".join(shown), file=sys.stderr)
         return ExitCode.BAD_USAGE
     except KeyboardInterrupt:
         print("ddp_runner: interrupted", file=sys.stderr)

@@ -93,7 +93,7 @@ class _Plain(_Base):  # type: ignore[misc]
 
 
 class _StepBatches:
-    """The batches of each step in the order of the prepared loader: a list of as many as are accumulated."""
+    """Yields the batches of each step in the order of the prepared loader, as a list of the accumulated ones."""
 
     def __init__(self, loader: Any, accumulate: int) -> None:
         self.dataset = loader.dataset
@@ -142,7 +142,7 @@ class _StepBatches:
 
 
 class _Loader(DataLoaderShard):  # type: ignore[misc]
-    """A prepared loader. The one that is trained on gives the batches of the run's steps."""
+    """A prepared loader; the training loader yields the batches of the run's steps."""
 
     owner: _InPlace
 
@@ -156,7 +156,7 @@ class _Loader(DataLoaderShard):  # type: ignore[misc]
 
 
 class _InPlace(_Plain):
-    """An Accelerator whose steps are those of the run. Nothing of accelerate's own is written again."""
+    """An Accelerator whose steps are the steps of the run; all other methods are accelerate's."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         run = _run()
@@ -594,7 +594,7 @@ def _lacking() -> list[str]:
 
 
 def _see_ranks(run: ddp_runner.AttachedRun) -> None:
-    """Have accelerate's state say which rank this is, of how many, without a process group of its own."""
+    """Give accelerate's state the rank and the world size, without a second process group."""
     state = PartialState(cpu=run.device.type == "cpu")
     state.device = run.device
     state.num_processes, state.process_index = run.world_size, run.rank

@@ -160,12 +160,12 @@ def _write_as_a_save_does(model: Any) -> None:
 
 
 def _nothing() -> Any:
-    """A loader to be skipped and begun by Trainer, in place of one whose batches the run draws."""
+    """A loader for Trainer to iterate and skip in, while the run draws the batches itself."""
     return DataLoader([0], generator=torch.Generator())  # type: ignore[arg-type]
 
 
 class _InPlace(_Base):  # type: ignore[misc]
-    """The methods at the bounds of Trainer's steps. Nothing of its loop is written again."""
+    """Overrides the methods at the start and end of Trainer's steps; the loop itself is Trainer's."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Have Trainer see one process on this rank's device, of which rank 0 alone writes."""

@@ -1,4 +1,4 @@
-"""What ``in_place`` does not do for a Trainer, in words: refused before the first step, not found out later. Pure."""
+"""Refuses, before the first step, arguments of a Trainer that ``in_place`` does not support. Pure."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Assembly:
         for one in () if has_successor else self.features:
             one.tidies_up()
         for path in remove_temporary_files(Path(self.plan.settings.run.checkpoint_dir)):
-            self.recorder.say(f"removed {path}, which a save that was cut off had left")
+            self.recorder.say(f"removed {path}, which an interrupted save left")
         self.recorder.saved_unreported()
         self.recorder.know_newest()
 

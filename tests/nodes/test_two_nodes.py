@@ -172,7 +172,7 @@ def test_a_zygote_that_crashes_while_ranks_wait_loses_no_step(nodes, one_machine
     first.assert_gone()
     poll(lambda: "wait for it, with their memory" in second.console, what="ranks that wait")
     second.signal(signal.SIGSEGV, second.named("ddp:zygote").pid)
-    said = "the zygote died of SIGSEGV; another one is being started"
+    said = "the zygote died of SIGSEGV; starting another one"
     poll(lambda: said in second.console, what="another zygote")
     first = nodes.start(0, *settings)
     assert (first.wait(), second.wait()) == (0, 0), first.console + second.console

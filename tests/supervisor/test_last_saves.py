@@ -103,7 +103,7 @@ def test_a_rank_stopped_in_its_save_before_the_end_is_woken(simulate, times):
         run.freeze(first)
         run.run_until(lambda: not run.rank(first).stopped)
     assert_saved_before_end(run, status=RunStatus.GAVE_UP, rank=first)
-    assert sum("it is woken" in text for _, text in run.outputs.said) == times
+    assert sum("resuming it" in text for _, text in run.outputs.said) == times
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

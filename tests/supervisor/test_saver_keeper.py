@@ -106,7 +106,9 @@ def test_what_nobody_has_written_at_a_failure_is_said(simulate):
     ordered(run, 20)
     run.supervisor.fail("Traceback\nValueError: a bug")
     run.run_to_end(within_s=2000)
-    assert any("nobody has written the copy of step 20" in text for _, text in run.outputs.said)
+    assert any(
+        "the copy of step 20 in memory is not written" in text for _, text in run.outputs.said
+    )
 
 
 def test_one_that_ends_at_once_is_not_forked_all_the_time(simulate):
@@ -137,7 +139,7 @@ def test_one_that_does_not_come_on_is_ended(simulate, is_owed):
     assert run.rank(SAVER) is first
     run.pass_time(3)
     assert (run.rank(SAVER) is first) == (not is_owed)
-    said = [text for _, text in run.outputs.said if "has done nothing for 20 s" in text]
+    said = [text for _, text in run.outputs.said if "made no progress for 20 s" in text]
     assert len(said) == is_owed
 
 

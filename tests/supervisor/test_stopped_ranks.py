@@ -34,7 +34,7 @@ def test_a_stopped_rank_that_holds_the_only_state_is_woken(simulate, state):
     run.freeze(0)
     assert_done(run)
     assert plans(run) == [(1, "rank_killed", (1,))]
-    assert ("WARNING", "rank 0 was stopped; it is woken") in run.outputs.said
+    assert ("WARNING", "rank 0 was stopped; resuming it") in run.outputs.said
 
 
 @pytest.mark.parametrize("frozen", [(2,), (0, 2)], ids=["one", "all that are left"])
@@ -53,7 +53,7 @@ def test_a_stopped_rank_that_is_asked_to_leave_holds_no_repair(simulate, frozen)
     (replaced,) = [ranks for _, _, ranks in plans(run)]
     assert len(replaced) == 2
     assert sum(lost(run)) == 0
-    assert any("it is woken" in text for _, text in run.outputs.said) == (len(frozen) == 2)
+    assert any("resuming it" in text for _, text in run.outputs.said) == (len(frozen) == 2)
 
 
 def test_a_rank_stopped_while_an_answer_is_awaited_is_replaced(simulate):

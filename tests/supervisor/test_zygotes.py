@@ -67,7 +67,7 @@ def test_a_zygote_that_crashes_once_it_was_ready_is_replaced(simulate, number):
     run.signal(run.zygote.pid, number)
     assert_done(run)
     assert run.zygotes == 2
-    said = f"the zygote died of {number.name}; another one is being started"
+    said = f"the zygote died of {number.name}; starting another one"
     assert said in [text for _, text in run.outputs.said]
 
 

@@ -6,8 +6,11 @@ rank; everything reported afterwards is read from summary.json of the run.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +23,18 @@ from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.demo.tables import Repaired, read_repairs, show_changes, show_repairs
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
+from ddp_runner.kernel.system.run_files import from_json, read_small
+from ddp_runner.observe.format import clock, count
+from ddp_runner.observe.history.json_lines import last_lines
 from ddp_runner.observe.summary import RunSummary, read_summary
 from ddp_runner.start import COMMAND
 
 NPROC = "--nproc-per-node"
 KEEP = "--keep"
 RANKS_MIN, RANKS_MAX = 2, 8
+_PROGRESS_EVERY_S = 0.5
+_PROGRESS_COLUMNS = 58  # fits the narrowest terminal, and covers the line before
+_LOG_LINES = 20
 
 
 def _run(arguments: Arguments) -> int:
@@ -96,8 +105,9 @@ def _are_all_there(repairs: Sequence[Repaired], blows: tuple[Blow, ...]) -> bool
 
 
 def _train(script: Script, folder: Path, blows: tuple[Blow, ...]) -> RunResult:
-    """One run as a child process; its output, live on a terminal, goes to ours."""
+    """Train once in a child process, with one line of progress on a terminal; the tables show the rest."""
     arguments = [
+        "log.display=none",
         "--cpu",
         f"--log-dir={folder / 'logs'}",
         f"--checkpoint-dir={folder / 'checkpoints'}",
@@ -108,13 +118,50 @@ def _train(script: Script, folder: Path, blows: tuple[Blow, ...]) -> RunResult:
         *(f"--inject={spec}" for spec in script.injections(blows)),
     ]
     # Whatever a file at home says of machines.
-    return launch("synthetic", nproc=script.world_size, arguments=["--nnodes=1", *arguments])
+    with _progress(folder / "logs" / "status.json"):
+        return launch("synthetic", nproc=script.world_size, arguments=["--nnodes=1", *arguments])
+
+
+@contextmanager
+def _progress(status: Path) -> Iterator[None]:
+    """Keep a line about the run up to date while it lasts, if there is a terminal."""
+    if not sys.stdout.isatty():
+        yield
+        return
+    is_over = threading.Event()
+
+    def show() -> None:
+        while not is_over.wait(_PROGRESS_EVERY_S):
+            sys.stdout.write(f"\r{_progress_line(status):<{_PROGRESS_COLUMNS}}")
+            sys.stdout.flush()
+
+    thread = threading.Thread(target=show, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        say_now(f"\r{_progress_line(status):<{_PROGRESS_COLUMNS}}")
+
+
+def _progress_line(status: Path) -> str:
+    """Return ``step 120/340  3 faults  0:42``, or what the run is starting."""
+    try:
+        run = from_json(read_small(status))
+    except (OSError, ValueError):  # not written yet
+        return " starting"
+    where = run.get("doing") or f"step {count(run['step'])}/{count(run['max_steps'])}"
+    faults = run["faults_total"]
+    return f" {where}  {faults} fault{'' if faults == 1 else 's'}  {clock(run['elapsed_s'])}"
 
 
 def _unfinished(result: RunResult) -> ExitCode:
-    """A run that did not train to its end: stopped by a signal, or failed, which it has reported."""
+    """Return the exit code for a run that did not train to its end; the end of its log says why it failed."""
     if result.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
         return ExitCode.INTERRUPTED
+    for line in last_lines(result.log_dir / "supervisor.log")[-_LOG_LINES:]:
+        say_now(line)
     say_now(f"demo: that run ended with exit code {result.exit_code}")
     return ExitCode.FAILED
 

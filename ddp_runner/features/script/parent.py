@@ -681,7 +681,7 @@ class ScriptAgent:
         """Remove what a save into the folder of the logs has left that was cut off; every process has ended."""
         del has_successor
         for path in remove_temporary_files(Path(self.plan.settings.run.log_dir)):
-            self.recorder.say(f"removed {path}, which a save that was cut off had left")
+            self.recorder.say(f"removed {path}, which an interrupted save left")
 
     def closing_words(self) -> str:
         """Return nothing: a script's checkpoints are its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from ddp_runner.kernel.system.user_errors import traceback_text
 from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.observe.terminal import fitted
 from ddp_runner.training.components.optimizer import bytes_to_come
 from ddp_runner.training.exactness.apart import NeedsOthersError, stand_apart
 from ddp_runner.training.figures.train_report import block_of, start_notes
@@ -81,8 +83,10 @@ def main(
     hidden = hidden_texts(plan.settings.task, os.environ)
     torch.set_num_threads(plan.threads_per_rank)
     try:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for line in _lines(plan, hidden, weights_to):
-            print(printable(named(line)), flush=True)
+            columns = columns if line else None  # a table follows, whose rows stay whole
+            print("\n".join(fitted(printable(named(line)), "INFO", columns)), flush=True)
     except BadInputError:
         raise
     except FaultError as error:

@@ -139,8 +139,8 @@ class Loop:
         except OSError as error:
             reason = error.strerror or str(error)
             self._supervisor.recorder.say(
-                f"no guardian could be started ({reason}): should this process be killed, what the "
-                "task has started itself stays",
+                f"no guardian could be started ({reason}): if this process is killed, "
+                "processes that the task has started stay",
                 level="WARNING",
             )
 

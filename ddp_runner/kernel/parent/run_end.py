@@ -183,7 +183,7 @@ class RunEnd:
             return
         for order in self._owed:
             self._recorder.say(
-                f"nobody has written the copy of step {order.step}: it ends with the run",
+                f"the copy of step {order.step} in memory is not written: it is lost with the run",
                 level="WARNING",
             )
         if stop is not None and self.is_saved and _ends_as_stopped(ending):

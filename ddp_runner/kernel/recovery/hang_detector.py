@@ -103,7 +103,7 @@ class HangFinder:
         return self._world.stopped_s(handle, now_s) > limit_s
 
     def _say_woken(self, handle: RankHandle) -> None:
-        self._recorder.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
+        self._recorder.say(f"rank {handle.rank} was stopped; resuming it", level="WARNING")
         self._world.wake(self._world.ranks)
 
     def is_stopped(self, handle: RankHandle, now_s: float) -> bool:

@@ -134,7 +134,7 @@ class LastSave:
         limit_s = self._settings.stopped_max_s
         for handle in self._world.present:
             if self._world.stopped_s(handle, now_s) > limit_s:
-                self._recorder.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
+                self._recorder.say(f"rank {handle.rank} was stopped; resuming it", level="WARNING")
                 self._world.wake([handle])
 
     def _is_parked(self, handle: RankHandle) -> bool:

@@ -146,7 +146,7 @@ class ZygoteKeeper:
         if self._node.promote_standby():
             self._recorder.record(events.ZygoteReplaced(pid=self._node.zygote_pid))
         else:
-            self._recorder.say(f"the zygote {died}; another one is being started", level="WARNING")
+            self._recorder.say(f"the zygote {died}; starting another one", level="WARNING")
             self._node.start_zygote()
         return None
 

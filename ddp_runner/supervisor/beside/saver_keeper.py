@@ -126,7 +126,7 @@ class SaverKeeper(Observer):
             return
         if self._does_nothing(saver):
             self._recorder.say(
-                f"the process that writes checkpoints has done nothing for {limit_s:g} s: it is ended",
+                f"the process that writes checkpoints made no progress for {limit_s:g} s; ending it",
                 level="WARNING",
             )
             self._keeper.kill()
@@ -171,7 +171,7 @@ class SaverKeeper(Observer):
             if not self._was_refused:
                 self._was_refused = True
                 self._recorder.say(
-                    "no process could be forked that writes checkpoints: until one can, ranks write them",
+                    "no process to write checkpoints could be forked; until one can, ranks write them",
                     level="WARNING",
                 )
 

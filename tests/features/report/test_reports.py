@@ -83,7 +83,7 @@ AGAIN = tuple(fault(cause=f"it broke, {number}") for number in range(3))
         (ended(recovery=3.0, faults=(fault(steps_lost=70),)), "1 fault, repairs", "checkpoint.save_every_steps, less"),
         (ended(recovery=3.0, faults=(fault(kind="rank_hung", seconds={"detect": 9.0, "fork": 1.0}),)), "1 fault", "recovery.hang_min_s"),
         (ended(recovery=3.0, settings={"recovery.warm_spare": False}, faults=(fault(seconds={"detect": 9.0, "fork": 1.0}),)), "1 fault", "recovery.warm_spare=true"),
-        (ended(recovery=3.0, faults=(fault(seconds={"transfer": 2.0}),)), "1 fault", "'transfer'"),
+        (ended(recovery=3.0, faults=(fault(seconds={"transfer": 2.0}),)), "1 fault", "transfer takes most of a repair"),
         (ended(faults=AGAIN), "3 faults", "it broke, 2; recovery.min_ranks"),
     ],
 )  # fmt: skip

@@ -302,6 +302,42 @@ def test_figures_share_panels_and_need_no_tags():
     json.dumps(figure, allow_nan=False)
 
 
+def test_panels_stand_in_the_order_in_which_people_look():
+    """Losses, evaluations, the rate, the throughput; a counter that only grows is no curve."""
+    names = [
+        "grad_norm",
+        "samples_per_s",
+        "tokens",
+        "validation_perplexity",
+        "learning_rate",
+        "loss",
+    ]
+    assert panels([*names, "validation_loss", "own"]) == [
+        ["loss", "validation_loss"],
+        ["validation_perplexity"],
+        ["learning_rate"],
+        ["samples_per_s"],
+        ["grad_norm"],
+        ["own"],
+    ]
+
+
+def test_the_headline_has_what_is_known_and_the_newest_evaluation(tmp_path):
+    """Evaluated figures come next to the loss; a figure that nobody knows has no place."""
+    status = {"state": "done", "step": 40, "max_steps": 300, "loss": 3.25, "world_size": 2}
+    evaluated = {"validation_loss": 3.7, "validation_perplexity": 40.77}
+    write(tmp_path / "status.json", [{**status, "evaluated": evaluated}])
+    run = RunHistory(tmp_path)
+    run.read()
+    assert list(run.state.shown.items())[:4] == [
+        ("step", "40 / 300"),
+        ("loss", "3.2500"),
+        ("validation loss", "3.7000"),
+        ("validation perplexity", "40.770"),
+    ]
+    assert not {"samples/s", "time left", "goodput"} & set(run.state.shown)
+
+
 def test_a_folder_without_anything_is_a_run_of_nothing(tmp_path):
     """Nor do files that cannot be read, or are links, raise."""
     run = RunHistory(tmp_path / "gone")
