@@ -94,6 +94,7 @@ class World:
         self.machines = [Machine(n, self.fresh()) for n in range(self.count)]
         self.newest, self.last, self.last_members = 0, (), ()
         self.met, self.trained = set(), set()  # generations whose ranks have met, or made a step
+        self.over = set()  # those of which enough machines know that they were the last
         self.machines[0].leads = True
         self.commits = self.elections = self.ends = self.launches = 0
 
@@ -313,7 +314,9 @@ class World:
         one.step_at_s = self.now_s
         (held,) = {m.memory for m in one.members}
         formed = one.record.formed
-        assert formed >= self.last, f"{one.number} commits in {formed}, after {self.last}"
+        # Once a run is over, machines that know nothing may begin another one, with ballots of its own.
+        is_next = formed >= self.last or self.last in self.over
+        assert is_next, f"{one.number} commits in {formed}, after {self.last}"
         if max(held, 0) != self.newest:
             left = [m.number for m in self.last_members if m.memory == self.newest]
             assert 2 * len(left) <= len(self.last_members), (
@@ -353,6 +356,9 @@ class World:
             return
         name = one.record.machine
         one.record = ended(one.record, {*names, name})
+        noted = [m.record for m in self.machines if m.record.formed == formed]
+        if is_over(noted):
+            self.over.add(formed)
 
         def heard():
             if boss.record.formed == formed:

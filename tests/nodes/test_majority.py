@@ -38,12 +38,15 @@ def elected(others):
 
 
 def test_two_of_three_machines_elect_a_coordinator_and_lose_no_step(nodes, one_machine):
-    """The ranks that are left keep their memory, and the same command on the lost machine follows the new one."""
+    """One that is left keeps its ranks' memory, and the same commands on the lost machines follow the new coordinator."""
     first, *others = start_three(nodes)
     first.signal(signal.SIGKILL)
     first.assert_gone()
     second, third = elected(others)
-    first = nodes.start(0, *WORDS, nnodes="2:3")
+    third.signal(signal.SIGKILL)
+    third.assert_gone()
+    number = 1 + others.index(third)
+    first, third = (nodes.start(one, *WORDS, nnodes="2:3") for one in (0, number))
     assert [run.wait() for run in (first, second, third)] == [0, 0, 0], second.console
     assert "was elected: following it" in first.console
     assert LEADS not in third.console

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.core.machines.majority import Peer, Record, is_over, why_no_vote_holds
+from ddp_runner.core.machines.majority import Peer, Record, ended, is_over, why_no_vote_holds
 from ddp_runner.core.machines.node_messages import Elected, EndRank, Generation
 from ddp_runner.core.machines.node_options import NodeOptions
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -529,6 +529,22 @@ def test_a_run_whose_end_nobody_else_has_noted_is_looked_for(three):
     keeper.ends(there)
     assert is_over([BallotFile(three.folder / "0").read()])
     keeper.close()
+
+
+def test_a_restarted_follower_asks_the_machines_that_it_knew(three, loop):
+    """In turn, beside the endpoint; after a run that has ended none of them has anything."""
+    three.form(0, 1)
+    endpoint = loop._where()
+    loop.voting = three.voting(1)
+    found = [loop._places() for _ in range(4)]
+    assert {one for places in found for one in places} == {
+        endpoint,
+        *((one.host, one.port) for one in three.peers if one.number != 1),
+    }
+    assert all(endpoint in places and len(places) == 2 for places in found)
+    record = loop.voting.file.read()
+    loop.voting.file.write(ended(record, {one.machine for one in three.peers}))
+    assert loop._places() == [endpoint]
 
 
 def test_one_silent_address_is_dialled_at_a_time(loop, monkeypatch):

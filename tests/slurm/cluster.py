@@ -88,10 +88,27 @@ class Cluster:
         words = [f"--{option}={self.folder}/munge.{name}" for option, name in files.items()]
         self.run("munged", "--force", f"--key-file={key}", *words)
         self.run("slurmctld")
+        self.local.mkdir()
         for name in NODES:
-            self.run("slurmd", "-N", name)
+            self.disk(name).mkdir()
+            self.begin_node(name)
         for name in NODES:
             self.wait_for_node(name, "idle")
+
+    @property
+    def local(self):
+        """A folder that has the same name on each node, and is another one on each."""
+        return self.folder / "local"
+
+    def disk(self, name):
+        """What a node has in its :attr:`local`."""
+        return self.folder / f"disk-{name}"
+
+    def begin_node(self, name):
+        """Its daemon, in a mount namespace of its own."""
+        mounts = f"mount --bind {self.disk(name)} {self.local} && exec slurmd -N {name}"
+        is_root = os.geteuid() == 0
+        self.run("unshare", "-m" if is_root else "-Urm", "sh", "-c", mounts)
 
     def run(self, *words, environment=None):
         """What the command prints."""
@@ -134,7 +151,7 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
 
     def give_back(self, name):
-        self.run("slurmd", "-N", name)
+        self.begin_node(name)
         self.wait_for_node(name, "idle")
 
     def ranks(self, node=None):

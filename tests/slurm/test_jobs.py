@@ -8,9 +8,10 @@ import signal
 
 import torch
 
-from tests.nodes.conftest import SETTINGS, STEPS
+from tests.nodes.conftest import SETTINGS, STEPS, TOKEN
 from tests.nodes.test_scripts import SCRIPT
 from tests.processes import poll
+from tests.scenarios.harness import ONE_THREAD
 
 PACE = "task.pace_s=0.1"
 WHOLE_NODES = ("--exclusive",)
@@ -118,6 +119,43 @@ def test_a_lost_node_s_job_starts_again_on_the_spare(cluster, job, made_once):
     assert run.digest == made_once(*SETTINGS, world=4).digest
 
 
+def test_a_lost_coordinator_s_job_follows_the_elected_one(cluster, job, made_once):
+    """Each node has a disk of its own: two elect one of them, and the job that starts again on the lost one finds it."""
+    options = (*WHOLE_NODES, "--array=0-2", f"--export=ALL,DDP_RUNNER_TOKEN={TOKEN}")
+    words = (
+        "recovery.elect_coordinator=true",
+        "recovery.node_patience_s=300",
+        "-n",
+        1,
+        ONE_THREAD,
+        PACE,
+    )
+    words += ("-l", cluster.local / "logs", "-c", cluster.local / "kept")
+    run = job("slurm-array.sbatch", *words, nnodes="2:3", options=options)
+    cluster.wait_for_job(f"{run.number}_2", JobState="RUNNING")
+    lost, *others = (cluster.job(f"{run.number}_{task}")["NodeList"] for task in range(3))
+    run.logs = cluster.disk(lost) / "logs"
+    run.wait_for_step(5)
+    run.wait_for_line("if the coordinator is lost, a majority of the machines")
+    stays = [cluster.ranks(name) for name in others]
+    cluster.take_away(lost)
+    run.wait_for_line("this machine coordinates from here on")
+    cluster.wait_for_node(lost, "down")
+    cluster.begin_node(lost)
+    cluster.wait_for_job(f"{run.number}_0", JobState="RUNNING", Restarts="1", NodeList=lost)
+    run.wait_for_line("was elected: following it")
+    assert [cluster.ranks(name) for name in others] == stays
+    for task in range(3):
+        cluster.wait_for_job(f"{run.number}_{task}", JobState="COMPLETED", ExitCode="0:0")
+    (run.logs,) = (
+        cluster.disk(name) / "logs"
+        for name in others
+        if (cluster.disk(name) / "logs" / "summary.json").exists()
+    )
+    assert run.summary()["exact"], run.console
+    assert run.digest == made_once(*SETTINGS, world=3).digest
+
+
 def test_a_script_starts_again_on_the_nodes_that_are_left(cluster, job, tmp_path):
     """From its own checkpoint: with a spare node after a rank's and a node's end, without one when SLURM requeues the job."""
     script, kept = tmp_path / "train.py", tmp_path / "kept.pt"
@@ -141,7 +179,7 @@ def test_a_script_starts_again_on_the_nodes_that_are_left(cluster, job, tmp_path
     for name in (lost, spare):
         cluster.wait_for_node(name, "down")
     for name in (lost, spare):
-        cluster.run("slurmd", "-N", name)
+        cluster.begin_node(name)
     cluster.wait_for_job(run.number, JobState="RUNNING", Restarts="1")
     cluster.wait_for_job(run.number, JobState="COMPLETED", ExitCode="0:0")
     assert torch.load(kept)["model"]["module.weight"].item() == -0.5 * 2.5 * steps

@@ -161,6 +161,7 @@ class _FollowerLoop:
         self.voting: Voting | None = None  # None: no majority decides
         self._address = ""  # of this machine, as it leads to the coordinator
         self._met_at = ("", 0)  # where the coordinator was met
+        self._looked = 0  # how often it has looked for a coordinator
         self._dialled = 0  # how often nobody answered, or somebody who was none
         self.heir: Heir | None = None  # what this machine coordinates with, from here on
         selector.register(signals, selectors.EVENT_READ, None)
@@ -236,7 +237,10 @@ class _FollowerLoop:
                     return True
                 link.close()
                 self._dialled += 1
-                if self._met_at != self._where() and not isinstance(answer, Refused):
+                is_known = self._met_at == self._where()
+                if not is_known and (
+                    not isinstance(answer, Refused) or self._met_at in self._peers()
+                ):
                     self._wait(DIAL_S)
                     continue
                 if isinstance(answer, Refused):
@@ -314,8 +318,16 @@ class _FollowerLoop:
         elected = None if self.voting is None else self.voting.leader_at
         if elected is not None and elected not in places:
             places.insert(0, elected)
+        self._looked += 1
+        if peers := self._peers():
+            places.append(peers[self._looked % len(peers)])
         first = self._dialled % len(places)
         return [*places[first:], *places[:first]]
+
+    def _peers(self) -> list[tuple[str, int]]:
+        """Where other machines listen, of which one may coordinate: known from before a restart."""
+        peers = [] if self.voting is None else self.voting.peers
+        return [one for one in peers if one != self._where()]
 
     def _dial(self) -> NodeLink | None:
         try:

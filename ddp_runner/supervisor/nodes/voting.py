@@ -15,6 +15,7 @@ from ddp_runner.core.machines.majority import (
     ended,
     forming,
     has_majority,
+    is_over,
     may_obey,
     may_vote,
     others_of,
@@ -79,6 +80,14 @@ class Voting:
     def holds(self) -> bool:
         """Return True if this machine is one of a generation whose majority decides."""
         return self._generation is not None
+
+    @property
+    def peers(self) -> list[tuple[str, int]]:
+        """Where those listen that this machine knew before it was restarted: one of them may coordinate by now."""
+        record = None if self.holds else self._known
+        if record is None or is_over([record]):
+            return []
+        return [(one.host, one.port) for one in others_of(record) if one.host]
 
     @property
     def record(self) -> Record | None:
