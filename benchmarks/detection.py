@@ -35,6 +35,9 @@ from ddp_runner.features.proof.rules import pause_s, step_to_drill  # noqa: E402
 BUDGETS = (0.001, 0.005, 0.02, 0.1)
 STEPS_S = (0.01, 0.07)
 RUNS = 400
+SHORT_BUDGETS = (0.001, 0.005, 0.02, 0.05, 0.1)
+SHORT_RUNS, SHORT_STEPS = 50, 2_000  # those of a rank that is wrong from the step WRONG_FROM on
+WRONG_FROM = 20
 
 
 def calculated(budget: float, *, cost_s: float, step_s: float, ranks: int) -> tuple[float, float]:
@@ -75,8 +78,29 @@ def simulated(budget: float, *, cost_s: float, step_s: float, ranks: int) -> tup
     return hits / singles, median(firsts)
 
 
+def short_runs(
+    budget: float, *, cost_s: float, step_s: float, ranks: int
+) -> tuple[float, float, float]:
+    """Return for 50 runs of 2,000 steps with a rank that is always wrong: in how many it is found, and the median step.
+
+    First the share that is calculated. The median is of all runs; infinite if half of them do not find it.
+    """
+    chance = random.Random(2)
+    steps_apart = cost_s / (budget * step_s)
+    expected = 1 - math.exp(-(SHORT_STEPS - WRONG_FROM) / (steps_apart * ranks))
+    firsts = []
+    for _ in range(SHORT_RUNS):
+        drills = drilled(
+            budget, cost_s=cost_s, step_s=step_s, ranks=ranks, steps=SHORT_STEPS, chance=chance
+        )
+        wrong = (step for step, rank in drills if rank == 0 and step >= WRONG_FROM)
+        firsts.append(next(wrong, math.inf))
+    found = sum(map(math.isfinite, firsts))
+    return expected, found / SHORT_RUNS, sorted(firsts)[SHORT_RUNS // 2]
+
+
 def measured(budget: float, *, step_s: float, steps: int) -> dict[str, float]:
-    """Train two ranks, one of which is always wrong from step 20 on; return the step of the drill that has found it."""
+    """Train two ranks, one of which is always wrong from then on; return the step of the drill that has found it."""
     with tempfile.TemporaryDirectory(prefix="detection_") as folder:
         words = (
             *(sys.executable, "-m", "ddp_runner", "train", "--cpu", "-n", "2"),
@@ -84,14 +108,17 @@ def measured(budget: float, *, step_s: float, steps: int) -> dict[str, float]:
             *("-b", "8", "--max-steps", str(steps), "-l", f"{folder}/logs", "-c", f"{folder}/kept"),
             *(f"recovery.proof_share={budget}", "recovery.drill_at=2"),
             *("recovery.on_wrong_gradient=continue", "num_workers=0", "log.display=plain"),
-            *("--inject", "wrong_gradient:rank=1,step=20,times=100000", "save_interval=0"),
+            *("--inject", f"wrong_gradient:rank=1,step={WRONG_FROM},times=100000"),
+            "save_interval=0",
         )
         subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         lines = Path(folder, "logs", "events.jsonl").read_text(encoding="utf-8").splitlines()
     drills = [one for one in map(json.loads, lines) if one["event"] == "drill"]
     wrong = [one["step"] for one in drills if one["differs"]]
     missed = [
-        one for one in drills if one["rank"] == 1 and one["step"] >= 20 and not one["differs"]
+        one
+        for one in drills
+        if one["rank"] == 1 and one["step"] >= WRONG_FROM and not one["differs"]
     ]
     return {
         "step_s": step_s,
@@ -125,13 +152,25 @@ def main() -> None:
                 f"{budget:6.1%}  {step_s * 1e3:2.0f} ms {share:11.4%} {share_seen:10.4%}"
                 f" {steps:12,.0f} {steps_seen:10,.0f}"
             )
+    print(f"{SHORT_RUNS} runs of {SHORT_STEPS:,} steps: share that finds the rank, calculated and")
+    print("simulated, and the median step")
+    short = []
+    for step_s in STEPS_S:
+        for budget in SHORT_BUDGETS:
+            seen = short_runs(budget, cost_s=given.cost_s, step_s=step_s, ranks=given.ranks)
+            short.append([budget, step_s, *seen])
+            print(
+                f"{budget:6.1%}  {step_s * 1e3:2.0f} ms {seen[0]:7.0%} {seen[1]:6.0%} {seen[2]:8,.0f}"
+            )
     real = [
         measured(given.real_budget, step_s=0.02, steps=given.real_steps) for _ in range(given.real)
     ]
     for one in real:
         print(f"a real run: {one}")
     if given.json is not None:
-        given.json.write_text(json.dumps({"rows": rows, "real": real}, indent=1), encoding="utf-8")
+        given.json.write_text(
+            json.dumps({"rows": rows, "short": short, "real": real}, indent=1), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

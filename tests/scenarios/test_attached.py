@@ -92,7 +92,7 @@ def assert_as_if_nothing_happened(run, folder, expected, *, repaired):
     summary = run.summary()
     assert summary["exact"], summary["inexact_reasons"]
     assert len(summary["faults"]) == repaired, [one["cause"] for one in summary["faults"]]
-    assert all(one["steps_lost"] == 0 for one in summary["faults"])
+    assert all(one["steps_lost"] == 0 for one in summary["faults"]), run.console
 
 
 @pytest.mark.parametrize("words", [(), ("--find-unused",)], ids=["rebuilt buckets", "find unused"])
@@ -151,6 +151,22 @@ def test_habits_of_loops_make_no_difference(tmp_path, fault_free, words):
         plant(tmp_path, r0_s13_forward="pass")
     with run_loop(tmp_path, *words) as run:
         assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=2 + raises)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [(("--fp16",), "update"), (("--two",), "amid"), (("--two", "--fp16"), "amid")],
+    ids=["scaled", "two optimizers", "two, scaled"],
+)
+def test_six_kills_of_a_loop_are_all_proved(tmp_path, fault_free, words, last):
+    """Each with an average of the weights. What is scaled overflows in steps 4 and 12: in the second one, rank 0 is killed."""
+    places = {"r1_s5_backward": KILL, "r0_s7_forward": KILL, f"r1_s9_{last}": KILL}
+    places |= {"r0_s12_backward": KILL, f"r0_s15_{last}": KILL, "r1_s18_update": KILL}
+    plant(tmp_path, **places)
+    with run_loop(tmp_path, *words, options=("recovery.drill_at=2",)) as run:
+        assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=6)
+    assert run.summary()["exact_proof"]["repairs_proved"] == "6 of 6", run.console
 
 
 def test_a_framework_whose_hooks_bound_the_steps_is_repaired_in_place(tmp_path):

@@ -12,7 +12,8 @@ from torch import nn
 
 from ddp_runner.training.local_state import by_value
 from ddp_runner.training.local_state.by_value import KeptLocally
-from tests.training.test_local_state import Settled, Slotted
+from ddp_runner.training.local_state.local_state import LOCAL
+from tests.training.test_local_state import Settled, Slotted, local_of
 
 
 class SlottedList(list):
@@ -185,3 +186,48 @@ def test_a_new_deque_has_its_own_length():
     other = SimpleNamespace(d=deque(maxlen=3))
     KeptLocally({"one": other}, option="keep_local").put_back(pickled)
     assert (one.d.maxlen, other.d.maxlen) == (2, 2)
+
+
+def _shrunk(held):
+    """Fill a set, and take most of it out again: its order is that of a large table."""
+    for number in range(200):
+        held.add(7 * number)
+    for number in range(200):
+        if number not in (3, 77, 150):
+            held.discard(7 * number)
+
+
+class Seen:
+    def __init__(self):
+        self.keys, self.names = set(), ["a", {"b"}]
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (set, _shrunk),
+        (lambda: {"seen": [set()]}, lambda d: _shrunk(d["seen"][0])),
+        (Seen, lambda seen: _shrunk(seen.keys)),
+    ],
+    ids=["the object", "deep", "attribute"],
+)
+@pytest.mark.parametrize("is_shrunk", [True, False])
+def test_a_set_that_is_iterated_in_another_order_is_named(make, change, is_shrunk):
+    """Once a restored set has the same items in another order; not if it is as before."""
+    one = make()
+    if is_shrunk:
+        change(one)
+    local = local_of({"one": one, "count": [0]}, None, ranks=1)
+    local.begin(0)
+    local.seal(1)
+    record = local.of_ranks(1)[LOCAL]
+    other = local_of({"one": make(), "count": [0]}, None, ranks=1)
+    other.go_to(1, record, is_begin=False)
+    lines = other.take_lost()
+    assert len(lines) == is_shrunk
+    assert all(
+        line
+        == "a set in one, count of rank 0 was given back, and is iterated in another order than before:"
+        " loop over sorted(s), or use a dict"
+        for line in lines
+    )

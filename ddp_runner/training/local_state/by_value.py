@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -132,6 +132,24 @@ class KeptLocally:
             raise pickle.UnpicklingError(f"it is of {', '.join(contents) or 'no objects'}")
         pairs = [(self.objects[name], content) for name, content in contents.items()]
         Merging(self.objects.values()).give_back(pairs)
+
+    def has_reordered(self, pickled: Pickled) -> bool:
+        """Return True if a set that was restored from ``pickled`` is iterated in another order now.
+
+        Its order follows from all that it has ever held, which no pickle has.
+        """
+        # INVARIANT order-is-named: a set of plain values that is iterated in another order after it was restored is named.
+        # Broken if: the order that was pickled is not compared with that of the set as it is now.
+        # Guarded by: test_a_set_that_is_iterated_in_another_order_is_named.
+        has_own = any(isinstance(one, set) for one in self.objects.values())
+        if not has_own and pickle.EMPTY_SET not in pickled.text:
+            return False
+        now = self.pickled()
+        if now == pickled:
+            return False
+        before, after = (_SetOrders(one, self.objects).read() for one in (pickled, now))
+        contents = {frozenset(order) for order in after}
+        return any(order not in after and frozenset(order) in contents for order in before)
 
     def _is_as_in(self, pickled: Pickled) -> bool:
         """Return True if the objects are as in ``pickled``: then nothing is written."""
@@ -337,7 +355,52 @@ class _SharedPickler(_Pickler):
         return self._names.get(id(value))
 
 
-class _Loader(pickle.Unpickler):
+class _Named:
+    """Finds what a pickle names: kept objects, classes and functions."""
+
+    _kept: Mapping[str, Any]
+
+    def persistent_load(self, name: Any) -> Any:
+        return self._kept[name]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name == _live.__name__:
+            return self._kept.__getitem__
+        return super().find_class(module, name)  # type: ignore[misc]
+
+
+class _SetOrders(_Named, pickle._Unpickler):  # noqa: SLF001 - the one whose steps can be replaced
+    """Reads a pickle that was loaded before, for the order of the items of each of its sets."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
+
+    def __init__(self, pickled: Pickled, live: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(pickled.text), buffers=pickled.buffers)
+        self._kept = live
+        self._orders: dict[int, tuple[set[Any], list[Any]]] = {}  # the sets live as long as this
+
+    def read(self) -> set[tuple[Any, ...]]:
+        """Return the items of each set of plain values, in order."""
+        contents = self.load()
+        orders = [order for _, order in self._orders.values()]
+        orders += [
+            held[0]
+            for name, (way, held) in contents.items()
+            if way == "entries" and isinstance(self._kept[name], set)
+        ]
+        return {tuple(one) for one in orders if all(isinstance(item, CONSTANT) for item in one)}
+
+    def _note_items(self: Any) -> None:
+        items, found = self.pop_mark(), self.stack[-1]
+        for item in items:
+            found.add(item)
+        if type(found) is set:
+            self._orders.setdefault(id(found), (found, []))[1].extend(items)
+
+    dispatch[pickle.ADDITEMS[0]] = _note_items
+
+
+class _Loader(_Named, pickle.Unpickler):
     """Loads pickles. ``known``: further names that they may use; None: any. ``used``: the names that they used."""
 
     def __init__(
@@ -352,12 +415,9 @@ class _Loader(pickle.Unpickler):
         self._known = known
         self.used: set[tuple[str, str]] = set()
 
-    def persistent_load(self, name: Any) -> Any:
-        return self._kept[name]
-
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__ and name == _live.__name__:
-            return self._kept.__getitem__
+            return super().find_class(module, name)
         self.used.add((module, name))
         if self._known is not None and module != __name__ and (module, name) not in self._known:
             _refuse_foreign(module, name)

@@ -63,7 +63,7 @@ def _content_of_plain(value: Any) -> tuple[str, Any]:
         return "array", value.view()
     if type(value) is Tensor:
         return "tensor", value.detach()
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN and type(value) is not set:  # whose copy has another order
         return "plain", value.copy()
     if isinstance(value, (dict, list, set, deque)):
         base = _base_of(value)

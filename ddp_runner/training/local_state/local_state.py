@@ -321,6 +321,11 @@ class LocalState:
         assert self._kept is not None, "checked by the caller"
         try:
             self._kept.put_back(pickled, is_foreign=is_foreign)
+            if self._kept.has_reordered(pickled):
+                self._lost.append(
+                    f"a set in {', '.join(self.names)} of rank {self._rank} was given back, and is iterated in another"
+                    " order than before: loop over sorted(s), or use a dict"
+                )
         except Exception as error:
             if lacks_memory(error):
                 raise

@@ -24,6 +24,7 @@ parser.add_argument("--compile", action="store_true")
 parser.add_argument("--own-loader", action="store_true")
 parser.add_argument("--behind", action="store_true")
 parser.add_argument("--mixup", action="store_true")
+parser.add_argument("--two", action="store_true", help="optimizers")
 parser.add_argument("--unfreeze", default="", help="where in the loop")
 args = parser.parse_args()
 
@@ -45,7 +46,10 @@ def main():
         nn.Linear(8, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 4)
     ).to(run.device)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    body = model[:-1] if args.two else model
+    optimizer = torch.optim.AdamW(body.parameters(), lr=1e-2)
+    others = {"second": torch.optim.SGD(model[-1].parameters(), lr=0.1, momentum=0.9)}
+    others = others if args.two else {}
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     scaler = torch.amp.GradScaler("cpu", enabled=args.fp16, init_scale=2.0**20)
     if args.compile:
@@ -57,6 +61,7 @@ def main():
         model = torch.compile(model, backend=backend)
     net = run.ddp(model, find_unused_parameters=args.find_unused)
     run.keep(model=model, ema=ema, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    run.keep(**others)
 
     def unfreeze(where):
         if args.unfreeze == where:
@@ -110,6 +115,10 @@ def main():
             scaler.scale(loss).backward()
             harm(run, "backward")
         scaler.step(optimizer)
+        for one in others.values():
+            harm(run, "amid")
+            scaler.step(one)
+            one.zero_grad()
         harm(run, "update")
         scaler.update()
         optimizer.zero_grad()
