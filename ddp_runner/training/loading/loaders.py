@@ -244,15 +244,11 @@ def evaluation_loader(
     batch_size = state.tuning.evaluation_batch_size
     rank, step = runtime.rank_info.rank, state.committed_step
     place, ranks = share
-    # The same samples however few fit at once, so that the figures can be compared.
-    devices = runtime.rank_info.computing_devices
-    batches_max = settings.log.evaluate_batches or settings.run.limit_batches
-    asked = batches_max * settings.data.batch_size * devices
-    samples = workload.validation_samples[name]
-    order = WholeOrder(
-        seed=settings.run.seed,
-        dataset_size=min(asked, samples) or samples,
-        global_batch_size=batch_size * ranks,
+    order = _evaluation_order(
+        settings,
+        samples=workload.validation_samples[name],
+        devices=runtime.rank_info.computing_devices,
+        global_batch=batch_size * ranks,
     )
     batches = order.steps_per_epoch
     local_world_size = runtime.rank_info.local_world_size
@@ -297,6 +293,19 @@ def evaluation_loader(
             log=runtime.logger.info,
             kills=KernelKills(),
         ),
+    )
+
+
+def _evaluation_order(
+    settings: Settings, *, samples: int, devices: int, global_batch: int
+) -> WholeOrder:
+    """Return the order of the samples: the same ones however few fit at once, so that figures can be compared."""
+    batches_max = settings.log.evaluate_batches or settings.run.limit_batches
+    asked = batches_max * settings.data.batch_size * devices
+    return WholeOrder(
+        seed=settings.run.seed,
+        dataset_size=min(asked, samples) or samples,
+        global_batch_size=global_batch,
     )
 
 
