@@ -266,16 +266,7 @@ def evaluation_loader(
 
     cut = Cut(order=order, rank=place, world_size=ranks, micro_batch_size=batch_size)
     return Loader(
-        MapSource(
-            SampleReader(
-                workload.datasets.validation_sets[name],
-                seed=settings.run.seed,
-                collate=workload.datasets.validation_collate or collate_batch,
-            ),
-            cut,
-            quarantine=state.validation_quarantines[name],
-            phase=Phase.EVALUATE,
-        ),
+        _evaluation_source(settings, workload, state, cut, name=name),
         total_steps=batches,
         num_workers=min(workers, batches),
         local_world_size=local_world_size,
@@ -294,6 +285,19 @@ def evaluation_loader(
             kills=KernelKills(),
         ),
     )
+
+
+def _evaluation_source(
+    settings: Settings, workload: TaskWorkload, state: TrainState, cut: Cut, *, name: str
+) -> MapSource:
+    datasets = workload.datasets
+    reader = SampleReader(
+        datasets.validation_sets[name],
+        seed=settings.run.seed,
+        collate=datasets.validation_collate or collate_batch,
+    )
+    quarantine = state.validation_quarantines[name]
+    return MapSource(reader, cut, quarantine=quarantine, phase=Phase.EVALUATE)
 
 
 def _evaluation_order(
