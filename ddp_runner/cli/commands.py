@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 class Row:
     """Leads to a command. ``module``: holds its ``DECLARATION``; ``says``: its line in the list of commands.
 
-    ``place``: its place in that list. The ``COMMANDS`` of a feature's ``words.py`` are rows by name.
+    ``place``: its place in that list. The ``COMMANDS`` of a feature's ``words.py`` are rows by name. ``aliases``:
+    other names, which no list shows.
     """
 
     module: str
     says: str
     place: int
+    aliases: tuple[str, ...] = ()
 
 
 _OWN = {
@@ -113,6 +115,9 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
         return "train", ["--help"]
     if word in _OWN or word in commands():
         return word, rest
+    for name, row in commands().items():
+        if word in row.aliases:
+            return name, rest
     if os.path.exists(word):  # noqa: PTH110 - pathlib takes 5 ms
         as_script = f"run {word} (a script), or " if "run" in commands() else ""
         raise BadInputError(f"{word} is a file", "", f"{as_script}--task {word} (a task)")

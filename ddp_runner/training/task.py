@@ -30,6 +30,8 @@ class Datasets:
     ``validation`` may be None, or several by name, such as ``{"all": a, "bach": b}``: each is evaluated by
     itself, and its figures are called ``bach/loss``.
 
+    ``test`` is left to the commands ``evaluate`` and ``predict``; a run does not read it.
+
     ``train`` may be an iterable dataset: the whole stream, the same on every rank, which keeps its
     share of it. It needs a length or ``--max-steps``, and resumes exactly if it, or its iterator,
     has ``state_dict`` and ``load_state_dict``.
@@ -50,6 +52,7 @@ class Datasets:
 
     train: Dataset[Any]
     validation: Dataset[Any] | Mapping[str, Dataset[Any]] | None = None
+    test: Dataset[Any] | None = None
     fingerprint: str = ""
     notes: Sequence[str] = ()
     collate: Callable[[list[Any]], Batch] | None = None
@@ -76,6 +79,11 @@ class Datasets:
         if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
             return dict(given)
         return {ALONE: given}  # type: ignore[dict-item] # mypy: as the annotation says
+
+    @property
+    def test_sets(self) -> dict[str, Dataset[Any]]:
+        """The test data by name: ``test``, if there is some."""
+        return {} if self.test is None else {"test": self.test}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +280,15 @@ class ConfiguresOptimizers(Protocol):
 
 
 @runtime_checkable
+class Predicts(Protocol):
+    """A task may also say what its model's output for a batch is, for the command ``predict``."""
+
+    def predict(self, model: nn.Module, batch: Batch) -> Any:
+        """Return a tensor whose first dimension is that of the samples, a list with an entry each, or a dict of these."""
+        ...
+
+
+@runtime_checkable
 class EndsEpochs(Protocol):
     """A task may also do something at the end of each epoch, such as drawing a picture."""
 
@@ -345,7 +362,11 @@ def checked_datasets(given: object, *, task: str) -> Datasets:
         raise BadInputError(
             "--task", task, f"build_datasets() returned {_named(given)}; return {write}"
         )
-    found: dict[str, object] = {"train": given.train, "validation": given.validation}
+    found: dict[str, object] = {
+        "train": given.train,
+        "validation": given.validation,
+        "test": given.test,
+    }
     if isinstance(given.validation, Mapping):
         found |= {f"validation data {name!r}": one for name, one in given.validation.items()}
     for name, one in found.items():

@@ -31,6 +31,7 @@ HOOKS = {
     "describe": 0,
     "local_state": 0,
     "configure_optimizers": 1,
+    "predict": 2,
     "on_epoch_end": 1,
     "on_evaluation_end": 1,
 }
@@ -56,6 +57,7 @@ _UNUSED = {
     "eval_step": _METRICS,
     "compute_metrics": _METRICS,
     "test_step": _METRICS,
+    "predict_step": "write predict(model, batch)",
     "on_train_epoch_end": _EPOCH_END,
     "training_epoch_end": _EPOCH_END,
     "on_validation_epoch_end": _EVALUATION_END,

@@ -523,6 +523,7 @@ def _empty_state(
             task or workload.task,
             apart=(
                 *(workload.datasets.train, *workload.datasets.validation_sets.values()),
+                *workload.datasets.test_sets.values(),
                 *workload.metrics.values(),
                 *workload.local.inner(),
                 *(given() for given in workload.replaced_data),

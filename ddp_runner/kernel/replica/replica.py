@@ -412,6 +412,11 @@ class Replica:
             self.group.confirm()
 
     @property
+    def device(self) -> torch.device:
+        """The device of this rank's tensors."""
+        return self.group.device
+
+    @property
     def rank(self) -> int:
         """The rank of this process."""
         return self.group.rank

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.components.precision import Precision
-from ddp_runner.training.figures.measuring import Meter
+from ddp_runner.training.figures.measuring import Alone, Meter, OverRanks
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loading.batch_copy import to_device
 from ddp_runner.training.loading.loaders import make_validation_loader
@@ -46,6 +47,30 @@ class Evaluation:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the task's metrics(), by name
 
 
+class Summing(OverRanks, Protocol):
+    """What an evaluation asks of the ranks among which the samples are divided."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        ...
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Return the sums of all ranks."""
+        ...
+
+
+class OneRank(Alone):
+    """One process that evaluates all samples."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Return the values."""
+        return values
+
+
 @dataclass(slots=True, kw_only=True)
 class _Sums:
     """Over the samples of some batches; the weight is their number, where the loss has none."""
@@ -56,7 +81,7 @@ class _Sums:
     parts: dict[str, float] = field(default_factory=dict)
 
     def add_of_all(
-        self, mine: _Sums, replica: Replica, *, wanted: StopReason | None
+        self, mine: _Sums, replica: Summing, *, wanted: StopReason | None
     ) -> StopReason | None:
         """Add what every rank has summed; returns why to stop, if one of them wants to, as this one ``wanted``."""
         loss, count, preempted, interrupted, weight, *parts = replica.sum_over_ranks(
@@ -96,7 +121,7 @@ class Evaluator:
     meter: Meter | None = None
 
     def evaluate(
-        self, loader: Loader, *, replica: Replica, step: int, names: Sequence[str] = ()
+        self, loader: Loader, *, replica: Summing, step: int, names: Sequence[str] = ()
     ) -> Evaluation:
         """Return the mean loss per sample of what ``loader`` serves; every rank must call it at the same step.
 
@@ -113,10 +138,10 @@ class Evaluator:
         model.eval()
         if meter is not None:
             meter.begin()
-        seed_step(seed=self.seed, step=step, rank=replica.group.rank, micro_step=-1)
+        seed_step(seed=self.seed, step=step, rank=replica.rank, micro_step=-1)
         try:
             for _ in range(-(-loader.total_steps // BATCHES_PER_ROUND)):
-                mine = self._one_round(batches, replica.group)
+                mine = self._one_round(batches, replica)
                 self.after_round()
                 stop = total.add_of_all(mine, replica, wanted=self.stop_asked())
                 self.round_done()
@@ -135,18 +160,18 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def _one_round(self, batches: Iterator[list[MicroBatch]], group: Group) -> _Sums:
+    def _one_round(self, batches: Iterator[list[MicroBatch]], replica: Summing) -> _Sums:
         sums = _Sums()
         taken = itertools.chain.from_iterable(itertools.islice(batches, BATCHES_PER_ROUND))
         for micro_batch in taken:
-            batch = to_device(micro_batch.batch, group.device)
+            batch = to_device(micro_batch.batch, replica.device)
             try:
                 with self.precision.autocast():
                     output = read_loss(self.loss(self.model, batch))
                     if self.meter is not None:
                         self.meter.take(self.model, batch, samples=len(micro_batch.indices))
             except BadWeightError as error:
-                raise bad_weight(error, rank=group.rank, samples=micro_batch.indices) from error
+                raise bad_weight(error, rank=replica.rank, samples=micro_batch.indices) from error
             size = len(micro_batch.indices)
             if output.weight is None:
                 sums.loss += float(output.value) * size
@@ -167,6 +192,14 @@ def _batches(loader: Loader, step: int) -> Iterator[list[MicroBatch]]:
             yield loader.take(number)
     except FaultError as error:  # its step is one of the loader's own
         raise FaultError(replace(error.fault, step=step)) from error
+
+
+def figures_of(
+    data: str, evaluation: Evaluation, helpers: Helpers, *, loss: float
+) -> dict[str, float]:
+    """Return the figures by their full names. The task's own values replace those derived from its loss."""
+    found = {LOSS: loss, **helpers.figures(loss), **evaluation.parts, **evaluation.metrics}
+    return {figure_name(data, name): value for name, value in found.items()}
 
 
 class Validation:
@@ -205,7 +238,7 @@ class Validation:
                 stop = evaluation.stop
                 if evaluation.loss is None:
                     break
-                figures |= self._figures(name, evaluation, loss=evaluation.loss)
+                figures |= figures_of(name, evaluation, self._helpers, loss=evaluation.loss)
                 samples += evaluation.samples
         # What is saved, and compared at the end, is what the steps made.
         state.drop_evaluation()
@@ -235,16 +268,6 @@ class Validation:
             return evaluator.evaluate(
                 loader, replica=replica, step=state.own_step, names=state.tuning.loss_names
             )
-
-    def _figures(self, data: str, evaluation: Evaluation, *, loss: float) -> dict[str, float]:
-        """Return the figures by their full names. The task's own values replace those derived from its loss."""
-        found = {
-            LOSS: loss,
-            **self._helpers.figures(loss),
-            **evaluation.parts,
-            **evaluation.metrics,
-        }
-        return {figure_name(data, name): value for name, value in found.items()}
 
     def _warn_once(self, text: str) -> None:
         """Log a warning on one rank only, as it holds on every rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from ddp_runner.memory.manager import Loads, MemoryManager
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets
-from ddp_runner.training.workload import Workload
+from ddp_runner.training.workload import TaskWorkload, Workload
 
 
 def waiting(runtime: Runtime, *, is_leaving: Callable[[], bool]) -> Callable[[], None]:
@@ -214,18 +214,41 @@ def _stamping(
 
 def make_validation_loader(parts: TaskParts, group: Group, name: str) -> Loader:
     """The loader of one evaluation of the data called ``name``, for this rank's part of it; to be closed."""
-    settings, workload, runtime = parts.settings, parts.workload, parts.runtime
-    batch_size = parts.state.tuning.evaluation_batch_size
-    rank, step = runtime.rank_info.rank, parts.state.committed_step
-    # The same samples however few fit at once, so that the figures can be compared.
-    devices = runtime.rank_info.computing_devices
-    batches_max = settings.log.evaluate_batches or settings.run.limit_batches
-    asked = batches_max * settings.data.batch_size * devices
-    samples = workload.validation_samples[name]
-    order = WholeOrder(
-        seed=settings.run.seed,
-        dataset_size=min(asked, samples) or samples,
-        global_batch_size=batch_size * group.world_size,
+    return evaluation_loader(
+        parts.settings,
+        parts.workload,
+        parts.state,
+        parts.runtime,
+        name=name,
+        share=(group.rank, group.world_size),
+        other_pids=lambda: parts.loader.worker_pids,
+        on_wait=parts.on_wait,
+    )
+
+
+def evaluation_loader(
+    settings: Settings,
+    workload: TaskWorkload,
+    state: TrainState,
+    runtime: Runtime,
+    *,
+    name: str,
+    share: tuple[int, int] = (0, 1),
+    other_pids: Callable[[], Sequence[int]] = tuple,
+    on_wait: Callable[[], None] = lambda: None,
+) -> Loader:
+    """The loader of the validation data called ``name``, in its order. ``share``: the rank and the number of ranks.
+
+    ``other_pids``: of the loader workers that the rank has besides.
+    """
+    batch_size = state.tuning.evaluation_batch_size
+    rank, step = runtime.rank_info.rank, state.committed_step
+    place, ranks = share
+    order = _evaluation_order(
+        settings,
+        samples=workload.validation_samples[name],
+        devices=runtime.rank_info.computing_devices,
+        global_batch=batch_size * ranks,
     )
     batches = order.steps_per_epoch
     local_world_size = runtime.rank_info.local_world_size
@@ -241,20 +264,9 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> Loader:
             replace(repaired, fault=replace(repaired.fault, step=step), inexact_reason=""), runtime
         )
 
-    cut = Cut(
-        order=order, rank=group.rank, world_size=group.world_size, micro_batch_size=batch_size
-    )
+    cut = Cut(order=order, rank=place, world_size=ranks, micro_batch_size=batch_size)
     return Loader(
-        MapSource(
-            SampleReader(
-                workload.datasets.validation_sets[name],
-                seed=settings.run.seed,
-                collate=workload.datasets.validation_collate or collate_batch,
-            ),
-            cut,
-            quarantine=parts.state.validation_quarantines[name],
-            phase=Phase.EVALUATE,
-        ),
+        _evaluation_source(settings, workload, state, cut, name=name),
         total_steps=batches,
         num_workers=min(workers, batches),
         local_world_size=local_world_size,
@@ -264,14 +276,40 @@ def make_validation_loader(parts: TaskParts, group: Group, name: str) -> Loader:
         ),
         observer=LoadObserver(
             on_workers=lambda pids: runtime.report(
-                LoaderWorkers(rank=rank, pids=(*parts.loader.worker_pids, *pids))
+                LoaderWorkers(rank=rank, pids=(*other_pids(), *pids))
             ),
             on_repaired=on_repaired,
-            on_wait=parts.on_wait,
+            on_wait=on_wait,
             on_sample=_stamping(runtime, sign=-1),
             log=runtime.logger.info,
             kills=KernelKills(),
         ),
+    )
+
+
+def _evaluation_source(
+    settings: Settings, workload: TaskWorkload, state: TrainState, cut: Cut, *, name: str
+) -> MapSource:
+    datasets = workload.datasets
+    reader = SampleReader(
+        datasets.validation_sets[name],
+        seed=settings.run.seed,
+        collate=datasets.validation_collate or collate_batch,
+    )
+    quarantine = state.validation_quarantines[name]
+    return MapSource(reader, cut, quarantine=quarantine, phase=Phase.EVALUATE)
+
+
+def _evaluation_order(
+    settings: Settings, *, samples: int, devices: int, global_batch: int
+) -> WholeOrder:
+    """Return the order of the samples: the same ones however few fit at once, so that figures can be compared."""
+    batches_max = settings.log.evaluate_batches or settings.run.limit_batches
+    asked = batches_max * settings.data.batch_size * devices
+    return WholeOrder(
+        seed=settings.run.seed,
+        dataset_size=min(asked, samples) or samples,
+        global_batch_size=global_batch,
     )
 
 

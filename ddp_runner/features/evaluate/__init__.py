@@ -1,0 +1,1 @@
+"""Evaluates a checkpoint and writes its predictions, in one process."""

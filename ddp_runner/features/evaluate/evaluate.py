@@ -1,0 +1,135 @@
+"""``evaluate``: loss and metrics of a checkpoint. Finds the checkpoint and its run's settings; imports torch late."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ddp_runner.checkpoint.catalog import Catalog, Entry
+from ddp_runner.cli.checkpoint_show import chosen
+from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, NAME, Arguments, SmallCommand
+from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.runs import checkpoint_dir_of
+from ddp_runner.config.compose import resolve
+from ddp_runner.core.settings.declaration import Option
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.secrets import HIDDEN
+from ddp_runner.start import COMMAND
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddp_runner.core.settings import Settings
+
+NO_EMA = Option("--no-ema", says="use the weights, not their moving average, if the run has one")
+ON = Option("--on", metavar="SET", says="only this data set: test, validation or its name")
+OPTIONS = (ON, CHECKPOINT_DIR, NAME, NO_EMA)
+# What a run computes with, and one process that looks at its model does not.
+_FOR_ONE: Mapping[str, Mapping[str, object]] = {
+    "run": {
+        "nproc_per_node": "auto",
+        "compile": False,
+        "inject": [],
+        "stage": "",
+        "resume": "none",
+    },
+    "data": {"preload": False, "shares": [], "accumulation_total": 0},
+}
+_MODULE = "ddp_runner.features.evaluate.over_data"  # by name: it needs torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The checkpoint to use and the settings of its run. ``data``: the name of the one data set, or empty for all."""
+
+    path: Path
+    step: int
+    settings: Settings
+    is_average: bool
+    data: str = ""
+
+    @classmethod
+    def by(cls, arguments: Arguments, *, whole: bool = False) -> Asked:
+        """Read the command line and the checkpoint's manifest. Raises BadInputError.
+
+        ``whole``: all samples of a data set are wanted, also where the run evaluates a part.
+        """
+        words = list(arguments.words)
+        is_named = bool(words) and not words[0].startswith("-") and "=" not in words[0]
+        which = words.pop(0) if is_named else "last"
+        catalog = Catalog(checkpoint_dir_of(arguments) if _needs_folder(which) else Path())
+        entry = chosen(catalog, which)
+        if (problem := Catalog(entry.path.parent).verify(entry)) is not None:
+            raise BadInputError(str(entry.path), "", f"cannot be trusted: {problem}")
+        settings = _settings(entry, words, whole=whole)
+        is_average = settings.optim.ema_decay is not None and (
+            NO_EMA.long not in arguments.switches
+        )
+        written = f"{entry.path}:ema" if is_average else str(entry.path)
+        return cls(
+            path=entry.path,
+            step=entry.step,
+            settings=replace(settings, run=replace(settings.run, init_from=written)),
+            is_average=is_average,
+            data=arguments.values.get(ON.long, ""),
+        )
+
+
+def _needs_folder(which: str) -> bool:
+    return which in ("auto", "last", "best") or which.isdecimal()
+
+
+def _settings(entry: Entry, words: list[str], *, whole: bool) -> Settings:
+    """Return the settings of the checkpoint's run, changed as the command line says."""
+    parsed = parse_train(words)
+    if parsed.instead:
+        raise BadInputError(parsed.instead, "", "is an option of train: leave it out")
+    record = None if entry.manifest is None else entry.manifest.about.get("settings")
+    if not isinstance(record, dict):
+        what = "does not record the settings of its run, as only checkpoints of a run do"
+        raise BadInputError(str(entry.path), "", what)
+    base: dict[str, Any] = {name: value for name, value in record.items() if name != "stages"}
+    for section, values in _FOR_ONE.items():
+        base[section] = {**base.get(section, {}), **values}
+    if whole:
+        base["log"] = {**base.get("log", {}), "evaluate_batches": 0}
+        base["run"]["limit_batches"] = 0
+    with tempfile.TemporaryDirectory(prefix="ddp-evaluate-") as folder:
+        file = Path(folder, "config.yaml")
+        file.write_text(yaml.safe_dump(base), encoding="utf-8")
+        settings = resolve(
+            files=(file, *parsed.files), environment=os.environ, command_line=parsed.assignments
+        ).settings
+    for name, value in settings.task.items():
+        if HIDDEN in str(value):
+            what = "is a secret, which no checkpoint holds: give it again"
+            raise BadInputError(f"task.{name}", "", what)
+    return settings
+
+
+def _run(arguments: Arguments) -> int:
+    """Evaluate, and print the figures. Raises BadInputError."""
+    asked = Asked.by(arguments)
+    found = import_module(_MODULE).evaluate(asked, as_json=JSON.long in arguments.switches)
+    return int(found)
+
+
+DECLARATION = SmallCommand(
+    usage=(
+        f"Usage:  {COMMAND} evaluate [CHECKPOINT] [OPTIONS] [SECTION.KEY=VALUE ...]\n"
+        "\n"
+        "Computes loss and metrics of a checkpoint on the task's validation data, and\n"
+        "on its test data if Datasets(test=...) has some, in one process. CHECKPOINT is\n"
+        "last, best, a step or a path [last]. Task and settings are those of its run;\n"
+        "settings on the command line override them: evaluate_batches=10"
+    ),
+    perform=_run,
+    options=(*OPTIONS, JSON),
+    takes_rest=True,
+)

@@ -1,0 +1,40 @@
+"""``predict``: the outputs of a checkpoint's model, in the order of the samples."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from ddp_runner.cli.command import Arguments, SmallCommand
+from ddp_runner.core.settings.declaration import Option
+from ddp_runner.features.evaluate.evaluate import OPTIONS, Asked
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.start import COMMAND
+
+FORMS = (".pt", ".npy", ".jsonl")
+_TO = Option("--to", metavar="FILE", says="file to write: .pt, .npy or .jsonl [predictions.pt]")
+_MODULE = "ddp_runner.features.evaluate.over_data"  # by name: it needs torch
+
+
+def _run(arguments: Arguments) -> int:
+    """Compute and write. Raises BadInputError."""
+    to = Path(arguments.values.get(_TO.long, "predictions.pt")).expanduser()
+    if to.suffix not in FORMS:
+        raise BadInputError(_TO.long, to, f"must end in {', '.join(FORMS)}")
+    if not to.parent.is_dir():
+        raise BadInputError(_TO.long, to, "no such folder")
+    return int(import_module(_MODULE).predict(Asked.by(arguments, whole=True), to=to))
+
+
+DECLARATION = SmallCommand(
+    usage=(
+        f"Usage:  {COMMAND} predict [CHECKPOINT] [OPTIONS] [SECTION.KEY=VALUE ...]\n"
+        "\n"
+        "Writes what the task's predict(model, batch) returns for each sample of its\n"
+        "test data, or of its validation data, in their order. A task without that\n"
+        "method gives model(inputs). CHECKPOINT is last, best, a step or a path [last]"
+    ),
+    perform=_run,
+    options=(_TO, *OPTIONS),
+    takes_rest=True,
+)
