@@ -160,8 +160,14 @@ class Logged:
                 if one.is_tensor and not one.meta.sync.should:
                     found |= {*results._forked_name(one, True), one.meta.forked_name(False)}  # noqa: SLF001
                     found |= {*results._forked_name(one, False), one.meta.name}  # noqa: SLF001
-                elif not one.is_tensor and one.meta.on_step:
-                    found.add(one.meta.forked_name(True))
+        return found
+
+    def _of_step(self) -> set[str]:
+        """Return the names of what a torchmetrics object gives for a batch of this rank."""
+        found = set()
+        for one in self._epoch._results.values():  # noqa: SLF001
+            if not one.is_tensor and one.meta.on_step:
+                found |= {one.meta.name, one.meta.forked_name(True)}
         return found
 
     def _unsynced_monitors(self) -> list[str]:
@@ -178,7 +184,7 @@ class Logged:
 
     def capture(self, *, is_late_refused: bool) -> dict[str, Any]:
         """Return it as plain values, as of now."""
-        results, unsynced = self.results(), self._unsynced()
+        results, unsynced = self.results(), self._unsynced() | self._of_step()
         late = [
             one.meta.name
             for key, one in results.items()
@@ -228,6 +234,8 @@ class Logged:
                 results[key].has_reset = True
         for key, one in looks.items():
             vars(results[key]).update(one)
+            if not results[key].is_tensor:  # to be computed with the other ranks
+                results[key]._computed = None  # noqa: SLF001
 
     def put(self, kept: dict[str, Any]) -> None:
         """Make the logged values of another process's, or of an older state."""

@@ -221,7 +221,8 @@ class _ValidateInPlace(_EvaluationLoop):  # type: ignore[misc]
         for one in self._results.values():
             if one.is_tensor:
                 one.reset()
-            one.has_reset = True  # its torchmetrics object is put back by itself
+            # Its torchmetrics object is put back by itself.
+            one.has_reset, one._computed = True, None  # noqa: SLF001
         self._module_mode.restore(self.trainer.lightning_module)
         self.batch_progress.reset_on_run()
 
@@ -289,6 +290,8 @@ class Steps:
             total = min(total, fit.max_epochs * len(batches))
         self._given = run.steps(batches, max_steps=total)
         run.join()
+        if self._progress.between:
+            self._attributes.hold()  # as of the newest update, which the other ranks have made
         self.enters = self._progress.between.get("call", "")
         if not self.enters:
             self._draw()
@@ -401,6 +404,7 @@ class Steps:
         assert self._held is not None, "a call has begun"
         if name == _VALIDATION:
             self._epoch.val_loop.begin_again()
+        self._attributes.put_back()
         between = self._held["between"]
         self._put(between, is_entered=True)
         self._logged.put_looks(self._held["looks"])

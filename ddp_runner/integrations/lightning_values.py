@@ -45,6 +45,11 @@ class Attributes:
         """A body begins."""
         self._held = None
 
+    def put_back(self) -> None:
+        """Have them as of the update, where one has begun since the last body."""
+        if self._held is not None:
+            self.load_state_dict(copy.deepcopy(self._held))
+
     def late(self) -> dict[str, Any]:
         """Return what has changed since the update."""
         held = self._held
@@ -78,11 +83,20 @@ class Attributes:
 
 
 class Weights(torch.nn.Module):
-    """The weights and buffers of a module, without what else hangs on it: a LightningModule holds its whole Trainer."""
+    """The weights and buffers of a module, without what else hangs on it: a LightningModule holds its whole Trainer.
+
+    Without its torchmetrics objects too, whose states are each rank's own.
+    """
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self._modules, self._parameters = module._modules, module._parameters  # noqa: SLF001
+        if any(map(_is_metric, module.modules())):
+            self._modules = {
+                name: Weights(one) if any(map(_is_metric, one.modules())) else one
+                for name, one in module.named_children()
+                if not _is_metric(one)
+            }
         self._buffers = module._buffers  # noqa: SLF001
         self._non_persistent_buffers_set = module._non_persistent_buffers_set  # noqa: SLF001
 
@@ -110,6 +124,11 @@ def as_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return str([as_text(one) for one in value])
     return str(value.tolist()) if isinstance(value, Tensor) else repr(value)
+
+
+def _is_metric(module: torch.nn.Module) -> bool:
+    """Return True for a torchmetrics object without weights."""
+    return isinstance(module, Metric) and not any(True for _ in module.parameters())
 
 
 def _state_of(metric: Metric) -> dict[str, Any]:
