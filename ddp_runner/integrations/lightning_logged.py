@@ -240,15 +240,17 @@ class Logged:
     def put(self, kept: dict[str, Any]) -> None:
         """Make the logged values of another process's, or of an older state."""
         self._keys = list(kept["keys"])
-        own, results = self._progress.counted[self._run.rank], self._epoch._results  # noqa: SLF001
+        counted, results = self._progress.counted, self._epoch._results  # noqa: SLF001
         results.clear()
         for meta in kept["logged"]:
             if meta["metric_attribute"]:
                 module = self._trainer.lightning_module.get_submodule(meta["metric_attribute"])
                 results[meta["key"]] = _result_of_metric(meta, module)
             elif meta["key"] in self._keys:
-                cells = own[_cells(self._keys.index(meta["key"]))]
-                results[meta["key"]] = _result_of(meta, cells)
+                cells = counted[:, _cells(self._keys.index(meta["key"]))]
+                results[meta["key"]] = one = _result_of(meta, cells[self._run.rank])
+                if meta["sync"] and meta["on_step"]:
+                    one._forward_cache = _reduced(one, cells[:, 3])  # noqa: SLF001
         self._metas = [one for one in kept["logged"] if not one["metric_attribute"]]
         self._of_epoch, self._own = list(kept["epoch"]), list(kept["own"])
         connector = self._trainer._logger_connector  # noqa: SLF001

@@ -108,21 +108,23 @@ def assert_exact(run, faults):
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)
 def test_ranks_are_lost_and_the_weights_are_those_of_torchrun(tmp_path, of_torchrun):
-    """In forward, backward, before the update, in a callback, amid a save and in the last validation."""
+    """In forward, backward, before the update, in a callback, amid saves and in validation."""
     plant(
         tmp_path,
         r0_s1_forward=KILL,
         r1_s2_optimizer=RAISE,
         r1_s4_callback=KILL,
+        r1_s5_validation=KILL,
         r0_s5_save=KILL,
         r1_s7_backward=KILL,
         r0_s10_validation=KILL,
+        r1_s10_save=RAISE,
     )
     with run_script(tmp_path, "") as run:
         assert run.wait() == 0, run.console
     assert not [*tmp_path.glob("harm_*")]
     assert_as_torchrun(tmp_path, of_torchrun(""))
-    assert_exact(run, 6)
+    assert_exact(run, 8)
 
 
 @pytest.mark.slow
