@@ -63,6 +63,7 @@ class Net(LightningModule):
         self.outputs.append(float(loss.detach()))
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("own_loss", loss, on_step=False, on_epoch=True)
+        harm("log", self.trainer)
         return loss
 
     def on_after_backward(self):
@@ -127,7 +128,7 @@ def main():
         strategy=InPlaceDDP(),
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),
-        max_epochs=5 if "early" in WORDS else 2,
+        max_epochs=8 if "long" in WORDS else 5 if "early" in WORDS else 2,
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,

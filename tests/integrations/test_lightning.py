@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -145,6 +146,24 @@ def test_accumulated_steps_are_repaired_and_training_ends_early(tmp_path, of_tor
     assert not [*tmp_path.glob("harm_*")]
     assert_as_torchrun(tmp_path, of_torchrun(NEEDS))
     assert_exact(run, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.whole_run
+@pytest.mark.timeout(900)
+def test_thirty_kills_at_random_leave_the_weights_of_torchrun(tmp_path, of_torchrun):
+    """In each part of a step, in validation and in saves: no step is lost."""
+    chance, places = random.Random(12), {}
+    for step in sorted(chance.sample(range(1, 41), 30)):
+        of_step = ("forward", "backward", "optimizer", "log", "callback")
+        where = chance.choice(("save", "validation") if step % 5 == 0 else of_step)
+        places[f"r{chance.randrange(2)}_s{step}_{where}"] = KILL
+    plant(tmp_path, **places)
+    with run_script(tmp_path, "long") as run:
+        assert run.wait(800) == 0, run.console
+    assert not [*tmp_path.glob("harm_*")]
+    assert_as_torchrun(tmp_path, of_torchrun("long"))
+    assert_exact(run, 30)
 
 
 @pytest.mark.slow
