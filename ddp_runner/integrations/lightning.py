@@ -21,6 +21,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ddp_runner.integrations.framework_run import RUN, refuse
@@ -99,9 +100,9 @@ class _InPlace(DDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Give this rank its share in training, and all samples where it evaluates."""
+        """Give this rank its share, and all samples where it evaluates after training."""
         run, module = _run(), self.lightning_module
-        if module is not None and not module.trainer.training:
+        if module is not None and module.trainer.state.fn != TrainerFn.FITTING:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": run.world_size, "rank": run.rank}
 

@@ -98,11 +98,8 @@ def _why_not_within(trainer: Any, batches: float) -> Refused | None:
     return None
 
 
-def why_not_logged(metrics: Iterable[str], monitors: Iterable[str]) -> Refused | None:
-    """Return what a step has logged that differs from rank to rank, where that decides or is lost."""
-    for name in metrics:
-        expected = "is updated in training_step: log values with sync_dist=True instead"
-        return "torchmetrics", name, f"{expected}{_NOT_SUPPORTED}"
+def why_not_logged(monitors: Iterable[str]) -> Refused | None:
+    """Return what was logged that differs from rank to rank, where that decides."""
     for name in monitors:
         return "monitor", name, "differs from rank to rank: log it with sync_dist=True"
     return None

@@ -1,49 +1,38 @@
-"""Uses private names of Lightning 2.6: its loops, their progress and what is logged."""
+"""Uses private names of Lightning 2.6: its loops and their progress. Those of logged values are lightning_logged's."""
 
 from __future__ import annotations
 
 import copy
 import math
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from torch import Tensor
-from torchmetrics import Metric
 
 import ddp_runner
 from ddp_runner.integrations.framework_run import refuse
-from ddp_runner.integrations.lightning_limits import (
-    why_not_alike,
-    why_not_loader,
-    why_not_logged,
-)
+from ddp_runner.integrations.lightning_limits import why_not_loader
+from ddp_runner.integrations.lightning_logged import CELLS, Logged
+from ddp_runner.integrations.lightning_logged import USED as USED_FOR_LOGS
 from ddp_runner.integrations.lightning_values import (
     Attributes,
     Progress,
     Weights,
     as_plain,
-    as_text,
     go_on_with_rows,
 )
 
@@ -58,14 +47,10 @@ USED: dict[type[Any], tuple[str, ...]] = {
         "on_advance_end",
         "update_lr_schedulers",
     ),
-    _ResultCollection: ("log", "metrics", "valid_items"),
+    **USED_FOR_LOGS,
     ModelCheckpoint: ("file_exists", "load_state_dict", "state_dict"),
 }
-_MOST_LOGGED = 64  # values of training_step, of which each rank's are known to all
-_CELLS = 4  # of each: whether it is there, its sum, its weight, its value in the newest step
-_NAMES, _LATE, _FIRST = range(
-    3
-)  # the row's first cells: numbers made of what must be alike on all ranks
+_VALIDATION, _EPOCH_END = "validation", "epoch end"  # what ranks call together between two steps
 _UNBOUNDED = 10**9  # steps
 # Of ModelCheckpoint, what its state_dict() or load_state_dict() leaves out.
 _OF_CHECKPOINT = (
@@ -75,15 +60,6 @@ _OF_CHECKPOINT = (
     "current_score",
 )
 _IN_CHECKPOINT = ("epoch", "global_step", "loops", "callbacks", "lr_schedulers")
-# Of a logged value, what an update of it replaces.
-_HELD = (
-    "value",
-    "cumulated_batch_size",
-    "has_reset",
-    "_forward_cache",
-    "_computed",
-    "_update_count",
-)
 
 
 def lacking() -> list[str]:
@@ -168,8 +144,13 @@ class _FitInPlace(_FitLoop):  # type: ignore[misc]
         self._data_fetcher = _GivenFetcher(self.steps, int(self.max_batches))
         self._data_fetcher.setup(self._combined_loader)
 
+    @property
+    def done(self) -> bool:
+        """Return False for a replaced rank whose peers are behind the last step, in a call between steps."""
+        return not self.steps.enters and super().done
+
     def run(self) -> None:
-        """Draw the first batch, by which a replaced rank learns where it is."""
+        """Learn where the other ranks are, and enter there."""
         self.setup_data()
         if not self.skip:
             self.steps.begin()
@@ -178,6 +159,11 @@ class _FitInPlace(_FitLoop):  # type: ignore[misc]
                 self.on_run_end()
                 return
         super().run()
+
+    def on_advance_end(self) -> None:
+        """End an epoch with the other ranks."""
+        self.restarting = False
+        self.steps.together(_EPOCH_END, super().on_advance_end)
 
     def on_run_end(self) -> None:
         """End the run with all ranks, before the hooks of the end are called."""
@@ -190,6 +176,12 @@ class _EpochInPlace(_TrainingEpochLoop):  # type: ignore[misc]
 
     steps: Steps
 
+    @property
+    def done(self) -> bool:
+        """Say where a replaced rank enters that has no batch to begin with."""
+        enters = self.steps.enters
+        return enters == _EPOCH_END if enters else bool(super().done)
+
     def _broadcast_sigterm_tensor(self) -> None:
         """The run itself ends all ranks at the same step."""
 
@@ -201,30 +193,38 @@ class _EpochInPlace(_TrainingEpochLoop):  # type: ignore[misc]
 
     def advance(self, data_fetcher: Any) -> None:
         """Make one batch; where a step is made again, all of its batches up to this one."""
-        self.restarting = (
-            False  # a replaced rank stands where a step begins, and has nothing to go back to
-        )
+        self.steps.has_entered()
+        if self.steps.enters:
+            return  # to the validation, which follows
         after = partial(super().on_advance_end, data_fetcher)
         self.steps.advance(partial(super().advance, data_fetcher), after)
 
 
-class _ResultsInPlace(_ResultCollection):  # type: ignore[misc]
-    """Holds what training_step has logged. Means over ranks are taken of what all ranks know, once a step."""
+class _ValidateInPlace(_EvaluationLoop):  # type: ignore[misc]
+    """Lightning's loop over validation batches: each rank has its share, as in Lightning's own DDP."""
 
     steps: Steps
 
-    def log(self, *args: Any, **named: Any) -> None:
-        """Log a value of this rank; those of others come with the sum before the update."""
-        super().log(*args, **{**named, "sync_dist_fn": _Sync.no_op})
+    def run(self) -> Any:
+        """Validate with the other ranks, again from its start where one is lost."""
+        if self.trainer.sanity_checking:
+            return super().run()
+        return self.steps.together(_VALIDATION, super().run)
 
-    def metrics(self, on_step: bool) -> Any:
-        """Give the mean over ranks where it was asked for."""
-        if not on_step:
-            for key, one in self.valid_items():
-                if one.is_tensor and one.meta.on_epoch and one.meta.sync.should:
-                    known = self.steps.over_ranks(key, one)
-                    one._computed = one._computed if known is None else known  # noqa: SLF001 - in all of this file: Lightning's own
-        return super().metrics(on_step)
+    def on_iteration_done(self) -> None:
+        """A batch is done."""
+        super().on_iteration_done()
+        self.steps.alive()
+
+    def begin_again(self) -> None:
+        """Forget a validation that was cut short."""
+        for one in self._results.values():
+            if one.is_tensor:
+                one.reset()
+            # Its torchmetrics object is put back by itself.
+            one.has_reset, one._computed = True, None  # noqa: SLF001
+        self._module_mode.restore(self.trainer.lightning_module)
+        self.batch_progress.reset_on_run()
 
 
 class Steps:
@@ -240,34 +240,32 @@ class Steps:
         self._position = 0  # the next one of them
         self._draws: dict[str, Any] = {}  # the random generators as the batch has left them
         self._held: dict[str, Any] | None = None  # what a step that is made again begins with
-        self.in_body = False  # of a step whose update has not begun
+        self.in_body = False  # of a step whose update has not begun, or in a call of all ranks
+        self.enters = ""  # the call of all ranks in which this rank is to enter
+        self._is_in_call = False  # of all ranks, between two steps
         self._is_first = True
-        self._progress = Progress(run.world_size, _FIRST + _MOST_LOGGED * _CELLS, run.device)
-        self._keys: list[str] = []  # what all ranks had logged at the last sum
-        self._logged: list[dict[str, Any]] = []  # and how
-        self._of_epoch: list[dict[str, Any]] = []  # the same, of the last whole epoch
+        self._progress = Progress(run.world_size, CELLS, run.device)
         self._noted: Tensor | float = 0.0
-        self._metrics_at: list[int] = []  # the updates of the module's metrics, as the step began
         self._files: list[dict[str, Any]] = []  # saved and removed since the last boundary
         self._saved: list[str] = []
         self._where: dict[str, Any] = {}  # folders and versions, as rank 0 has chosen them
         self._module = trainer.lightning_module
         self._attributes = Attributes(self._module)
-        self._metrics = [one for one in self._module.modules() if isinstance(one, Metric)]
+        self._logged = Logged(
+            run, trainer, self._progress, is_called_together=lambda: self._is_in_call
+        )
         self._take_over()
 
     def _take_over(self) -> None:
         self._fit.__class__, self._epoch.__class__ = _FitInPlace, _EpochInPlace
-        self._fit.steps = self._epoch.steps = self
-        results = _ResultsInPlace(training=True)
-        results.steps = self
-        self._epoch._results = results  # noqa: SLF001
+        self._epoch.val_loop.__class__ = _ValidateInPlace
+        self._fit.steps = self._epoch.steps = self._epoch.val_loop.steps = self
         # The run ends its ranks by itself; Lightning's handler would ask other ranks, in the midst of anything.
         self._trainer._signal_connector.register_signal_handlers = lambda: None  # noqa: SLF001
         for one in self._checkpoints():
             one.file_exists = self._file_exists
-        for metric in self._metrics:
-            metric.distributed_available_fn = lambda: False  # each rank evaluates the whole set
+        for metric in self._attributes.metrics.values():
+            metric.distributed_available_fn = self._is_among_ranks
 
     # The beginning.
 
@@ -291,7 +289,12 @@ class Steps:
         if fit.max_epochs not in (None, -1):
             total = min(total, fit.max_epochs * len(batches))
         self._given = run.steps(batches, max_steps=total)
-        self._draw()
+        run.join()
+        if self._progress.between:
+            self._attributes.hold()  # as of the newest update, which the other ranks have made
+        self.enters = self._progress.between.get("call", "")
+        if not self.enters:
+            self._draw()
         if self._progress.between:
             self._put_between()
         self._is_first = False
@@ -333,7 +336,6 @@ class Steps:
         self._attributes.let_go()
         _set_rng_states(self._draws)
         self._noted = 0.0
-        self._metrics_at = self._updates()
         self._run.begin_step()
         self.in_body = True
         if self._run.step_number == 0:
@@ -367,6 +369,58 @@ class Steps:
                 ("on_train_batch_start()", -1, "leaves out batches; in place it is not supported")
             )
 
+    # Between two steps, with the other ranks.
+
+    def together(self, name: str, function: Callable[[], Any]) -> Any:
+        """Call a part of Lightning's between two steps whose collectives reach the other ranks."""
+        if self._run.has_ended:
+            return function()
+        self.enters = ""
+        self._held = self._held or self._capture()
+        self._held["between"]["call"] = name
+        self._progress.between = self._held["between"]
+        calls = 0
+
+        def called() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                self._begin_again(name)
+            self.in_body = self._is_in_call = True
+            try:
+                found = function()
+                if name == _VALIDATION:
+                    self._logged.gather_own()
+                return found
+            finally:
+                self.in_body = self._is_in_call = False
+
+        found = self._run.together(called)
+        self._held = None
+        return found
+
+    def _begin_again(self, name: str) -> None:
+        """Have Lightning stand where the call begins."""
+        assert self._held is not None, "a call has begun"
+        if name == _VALIDATION:
+            self._epoch.val_loop.begin_again()
+        self._attributes.put_back()
+        between = self._held["between"]
+        self._put(between, is_entered=True)
+        self._logged.put_looks(self._held["looks"])
+        self._saved, self._files = list(between["saved"]), []
+
+    def has_entered(self) -> None:
+        """A replaced rank is where it enters: it has nothing to go back to."""
+        self._fit.restarting = False
+
+    def alive(self) -> None:
+        """Say that this rank works."""
+        self._run.alive()
+
+    def _is_among_ranks(self) -> bool:
+        return self.in_body and self._run.world_size > 1
+
     # Within a step.
 
     def note(self, loss: Tensor) -> None:
@@ -376,36 +430,9 @@ class Steps:
 
     def before_update(self) -> None:
         """Learn what each rank has logged: after the update no rank waits for another."""
-        refuse(why_not_logged(self._results_of_metrics(), self._unsynced_monitors()))
         assert self._held is not None, "a body has begun"
         self._attributes.hold()
-        found = [(key, one) for key, one in sorted(self._results().items()) if one.is_tensor]
-        if len(found) > _MOST_LOGGED:
-            refuse(("log()", len(found), f"is of more than {_MOST_LOGGED} values in training_step"))
-        self._keys = [key for key, _ in found]
-        self._logged = [_meta_of(key, one) for key, one in found]
-        mine = torch.zeros_like(self._progress.counted)
-        row = mine[self._run.rank]
-        row[_NAMES] = zlib.crc32(" ".join(self._keys).encode())
-        row[_LATE] = zlib.crc32(as_text(self._held["between"]["late"]).encode())
-        for number, (_, one) in enumerate(found):
-            row[_cells(number)] = _cells_of(one, row.device)
-        if self._run.world_size > 1:
-            dist.all_reduce(mine)
-        late = ", ".join(self._held["between"]["late"])
-        for cell, name, value in (
-            (_NAMES, "log()", ""),
-            (_LATE, type(self._module).__name__, late),
-        ):
-            if not torch.equal(mine[:, cell], mine[:1, cell].expand_as(mine[:, cell])):
-                refuse(why_not_alike(name, value))
-        self._progress.counted.copy_(mine)
-        for number, (_, one) in enumerate(found):
-            if one.meta.on_step and one.meta.sync.should and one._forward_cache is not None:  # noqa: SLF001
-                values = mine[:, _cells(number)][:, 3]
-                one._forward_cache = _reduced(one, values)  # noqa: SLF001
-                if not one.meta.on_epoch:
-                    one.value = one._forward_cache  # noqa: SLF001
+        self._logged.sum(self._attributes, self._held["between"]["late"])
 
     def after_update(self) -> None:
         """End the step; what Lightning does up to the next batch is between two steps."""
@@ -418,88 +445,25 @@ class Steps:
         self._batches, self._position = None, 0
         assert self._held is not None, "a body has begun"
         self._put(self._held["between"], is_entered=True)
-        self._put_results(self._held["results"])
-
-    def over_ranks(self, key: str, one: Any) -> Tensor | None:
-        """Return the value of an epoch over all ranks; None if it was logged since the last sum."""
-        if key not in self._keys:
-            return None
-        cells = self._progress.counted[:, _cells(self._keys.index(key))]
-        if not one.meta.is_mean_reduction:
-            return _reduced(one, cells[:, 1])
-        value, weight = cells[:, 1].sum(), cells[:, 2].sum()
-        ranks = self._run.world_size
-        return (value.to(one.value.dtype) / ranks) / (weight.to(one.value.dtype) / ranks)
+        self._logged.put_looks(self._held["looks"])
 
     # Between steps: what Lightning has counted, and puts back.
 
-    def _results(self) -> dict[str, Any]:
-        return {key: one for key, one in self._epoch._results.items() if not one.has_reset}  # noqa: SLF001
-
-    def _results_of_metrics(self) -> list[str]:
-        """Return what was logged as a torchmetrics object in training, whose state is this rank's alone."""
-        found = [key for key, one in self._results().items() if not one.is_tensor]
-        if self._updates() != self._metrics_at:
-            found.append("a torchmetrics.Metric of the module")
-        return found
-
-    def _updates(self) -> list[int]:
-        return [one._update_count for one in self._metrics]  # noqa: SLF001
-
-    def _unsynced(self) -> set[str]:
-        """Return the names of what differs from rank to rank."""
-        found = set()
-        for one in self._epoch._results.values():  # noqa: SLF001
-            if not one.meta.sync.should:
-                found |= {one.meta.name, one.meta.forked_name(True), one.meta.forked_name(False)}
-        return found
-
-    def _unsynced_monitors(self) -> list[str]:
-        """Return what decides, and is this rank's alone."""
-        if self._run.world_size == 1:
-            return []
-        asked = [getattr(one, "monitor", None) for one in self._trainer.callbacks]
-        asked += [
-            one.monitor for one in self._trainer.lr_scheduler_configs if one.reduce_on_plateau
-        ]
-        return sorted(self._unsynced() & {one for one in asked if one})
-
     def _capture(self) -> dict[str, Any]:
-        logged, unsynced = self._trainer._logger_connector, self._unsynced()  # noqa: SLF001
-        results = self._results()
-        late = [key for key, one in results.items() if key not in self._keys and one.meta.on_epoch]
-        names = [one.meta.name for key, one in results.items() if key in late]
-        if not self._is_first and self._held is None and self._keys and late:
-            refuse(
-                ("log()", names[0], "is called in on_train_batch_end(); in place it is not kept")
-            )
+        is_late_refused = not self._is_first and self._held is None
+        looks = self._logged.looks()
         between = {
             "loops": copy.deepcopy(self._fit.state_dict()),
             "callbacks": [self._state_of(one) for one in self._trainer.callbacks],
-            "first": logged._first_loop_iter,  # noqa: SLF001
-            "fx": logged._current_fx,  # noqa: SLF001
-            "metrics": {
-                name: {
-                    key: as_plain(key, one)
-                    for key, one in getattr(logged, name).items()
-                    if key not in unsynced
-                }
-                for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-            },
+            "logged": self._logged.capture(is_late_refused=is_late_refused),
             "stops": bool(self._trainer.should_stop),
-            "keys": list(self._keys),
-            "logged": [_meta_of(key, one) for key, one in sorted(results.items())],
             "files": self._files,
             "saved": list(self._saved),
             "where": self._where,
             "late": self._attributes.late(),
         }
-        if self._logged and not results:  # Lightning has reset them: an epoch is over
-            self._of_epoch, self._logged = self._logged, []
-            self._progress.epoch.copy_(self._progress.counted)
-        between["epoch"] = self._of_epoch
         self._files = []
-        return {"between": between, "results": {k: _look_of(one) for k, one in results.items()}}
+        return {"between": between, "looks": looks}
 
     def _state_of(self, callback: Any) -> dict[str, Any]:
         name = type(callback).__name__
@@ -515,27 +479,13 @@ class Steps:
     def _put_between(self) -> None:
         """Have Lightning stand where the kept state does."""
         between = self._progress.between
-        self._keys = list(between["keys"])
         self._saved, self._where = list(between["saved"]), between["where"]
         self._put_folders()
         self._put(between, is_entered=not self._is_first)
-        own, results = self._progress.counted[self._run.rank], {}
-        for meta in between["logged"]:
-            if meta["key"] in self._keys:
-                cells = own[_cells(self._keys.index(meta["key"]))]
-                results[meta["key"]] = _result_of(meta, cells)
-        self._put_results(results)
-        self._logged, self._of_epoch = list(between["logged"]), list(between["epoch"])
-        values = self._trainer._logger_connector._callback_metrics  # noqa: SLF001
-        for number, meta in enumerate(self._of_epoch):
-            one = _result_of(meta, self._progress.epoch[self._run.rank][_cells(number)])
-            if one.meta.on_epoch and not one.meta.sync.should:
-                values[one.meta.name] = values[one.meta.forked_name(False)] = one.compute()
-        values.update(self._epoch._results.metrics(True)["callback"])  # noqa: SLF001
+        self._logged.put(between["logged"])
         if self._run.is_first and self._is_first:
             self._make_files(between["files"])
-        looks = {key: _look_of(one) for key, one in results.items()}
-        self._held = {"between": between, "results": looks}
+        self._held = {"between": between, "looks": self._logged.looks()}
 
     def _put(self, between: dict[str, Any], *, is_entered: bool) -> None:
         trainer, fit = self._trainer, self._fit
@@ -549,22 +499,9 @@ class Steps:
                 callback.load_state_dict(copy.deepcopy(found["state"]))
             for name, value in found.get("more", {}).items():
                 setattr(callback, name, value)
-        logged = trainer._logger_connector  # noqa: SLF001
-        logged._first_loop_iter, logged._current_fx = between["first"], between["fx"]  # noqa: SLF001
-        for name, values in between["metrics"].items():
-            getattr(logged, name).update(copy.deepcopy(values))
+        self._logged.put_values(between["logged"])
         trainer.should_stop = between["stops"]
         self._attributes.put(between["late"])
-
-    def _put_results(self, found: dict[str, Any]) -> None:
-        results = self._epoch._results  # noqa: SLF001
-        for key in [key for key in results if key not in found]:
-            results[key].reset()
-        for key, one in found.items():
-            if isinstance(one, dict):  # of the same process
-                vars(results[key]).update(one)
-            else:
-                results[key] = one
 
     # Files, which rank 0 writes.
 
@@ -643,57 +580,3 @@ class Steps:
                 self._batches = None
                 if not run.fail_step(error):
                     raise
-
-
-def _cells(number: int) -> slice:
-    return slice(_FIRST + number * _CELLS, _FIRST + (number + 1) * _CELLS)
-
-
-def _cells_of(one: Any, device: torch.device) -> Tensor:
-    newest = one._forward_cache  # noqa: SLF001
-    weight = one.cumulated_batch_size if one.meta.is_mean_reduction else 0
-    values = (1.0, one.value, weight, 0.0 if newest is None else newest)
-    return torch.stack(
-        [torch.as_tensor(v, dtype=torch.float64, device=device).reshape(()) for v in values]
-    )
-
-
-def _reduced(one: Any, values: Tensor) -> Tensor:
-    """Reduce the ranks' values as Lightning does."""
-    if one.meta.is_mean_reduction:
-        return values.sum().to(one.value.dtype) / len(values)
-    found: Tensor = one.meta.reduce_fx(values).to(one.value.dtype)
-    return found
-
-
-def _meta_of(key: str, one: Any) -> dict[str, Any]:
-    """Return what a logged value was logged with, as plain values."""
-    meta = one.meta
-    plain = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph")
-    return {
-        "key": key,
-        **{name: getattr(meta, name) for name in (*plain, "add_dataloader_idx", "dataloader_idx")},
-        "reduce_fx": meta.reduce_fx.__name__,
-        "sync": bool(meta.sync.should),
-        "dtype": str(one.value.dtype).removeprefix("torch."),
-    }
-
-
-def _result_of(meta: dict[str, Any], cells: Tensor) -> Any:
-    """Return what this rank has logged, made of what all ranks know."""
-    given = {k: v for k, v in meta.items() if k not in ("key", "sync", "dtype")}
-    one = _ResultMetric(_Metadata(**given), is_tensor=True)
-    one.meta.sync = _Sync(_should=meta["sync"], fn=_Sync.no_op)
-    _, value, weight, newest = cells
-    dtype = getattr(torch, meta["dtype"])
-    one.value = value.to(dtype)
-    if one.meta.is_mean_reduction:
-        one.cumulated_batch_size = weight.to(torch.int64)
-    one._forward_cache = newest.to(dtype) if one.meta.on_step else None  # noqa: SLF001
-    one._update_count = 1  # noqa: SLF001
-    return one
-
-
-def _look_of(one: Any) -> dict[str, Any]:
-    """Return what a logged value holds; its values are replaced, never written."""
-    return {name: value for name, value in vars(one).items() if name in _HELD}

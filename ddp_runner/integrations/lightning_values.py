@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from ddp_runner.integrations.framework_run import refuse
 
@@ -17,12 +18,15 @@ _PLAIN = (type(None), bool, int, float, str, Tensor)
 
 
 class Attributes:
-    """The plain attributes that a module's own code has given it: lists of outputs, counters. Each rank's own.
+    """The plain attributes that a module's own code has given it, and the states of its torchmetrics objects.
 
-    Between two steps they are as of the update. What hooks have changed since then is in :meth:`late`.
+    Each rank's own: lists of outputs, counters. Between two steps they are as of the update. What hooks have
+    changed since then is in :meth:`late`.
     """
 
     def __init__(self, module: Any) -> None:
+        self.owner = type(module).__name__
+        self.metrics = {k: v for k, v in module.named_modules() if isinstance(v, Metric)}
         self._module = module
         self._not_own = _of_base(module)
         self._held: dict[str, Any] | None = None
@@ -30,7 +34,8 @@ class Attributes:
     def live(self) -> dict[str, Any]:
         """Return those whose values are plain, as they are now."""
         found = vars(self._module).items()
-        return {k: v for k, v in found if k not in self._not_own and _is_plain(v)}
+        plain = {k: v for k, v in found if k not in self._not_own and _is_plain(v)}
+        return plain | {k: _state_of(v) for k, v in self.metrics.items()}
 
     def hold(self) -> None:
         """The update is next."""
@@ -39,6 +44,11 @@ class Attributes:
     def let_go(self) -> None:
         """A body begins."""
         self._held = None
+
+    def put_back(self) -> None:
+        """Have them as of the update, where one has begun since the last body."""
+        if self._held is not None:
+            self.load_state_dict(copy.deepcopy(self._held))
 
     def late(self) -> dict[str, Any]:
         """Return what has changed since the update."""
@@ -50,7 +60,14 @@ class Attributes:
 
     def put(self, late: dict[str, Any]) -> None:
         """Make those changes."""
-        vars(self._module).update(copy.deepcopy(late))
+        self._set(copy.deepcopy(late))
+
+    def _set(self, given: dict[str, Any]) -> None:
+        for name, value in given.items():
+            if name in self.metrics:
+                _put_state(self.metrics[name], value)
+            else:
+                vars(self._module)[name] = value
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the run keeps of this rank."""
@@ -60,17 +77,26 @@ class Attributes:
         """Take them back; what a step that is made again has added goes."""
         for name in self.live().keys() - given.keys():
             delattr(self._module, name)
-        vars(self._module).update(given)
+        self._set(given)
         if self._held is not None:
             self._held = copy.deepcopy(given)
 
 
 class Weights(torch.nn.Module):
-    """The weights and buffers of a module, without what else hangs on it: a LightningModule holds its whole Trainer."""
+    """The weights and buffers of a module, without what else hangs on it: a LightningModule holds its whole Trainer.
+
+    Without its torchmetrics objects too, whose states are each rank's own.
+    """
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self._modules, self._parameters = module._modules, module._parameters  # noqa: SLF001
+        if any(map(_is_metric, module.modules())):
+            self._modules = {
+                name: Weights(one) if any(map(_is_metric, one.modules())) else one
+                for name, one in module.named_children()
+                if not _is_metric(one)
+            }
         self._buffers = module._buffers  # noqa: SLF001
         self._non_persistent_buffers_set = module._non_persistent_buffers_set  # noqa: SLF001
 
@@ -98,6 +124,25 @@ def as_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return str([as_text(one) for one in value])
     return str(value.tolist()) if isinstance(value, Tensor) else repr(value)
+
+
+def _is_metric(module: torch.nn.Module) -> bool:
+    """Return True for a torchmetrics object without weights."""
+    return isinstance(module, Metric) and not any(True for _ in module.parameters())
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """Return what a torchmetrics object has gathered since its reset; its tensors are replaced or written."""
+    return {"updates": metric._update_count, **copy.deepcopy(metric.metric_state)}  # noqa: SLF001
+
+
+def _put_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Give it back, without what was computed of it."""
+    for name, value in state.items():
+        if name != "updates":
+            setattr(metric, name, copy.deepcopy(value))
+    metric._update_count, metric._computed = state["updates"], None  # noqa: SLF001
+    metric._cache, metric._is_synced = None, False  # noqa: SLF001
 
 
 def _of_base(module: Any) -> frozenset[str]:

@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from ddp_runner.integrations.lightning import InPlaceDDP
 
@@ -47,15 +49,21 @@ class Net(LightningModule):
         )
         self.seen = 0
         self.outputs = []
+        self.accuracy = MulticlassAccuracy(2)
+        self.evaluated = MeanMetric()
 
     def training_step(self, batch, batch_idx):
         harm("forward", self.trainer)
         x, y = batch
-        loss = nn.functional.cross_entropy(self.net(x), y)
+        scores = self.net(x)
+        loss = nn.functional.cross_entropy(scores, y)
+        self.accuracy(scores, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.seen += len(x)
         self.outputs.append(float(loss.detach()))
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("own_loss", loss, on_step=False, on_epoch=True)
+        harm("log", self.trainer)
         return loss
 
     def on_after_backward(self):
@@ -67,7 +75,11 @@ class Net(LightningModule):
     def validation_step(self, batch, batch_idx):
         harm("validation", self.trainer)
         x, y = batch
-        self.log("val_loss", nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("own_val_loss", loss)
+        self.evaluated.update(loss)
+        self.log("evaluated", self.evaluated)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -116,7 +128,7 @@ def main():
         strategy=InPlaceDDP(),
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),
-        max_epochs=5 if "early" in WORDS else 2,
+        max_epochs=8 if "long" in WORDS else 5 if "early" in WORDS else 2,
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -128,7 +140,7 @@ def main():
     trainer.fit(
         module,
         DataLoader(pictures(40, 1), batch_size=4, shuffle=True),
-        DataLoader(pictures(16, 2), batch_size=4),
+        DataLoader(pictures(20, 2), batch_size=4),
     )
     state = module.state_dict()
     optimizer = trainer.optimizers[0].state_dict()["state"]
@@ -141,6 +153,10 @@ def main():
         "last": os.path.relpath(best.last_model_path) if best.last_model_path else "",
         "train_loss": round(float(trainer.callback_metrics["train_loss_epoch"]), 6),
         "own_loss": float(trainer.callback_metrics["own_loss"]),
+        "accuracy": float(trainer.callback_metrics["accuracy_epoch"]),
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "own_val_loss": float(trainer.callback_metrics["own_val_loss"]),
+        "evaluated": float(trainer.callback_metrics["evaluated"]),
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
     }
     torch.save({"model": state, "optimizer": optimizer}, f"final_{RANK}.pt")

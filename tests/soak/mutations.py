@@ -250,6 +250,11 @@ MUTATIONS = (
         "return True",
     ),
     _break(
+        "called-together",
+        "if state.committed_step == newest and state.calls < calls:",
+        "if False:",
+    ),
+    _break(
         "carried-is-lost",
         "self._began_again |= self._has_formed or self.committed_step > 0",
         "pass",

@@ -105,3 +105,26 @@ def test_a_module_beside_the_program_must_be_the_same(generation, line):
         one.compare(group)
     run.allow_different_code = True
     one.compare(group)
+
+
+def _compare_calls(own, others, *, uses=True):
+    """``own``, and by rank: committed step and calls."""
+    step, calls = own
+    warned = []
+    one = _client(SimpleNamespace(rank=0), state=SimpleNamespace(committed_step=step, calls=calls))
+    one._runtime.logger = SimpleNamespace(warning=warned.append)
+    one._loop = SimpleNamespace(calls_together=uses)
+    with contextlib.suppress(SystemExit):
+        one._compare_calls(Group(others))
+        return "stays"
+    return warned[0]
+
+
+def test_a_rank_whose_function_was_cut_short_is_replaced_where_others_returned():
+    """A rank that is behind, or has no state yet, receives the newest state instead."""
+    assert "is replaced" in _compare_calls((5, 2), {1: [5, 3], 2: [-1, 0]})
+    assert _compare_calls((5, 3), {1: [5, 2]}) == "stays"
+    assert _compare_calls((5, 2), {1: [5, 2]}) == "stays"
+    assert _compare_calls((4, 2), {1: [5, 3]}) == "stays"
+    assert _compare_calls((-1, 0), {1: [5, 3]}) == "stays"
+    assert _compare_calls((5, 2), {1: [5, 3]}, uses=False) == "stays"

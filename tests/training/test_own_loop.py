@@ -360,6 +360,39 @@ def test_a_stop_ends_the_loop_and_functions_are_called_in_between(run):
     assert called == [2, 4, 6]
 
 
+def test_a_function_is_called_between_steps_with_what_the_loop_has_changed(run):
+    """It returns its result, also behind the last step, and is none of the steps."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    with pytest.raises(BadInputError, match=r"after run\.steps"):
+        run.join()
+    batches, found = run.steps(DATA, max_steps=2), []
+    run.join()
+    for x, y in batches:
+        with run.step():
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if run.step_number > len(found):  # the first body is made twice
+            found.append(
+                run.together(lambda: (run.step_number, float(model.weight.detach().sum())))
+            )
+    assert [step for step, _ in found] == [1, 2]
+    assert found[1][1] == float(model.weight.detach().sum()) != found[0][1]
+    assert run.has_ended
+
+
+def test_an_error_of_a_function_between_steps_ends_a_program_without_supervisor(run):
+    model, optimizer = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    batches = run.steps(DATA, max_steps=2)
+    with pytest.raises(ZeroDivisionError):
+        run.together(lambda: 1 / 0)
+    del batches
+
+
 def test_a_step_without_an_update_carries_a_stop_and_changes_no_weight(run):
     """As a framework's loop ends that decides between two steps, where no sum over ranks is due."""
     model, optimizer = parts()

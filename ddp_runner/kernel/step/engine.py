@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 # Where a disk refused us, or a value was of no use, is in our own code: the plan says where.
 OF_NO_USE = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_INPUT}
+
+_Found = TypeVar("_Found")
 
 
 class Client(Protocol):
@@ -166,6 +168,23 @@ class Engine:
             self._step = self._next_step()
             if self._step is not None:
                 yield self._step.micro_batches
+
+    def between(self, function: Callable[[], _Found]) -> _Found:
+        """Call ``function`` between two steps, within a generation, and return its result.
+
+        After a fault in it the next generation is joined, and the function is called again. Every rank calls
+        this at the same place. Raises FaultError like :meth:`steps`.
+        """
+        while True:
+            if self._session is None:
+                self._get_over_fault()
+                self._generation = self._next_generation()
+            try:
+                if self._session is None:
+                    self._form(self._newest)
+                return function()
+            except Exception as error:  # noqa: BLE001 - as in a step
+                self._break_off(error)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[StepInHand]:

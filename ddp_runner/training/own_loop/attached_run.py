@@ -27,7 +27,7 @@ from ddp_runner.kernel.rules.faults import FaultError, ReportedFaultError
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.engine import Engine
 from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.kernel.values.generators import seed_all
+from ddp_runner.kernel.values.generators import seed_all, seed_step
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
 from ddp_runner.training.exactness.first_step import report_lost_local, report_lost_names
@@ -48,9 +48,11 @@ from ddp_runner.training.own_loop.loop_variables import LoopVariables
 from ddp_runner.training.own_loop.misuse import is_guarded, misuse, user_frame, user_line
 from ddp_runner.training.own_loop.net import AttachedModule
 from ddp_runner.training.own_loop.parts import LoopParts
+from ddp_runner.training.own_loop.steps import BETWEEN
 from ddp_runner.training.prepare import begin_start, prepare
 from ddp_runner.training.rank_client import engine_of
 
+_Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[[], Any])
 _DDP_OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb")
 _IS_INSTALLED = {"site-packages", "dist-packages", "ddp_runner"}
@@ -291,6 +293,52 @@ class AttachedRun:
         self._state, self._parts = parts.state, parts
         return parts, run_id, accumulate
 
+    def join(self) -> None:
+        """Join the other ranks before the first batch, and receive their state, if they have one.
+
+        For a loop that calls :meth:`together`: a replaced rank then knows whether the others are in such a call.
+        Call it once, after :meth:`steps`.
+        """
+        self._between(lambda: None)
+
+    def together(self, function: Callable[[], _Result]) -> _Result:
+        """Call ``function``, which may use collectives, on all ranks between two steps, and return its result.
+
+        For the evaluation of a loop that is not yours. If a rank is lost in it, all ranks call it again from its
+        start; the state of kept objects is then as of this call. It must not change weights. A replaced rank must
+        make the same call before its first batch: see :meth:`join`.
+        """
+        self._keep_between()
+
+        def called() -> _Result:
+            assert self._state is not None, "there are steps"
+            slot, step = self._runtime.slot, self._state.committed_step
+            slot.stamp(Phase.EVALUATE, time.monotonic_ns())
+            seed_step(seed=self._settings.run.seed, step=step, rank=self.rank, micro_step=BETWEEN)
+            found = function()
+            slot.count_done(step)
+            self._state.calls += 1
+            return found
+
+        return self._between(called)
+
+    def _between(self, function: Callable[[], _Result]) -> _Result:
+        if self._engine is None:
+            raise misuse("run.join() and run.together() come after run.steps()")
+        self._loop.calls_together = True
+        with self.ending():
+            return self._engine.between(function)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Return a context that turns a fault which this process does not survive into its end."""
+        try:
+            yield
+        except ReportedFaultError:
+            raise SystemExit(1) from None  # it has been reported, with its traceback
+        except FaultError as error:
+            raise (self.own_error or error) from None
+
     def step(self) -> _Block:
         """Return a context for the body of one optimizer step, which repairs faults and repeats the step."""
         return _Block(self)
@@ -414,6 +462,11 @@ class AttachedRun:
 
     def begin_next(self) -> None:
         """Prepare the next step: changes that the loop has made since the last one become part of the state."""
+        self._keep_between()
+        if self.step_number and self._variables.is_due():
+            self._look_at_variables()
+
+    def _keep_between(self) -> None:
         if self._is_given:
             raise misuse("a batch was given and no step made of it: with run.step(): ...")
         if self._is_in_body:
@@ -426,8 +479,6 @@ class AttachedRun:
             self._state.keep_between()
             assert self._parts is not None, "there are steps"
             report_lost_local(self._parts)
-        if self.step_number and self._variables.is_due():
-            self._look_at_variables()
 
     def _look_at_variables(self) -> None:
         """Name the variables that the loop carries from step to step without keeping them."""
@@ -567,14 +618,11 @@ class _Steps:
     def __next__(self) -> Any:
         self._run.begin_next()
         try:
-            batches = next(self._drawn)
+            with self._run.ending():
+                batches = next(self._drawn)
         except StopIteration:
             self._run.ended()
             raise
-        except ReportedFaultError:
-            raise SystemExit(1) from None  # it has been reported, with its traceback
-        except FaultError as error:
-            raise (self._run.own_error or error) from None
         self._run.given()
         return batches if self._accumulate > 1 else batches[0]
 

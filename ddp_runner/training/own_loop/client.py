@@ -226,6 +226,7 @@ class LoopClient(RankClient):
             "the shapes of parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
             "the length of the run": [length.steps_per_epoch, length.total_steps],
         }
+        self._compare_calls(group)
         found = self._of_each(group, "loop", mine)
         for what in dict.fromkeys(key for one in found.values() for key in one):
             # A file that not all of them have imported is the program's own choice.
@@ -246,6 +247,22 @@ class LoopClient(RankClient):
                 )
             shown = f": {values[first]} and {values[odd]}" if "length" in what else ""
             raise BadInputError("run.steps", "", f"ranks {first} and {odd} differ in {what}{shown}")
+
+    # INVARIANT called-together: a rank trains only if the newest function between two steps has returned on it,
+    # or on no rank. Broken if: a rank calls it again while others, on which it has returned, form for a step.
+    # Guarded by: test_a_rank_whose_function_was_cut_short_is_replaced_where_others_returned.
+    def _compare_calls(self, group: Group) -> None:
+        """End this process if a function has returned on another rank of its step, and not on this one."""
+        if not self._loop.calls_together:
+            return
+        state = self._parts.state
+        found = self._of_each(group, "calls", [state.committed_step, state.calls])
+        newest, calls = max(map(tuple, found.values()))
+        if state.committed_step == newest and state.calls < calls:
+            self._runtime.logger.warning(
+                "run.together() was cut short here and has returned on other ranks: this rank is replaced"
+            )
+            raise SystemExit(1)
 
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on whether DDP looks for unused parameters."""

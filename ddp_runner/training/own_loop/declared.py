@@ -57,6 +57,7 @@ class OwnLoop:
     )  # in the step in hand, or the newest
     late_loss: Tensor | float | None = None  # of the newest step, where it was noted after backward
     wants_stop: bool = False
+    calls_together: bool = False  # functions between steps
 
     def scales(self) -> list[int]:
         """Torch's counts of changes of the loss scales: ``update()`` changes one, also where nothing is updated."""

@@ -93,6 +93,9 @@ class DrilledRun(AttachedRun):
         yield batches if accumulate > 1 else batches[0]
         raise misuse("the loop asks for another batch before it has made a step of the first one")
 
+    def join(self) -> None:
+        """Do nothing: the state comes with the batch."""
+
     def begin_step(self) -> None:
         """Begin the body of the step."""
         if self._lone is None or self._is_inside:

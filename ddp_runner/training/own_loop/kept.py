@@ -135,6 +135,7 @@ class KeptState(TrainState):
         self.functions_called_at = EMPTY_STEP  # those that are called between steps
         # Gives back what they have changed; False where some of it cannot be given back.
         self._before_functions: Callable[[], bool] | None = None
+        self.calls = 0  # of functions between steps that all ranks have called together
         self._versions: dict[str, int] = {}  # of parameters and buffers, at the newest commit
         self._kept_flags: list[bool] = []  # requires_grad of all parameters, as of the state
         # Variables of the loop that change from step to step, in words: no other process can have them.
@@ -219,6 +220,7 @@ class KeptState(TrainState):
         super().restore(state)
         self.lost.clear()
         self.has_updated = bool(state.get("updated", True))
+        self.calls = int(state.get("calls", 0))
         self.note_carried(map(str, state.get("carried", ())))
         self.data_of = [*map(str, state.get("data_of", ()))]
         if "changed_late" in state:
@@ -239,6 +241,8 @@ class KeptState(TrainState):
     def capture(self) -> dict[str, Any]:
         """Capture the state, with the names of what is kept."""
         own = {"kept": self._kept.names(), "updated": self.has_updated}
+        if self.calls:
+            own["calls"] = self.calls
         if self.carried:
             own["carried"] = list(self.carried)
         if any(self.data_of):

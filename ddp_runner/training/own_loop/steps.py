@@ -48,7 +48,7 @@ from ddp_runner.training.saves.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.step import agreed_votes, as_signals
 
 _COUNTED_TO = 4096  # steps, modulo which ranks show each other where they are: exact in float32
-_BEFORE_STEPS = -1  # in the place of a micro-step, for functions that are called between steps
+BETWEEN = -1  # in the place of a micro-step, for functions that are called between steps
 
 
 class _Own(IntEnum):
@@ -324,7 +324,7 @@ class LoopSteps:
                 seed=self._settings.run.seed,
                 step=step,
                 rank=self._group.rank,
-                micro_step=_BEFORE_STEPS,
+                micro_step=BETWEEN,
             )
             one.call()
             slot.count_done(step)
