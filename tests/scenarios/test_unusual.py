@@ -31,7 +31,7 @@ def test_a_target_network_checkpoints_a_collate_and_an_own_optimizer(tmp_path):
 
     Also in the first step, which shows that there is a target, and in that which shows another one.
     """
-    calm = ends(tmp_path / "calm")
+    calm = ends(tmp_path / "calm", "num_workers=0")
     assert "find_unused_parameters=False from here on" in calm.console
     kills = (
         "kill:rank=1,step=0,phase=backward",
