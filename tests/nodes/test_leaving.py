@@ -17,6 +17,7 @@ from tests.scenarios.harness import WORKLOAD, poll
 
 def test_signals_to_another_machine_reach_the_run(nodes):
     """SIGUSR2 saves and goes on, SIGQUIT ends everything as it is, as they do on one machine."""
+    nodes.ranks = 1
     words = (SLOW, "save_every_steps=1000", "save_interval=0")
     first, second = nodes.start(0, *words), nodes.start(1, *words)
     first.wait_for_step(5)

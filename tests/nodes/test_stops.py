@@ -24,6 +24,7 @@ def _welcomes(run):
 
 def test_a_stop_does_not_wait_for_a_node_that_is_lost(nodes):
     """Nor for recovery.stop_timeout_s: a scheduler would have killed everything by then."""
+    nodes.ranks = 1
     first, second = nodes.start(0, *UNSAVED), nodes.start(1, *UNSAVED)
     first.wait_for_step(8)
     second.signal(signal.SIGKILL)
@@ -37,6 +38,7 @@ def test_a_stop_does_not_wait_for_a_node_that_is_lost(nodes):
 
 def test_one_press_of_keys_that_comes_twice_is_one_stop(nodes):
     """A terminal and a parent both pass it on; a follower that took it for two would end unsaved."""
+    nodes.ranks = 1
     first, second = nodes.start(0, *UNSAVED), nodes.start(1, *UNSAVED)
     first.wait_for_step(8)
     for run in (second, first, second):

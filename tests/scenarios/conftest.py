@@ -62,10 +62,14 @@ def fault_free(made_once):
     """``fault_free(world)``: the undisturbed run of that world size.
 
     Its weights are those of any run with its seed, batch size and steps, whatever else is set. That of two
-    ranks starts as a person's does, and all that are held against it as forks; it evaluates after each
-    epoch, and they after every third one.
+    ranks starts as a person's does, with loader workers, and all that are held against it as forks; it
+    evaluates after each epoch, and they after every third one.
     """
-    every_epoch = (*SETTINGS, "evaluate_interval=1")
-    return lambda world: made_once(
-        *every_epoch, world=world, **({"command": TRAIN} if world == 2 else {})
-    )
+
+    def made(world):
+        is_whole = world == 2
+        settings = SETTINGS if is_whole else WITHOUT_WORKERS
+        how = {"command": TRAIN} if is_whole else {}
+        return made_once(*settings, "evaluate_interval=1", world=world, **how)
+
+    return made

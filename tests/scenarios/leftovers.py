@@ -36,11 +36,12 @@ class Found:
 
 def processes_with(variable):
     """Every living process that was started with ``NAME=value`` in its environment."""
-    wanted = variable.encode()
+    wanted = b"\0%s\0" % variable.encode()
     found = []
     for pid in _pids():
         with contextlib.suppress(OSError):
-            if wanted in _content(f"/proc/{pid}/environ").split(b"\0"):
+            # Not cut into its parts: hundreds of processes have a hundred each.
+            if wanted in b"\0%s\0" % _content(f"/proc/{pid}/environ"):
                 name = _content(f"/proc/{pid}/comm").decode(errors="replace").strip()
                 found.append(Found(pid=pid, name=name))
     return found
@@ -128,15 +129,20 @@ def shared_memory():
 
 def ownerless_shared_memory(names):
     """Those entries of /dev/shm, of ``names``, that no living process has open or mapped."""
-    if not names:
-        return set()
-    held = set()
-    for pid in _pids():
-        targets = list(_open_files(pid))
+    left = set(names)
+    for pid in reversed(_pids()):  # the owners of what other tests have just made are young, too
+        if not left:
+            break
+        targets = "".join(f"{target}\n" for target in _open_files(pid))
         with contextlib.suppress(OSError):
-            targets += Path("/proc", str(pid), "maps").read_text(errors="replace").split()
-        held |= {name for name in names if str(_SHARED_MEMORY / name) in targets}
-    return {name for name in names - held if (_SHARED_MEMORY / name).exists()}
+            targets += _content(f"/proc/{pid}/maps").decode(errors="replace")
+        left -= {name for name in left if _stands_in(str(_SHARED_MEMORY / name), targets)}
+    return {name for name in left if (_SHARED_MEMORY / name).exists()}
+
+
+def _stands_in(path, targets):
+    """Whether a path is one of these words, and not the beginning of a longer one."""
+    return path in targets and path in targets.split()
 
 
 def _pids():

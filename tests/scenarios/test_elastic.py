@@ -12,7 +12,7 @@ from tests.scenarios.workload import HOLD_NAME, TROUBLE_NAME
 
 STEPS = 48
 SETTINGS = (
-    *("-b", 8, "--max-steps", STEPS, "num_workers=1", "save_every_steps=10", "--audit"),
+    *("-b", 8, "--max-steps", STEPS, "num_workers=0", "save_every_steps=10", "--audit"),
     *("evaluate_interval=0", "log.display=plain", "recovery.slot_failures_max=2"),
     *conftest.PATIENT,
 )
@@ -50,7 +50,7 @@ def test_a_slot_that_keeps_dying_is_given_up_and_grows_back(tmp_path):
     """The global batch stays; every sample is taken once an epoch; the summary says what differs."""
     hold = tmp_path / HOLD_NAME
     hold.write_text("36")  # however long its new process takes to start
-    options = ("--min-ranks", 2, "--regrow-after", 0.1)
+    options = ("--min-ranks", 2, "--regrow-after", 0.1, "num_workers=1")
     with Run(tmp_path, *SETTINGS, *DIES_TWICE, *options, world=3) as run:
         poll(lambda: could_join(run, 1), what="its return")
         hold.unlink()

@@ -27,7 +27,7 @@ class HookedTask(PacedTask):
     pass
 """
 QUICK = (
-    *("-b", 8, "num_workers=1", "task.pace_s=0.01", "log.display=plain", "--audit"),
+    *("-b", 8, "num_workers=0", "task.pace_s=0.01", "log.display=plain", "--audit"),
     *("save_every_steps=10", "save_interval=0", "evaluate_interval=0"),
     "recovery.hang_min_s=1",
     *(
@@ -122,7 +122,7 @@ def test_a_zygote_that_is_stopped_is_replaced(tmp_path):
 def test_a_rank_slow_in_one_step_is_not_killed_each_epoch(tmp_path):
     """Two hundred times slower than the steps around it: at most the first one is taken for a hang."""
     slow = ("task.slow_at_sample=5", "task.slow_s=2", "evaluate_every_steps=0")
-    with Run(tmp_path, *QUICK, *slow, "--max-steps", 36, "num_workers=0") as run:
+    with Run(tmp_path, *QUICK, *slow, "--max-steps", 36) as run:
         assert run.wait() == 0, run.console
     faults = run.summary()["faults"]
     assert [fault["kind"] for fault in faults] in ([], ["rank_hung"]), faults
@@ -133,7 +133,7 @@ def test_a_zygote_that_hangs_in_a_fork_is_replaced(tmp_path):
     """In a hook that the user's module has registered; the system calls it asleep like any other."""
     flag, task = tmp_path / "hang", tmp_path / "hooked.py"
     task.write_text(HOOKED.format(flag=str(flag)), encoding="utf-8")
-    steps = ("--max-steps", 60, "num_workers=0", "recovery.warm_spare=false")
+    steps = ("--max-steps", 60, "recovery.warm_spare=false")
     with Run(tmp_path / "run", *QUICK, *steps, task=f"{task}:HookedTask") as run:
         run.wait_for_step(10)
         flag.touch()

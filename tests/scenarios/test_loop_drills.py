@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from tests.scenarios.conftest import filled_once
 from tests.scenarios.harness import poll
 from tests.scenarios.test_attached import LOOPS, final, run_loop
 
@@ -19,14 +20,16 @@ def run_drilled(folder, *words, drills="2,5", options=()):
     return run_loop(folder, *words, loop=DRILLED, options=settings)
 
 
-@pytest.fixture(scope="module")
-def without_drills(tmp_path_factory):
+@pytest.fixture(scope="session")
+def without_drills(tmp_path_factory, worker_id):
     """What the loop has saved at its end where nothing was drilled, and no rank lost."""
-    folder = tmp_path_factory.mktemp("calm")
-    with run_drilled(folder, drills="off") as run:
-        assert run.wait() == 0, run.console
-    assert run.summary()["exact_proof"]["repeated"] == 1, "the first body is compared"
-    return final(folder)
+
+    def make(folder):
+        with run_drilled(folder, drills="off") as run:
+            assert run.wait() == 0, run.console
+        assert run.summary()["exact_proof"]["repeated"] == 1, "the first body is compared"
+
+    return final(filled_once(tmp_path_factory, worker_id, make, "a loop without drills"))
 
 
 def go(run):

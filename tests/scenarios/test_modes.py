@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run
 from tests.scenarios.test_refusals import contents
 

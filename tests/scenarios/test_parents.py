@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests import ready
-from tests.scenarios.conftest import PATIENT, SETTINGS
+from tests.scenarios.conftest import PATIENT, SETTINGS, WITHOUT_WORKERS
 from tests.scenarios.harness import ROOT, TRAIN, Run, poll
 from tests.scenarios.workload import TROUBLE_NAME
 
@@ -51,7 +51,7 @@ def test_a_killed_supervisor_leaves_no_process_and_a_run_that_resumes(
 
 def test_a_rank_that_holds_the_interpreter_lock_dies_with_its_supervisor(tmp_path):
     """No thread of such a rank can run, so only the kernel can end it."""
-    with Run(tmp_path, *SETTINGS) as run:
+    with Run(tmp_path, *WITHOUT_WORKERS) as run:
         run.wait_for_step(5)
         (tmp_path / TROUBLE_NAME).write_text("loss 1 gil30")
         poll(lambda: not (tmp_path / TROUBLE_NAME).exists(), what="the stuck rank")
@@ -82,7 +82,7 @@ def test_a_killed_loader_worker_is_named_and_costs_no_weight(fault_free, tmp_pat
 
 def test_a_killed_zygote_is_replaced_and_forks_the_next_replacement(fault_free, tmp_path):
     """Ranks live on without their zygote, and a later fault is repaired by another one."""
-    settings = (*SETTINGS, "task.pace_s=0.08", "recovery.warm_spare=false")
+    settings = (*WITHOUT_WORKERS, "task.pace_s=0.08", "recovery.warm_spare=false")
     with Run(tmp_path, *settings, world=3) as run:
         run.wait_for_step(8)
         run.signal(signal.SIGKILL, run.named("ddp:zygote").pid)
@@ -126,7 +126,7 @@ def test_a_zygote_killed_while_it_imports_is_replaced(tmp_path, times, code):
     held.touch()  # it imports until it is killed, however long this test takes to find it
     task.write_text(HELD.format(held=str(held)), encoding="utf-8")
     how = {"task": f"{task}:HeldTask", "command": TRAIN}
-    with Run(tmp_path / "run", *SETTINGS, "-e", 1, **how) as run:
+    with Run(tmp_path / "run", *WITHOUT_WORKERS, "-e", 1, **how) as run:
         for _ in range(times):
             zygote = poll(lambda: importing(run), what="the zygote")
             run.signal(signal.SIGKILL, zygote.pid)
@@ -156,7 +156,7 @@ def importing(run):
 def test_a_killed_store_is_replaced(fault_free, tmp_path, world):
     """The store may die alone, or together with a rank that needs it for the next generation."""
     # Each kill must come well before the end.
-    with Run(tmp_path, *SETTINGS, "task.pace_s=0.12", world=world) as run:
+    with Run(tmp_path, *WITHOUT_WORKERS, "task.pace_s=0.12", world=world) as run:
         run.wait_for_step(8)
         run.signal(signal.SIGKILL, run.named("ddp:store").pid)
         run.wait_for_step(20)

@@ -118,7 +118,7 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(fault_free, tmp_pat
     By then the disk has taken its time: the save would be over at once.
     """
     settings = (*SETTINGS, "--max-steps", conftest.STEPS, "hang_min_s=2.5", "task.pace_s=0.08")
-    settings += ("memory_every=0",)  # no other process writes for it
+    settings += ("memory_every=0", "num_workers=0")  # no other process writes for it
     slow = ("--inject", "slow_disk:rank=0,step=6,seconds=2,phase=data")
     with Run(tmp_path, *settings, *slow) as run:
         first = run.wait_for_event("rank_formed", rank=0)["pid"]

@@ -12,7 +12,7 @@ import pytest
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import ROOT, Run
 
-SHORT = ("-b", 8, "--max-steps", 12, "num_workers=1", "save_every_steps=6", "--audit", *PATIENT)
+SHORT = ("-b", 8, "--max-steps", 12, "num_workers=0", "save_every_steps=6", "--audit", *PATIENT)
 LINKED = (
     *("supervisor.log", "rank_0.log", "rank_1.log", "events.jsonl", "metrics.jsonl"),
     *("status.json", "summary.json", "config.yaml", "audit_rank_1.jsonl", "quarantine.jsonl"),

@@ -29,7 +29,7 @@ def readings(folder):
 
 def test_nobody_reads_again_whoever_dies_while_it_is_read_or_later(tmp_path, made_once):
     """The one who reads, rank 0 and the last rank in training, and a stop and resume."""
-    plain = made_once(*SETTINGS, task=TASK)
+    plain = made_once(*SETTINGS, "num_workers=0", task=TASK)
     slowly = "task.pace_s=0.15"  # each signal must come well before the end
     hold = tmp_path / HOLD_NAME
     hold.touch()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import poll_settled
-from tests.scenarios.conftest import SETTINGS, STEPS
+from tests.scenarios.conftest import SETTINGS, STEPS, WITHOUT_WORKERS
 from tests.scenarios.gated import GATE_NAME, WAITS_NAME
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.leftovers import has_lost_a_peer, is_idle, unread_bytes
@@ -65,7 +65,7 @@ def test_a_rank_stopped_while_its_only_peer_died_loses_no_step(fault_free, tmp_p
     (tmp_path / GATE_NAME).write_text(str(call), encoding="utf-8")
     searching = f"ddp.find_unused_parameters={search}".lower()
     task = f"{Path(__file__).with_name('gated.py')}:GatedTask"
-    with Run(tmp_path, *SETTINGS, searching, task=task) as run:
+    with Run(tmp_path, *WITHOUT_WORKERS, searching, task=task) as run:
         poll((tmp_path / WAITS_NAME).exists, what="rank 1 at the gate")
         waits, comes = run.rank_pid(0), run.rank_pid(1)
         poll_settled(lambda: is_idle(waits), what="rank 0 waiting in the sum of the gradients")
@@ -85,7 +85,7 @@ def test_a_rank_stopped_while_its_only_peer_died_loses_no_step(fault_free, tmp_p
 
 def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(fault_free, tmp_path):
     """With no replica left the newest checkpoint is the source, and the lost steps are counted."""
-    with Run(tmp_path, *SETTINGS, *SLOWLY, world=1) as run:
+    with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY, world=1) as run:
         run.wait_for_step(16)
         run.wait_for_checkpoint(10)
         run.signal(signal.SIGKILL, run.rank_pid(0))
@@ -108,7 +108,7 @@ def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(fault_free, 
 
 def test_a_rank_that_leaves_before_the_end_is_replaced(fault_free, tmp_path):
     """os._exit in user code is a fault whatever the code, and so is sys.exit: the peers wait."""
-    with Run(tmp_path, *SETTINGS, *SLOWLY) as run:
+    with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY) as run:
         for number, action in enumerate(("exit0", "leave", "exit7")):
             run.wait_for_step(4 + 8 * number)
             (tmp_path / TROUBLE_NAME).write_text(f"loss 1 {action}")
@@ -128,7 +128,7 @@ def test_a_rank_that_leaves_before_the_end_is_replaced(fault_free, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_that_comes_once_is_reported_once_and_survived(fault_free, tmp_path, rank):
     """User code that raises is retried; its traceback stands once on the console and in its log."""
-    with Run(tmp_path, *SETTINGS, *SLOWLY) as run:
+    with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY) as run:
         run.wait_for_step(14)
         (tmp_path / TROUBLE_NAME).write_text(f"loss {rank} raise")
         (fault,) = check_recovered(
@@ -149,7 +149,7 @@ def test_a_fault_is_reported_when_it_happens_and_when_it_is_repaired(tmp_path):
         *("--inject", "kill:rank=1,step=10,phase=reduce"),
         *("--inject", "raise:rank=0,step=16,phase=backward"),
     )
-    settings = (*SETTINGS, "--max-steps", 24, "log.display=plain", "task.pace_s=0")
+    settings = (*WITHOUT_WORKERS, "--max-steps", 24, "log.display=plain", "task.pace_s=0")
     with Run(tmp_path, *settings, *harm, world=2) as run:
         assert run.wait() == 0, run.console
     for reported, replaced in (
@@ -168,7 +168,7 @@ def test_a_fault_is_reported_when_it_happens_and_when_it_is_repaired(tmp_path):
 
 def test_two_ranks_killed_at_once_are_both_replaced(fault_free, tmp_path):
     """One survivor is enough: it holds everything that was committed. One repair is, too."""
-    with Run(tmp_path, *SETTINGS, *SLOWLY, world=3) as run:
+    with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY, world=3) as run:
         run.wait_for_step(14)
         run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 2)))
         assert run.wait() == 0, run.console
@@ -183,7 +183,7 @@ def test_two_ranks_killed_at_once_are_both_replaced(fault_free, tmp_path):
 
 def test_ranks_killed_again_and_again_cost_no_weight(fault_free, tmp_path):
     """Each repair leaves a world that can be repaired again."""
-    with Run(tmp_path, *SETTINGS, *SLOWLY) as run:
+    with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY) as run:
         for number, rank in enumerate((1, 0, 1)):
             run.wait_for_step(4 + 8 * number)
             run.signal(signal.SIGKILL, run.rank_pid(rank))

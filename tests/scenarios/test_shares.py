@@ -15,7 +15,7 @@ TASK = f"{Path(__file__).with_name('shared_out.py')}:SharedTask"
 STEPS = 36
 SETTINGS = (
     *("-b", 8, "--max-steps", STEPS, "save_every_steps=9", "save_interval=0", "--audit"),
-    *("num_workers=1", "learning_rate=0.01", *PATIENT),
+    *("num_workers=0", "learning_rate=0.01", *PATIENT),
 )
 SHARES = "data.shares=3,3,2"
 
@@ -34,8 +34,8 @@ def test_unequal_shares_train_as_equal_ones_whoever_is_lost(tmp_path, made_once)
     """Rank 0 and the last one are killed, and the run is stopped and resumed: the same bits."""
     equal = made_once(*SETTINGS, task=TASK, world=3)
     calm = made_once(*SETTINGS, SHARES, task=TASK, world=3)
-    drills = "recovery.drill_at=3"
-    with Run(tmp_path, *SETTINGS, SHARES, drills, task=TASK, world=3) as run:
+    drilled = ("recovery.drill_at=3", "num_workers=1")
+    with Run(tmp_path, *SETTINGS, SHARES, *drilled, task=TASK, world=3) as run:
         for rank, step in ((0, 6), (2, 12)):
             run.wait_for_step(step)
             run.signal(signal.SIGKILL, run.rank_pid(rank))

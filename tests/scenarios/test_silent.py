@@ -50,6 +50,13 @@ def _run(folder, *words, steps=STEPS):
     return Run(folder, *SETTINGS, "--max-steps", steps, *words, world=WORLD, task=TASK)
 
 
+@pytest.fixture
+def undisturbed(made_once):
+    """The weights where nothing goes wrong."""
+    steps = ("--max-steps", STEPS, "task.pace_s=0")
+    return made_once(*SETTINGS, *steps, world=WORLD, task=TASK).digest
+
+
 def _plan(harms):
     return [
         word
@@ -58,13 +65,11 @@ def _plan(harms):
     ]
 
 
-def test_no_wrong_sum_is_committed_and_no_survivor_blamed(tmp_path):
+def test_no_wrong_sum_is_committed_and_no_survivor_blamed(tmp_path, undisturbed):
     """Whatever a rank was doing, and though one hears of each abort later than the others."""
-    with _run(tmp_path / "fault_free") as fault_free:
-        assert fault_free.wait() == 0, fault_free.console
     with _run(tmp_path / "faults", *_plan(HARMS)) as run:
         assert run.wait(240.0) == 0, run.console
-    assert run.digest == fault_free.digest
+    assert run.digest == undisturbed
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, STEPS)
     reported = [(f["kind"], f["rank"], f["step"]) for f in summary["faults"]]
@@ -77,10 +82,8 @@ def test_no_wrong_sum_is_committed_and_no_survivor_blamed(tmp_path):
     assert len(run.events("cut")) == len(HARMS)
 
 
-def test_a_rank_whose_device_hangs_is_distinguished_from_who_waits(tmp_path):
+def test_a_rank_whose_device_hangs_is_distinguished_from_who_waits(tmp_path, undisturbed):
     """In a step, and in an evaluation: all hosts wait in the same sum, and no abort ends what that device does."""
-    with _run(tmp_path / "fault_free") as fault_free:
-        assert fault_free.wait() == 0, fault_free.console
     with _run(tmp_path / "hung", "recovery.hang_min_s=2") as run:
         trouble = run.folder / TROUBLE_NAME
         trouble.write_text(f"device {HUNG} sleep1000 15", encoding="utf-8")
@@ -96,7 +99,7 @@ def test_a_rank_whose_device_hangs_is_distinguished_from_who_waits(tmp_path):
         {one["pid"] for one in run.events("rank_formed") if one["rank"] == r} for r in range(WORLD)
     ]
     assert [len(of_rank) for of_rank in pids] == [1, 1, 3]
-    assert run.digest == fault_free.digest
+    assert run.digest == undisturbed
     assert run.summary()["exact"] is True
     assert all(fault["steps_lost"] == 0 for fault in faults)
 
@@ -117,15 +120,15 @@ def test_so_many_random_faults_leave_the_weights_of_a_fault_free_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_rank_that_raises_leaves_its_peers_nothing_to_commit(tmp_path):
+def test_under_torchrun_a_rank_that_raises_leaves_its_peers_nothing_to_commit(
+    tmp_path, undisturbed
+):
     """It ends without aborting, as nobody can agree on that there; torchrun ends the others.
 
     Every step is saved: one that was committed of an aborted sum would be what all go on from.
     """
     # Else no save is made before all ranks have been compared, one that has ended too.
     saves = ("save_every_steps=1", "task.pace_s=0.05", "recovery.replica_check_steps=0")
-    with _run(tmp_path / "fault_free") as fault_free:
-        assert fault_free.wait() == 0, fault_free.console
     launcher = (
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(WORLD), "--max-restarts", "2", "-m", "ddp_runner", "train"),
@@ -136,4 +139,4 @@ def test_under_torchrun_a_rank_that_raises_leaves_its_peers_nothing_to_commit(tm
         (run.folder / TROUBLE_NAME).write_text("loss 2 raise", encoding="utf-8")
         assert run.wait(240.0) == 0, run.console
     assert not (run.folder / TROUBLE_NAME).exists(), "it was raised"
-    assert run.digest == fault_free.digest
+    assert run.digest == undisturbed

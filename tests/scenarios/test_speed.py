@@ -15,10 +15,14 @@ from tests.scenarios.test_training import QUICK, STEPS, with_faults_and_a_stop
 LAYERED = f"{Path(__file__).with_name('layered.py')}:LayeredTask"
 
 
-def test_checkpointed_activations_end_with_the_bits_of_kept_ones(tmp_path):
+@pytest.fixture
+def plain(made_once):
+    """The weights of the layers where nothing is set, and nothing happens."""
+    return made_once(*QUICK, "task.pace_s=0", task=LAYERED).digest
+
+
+def test_checkpointed_activations_end_with_the_bits_of_kept_ones(tmp_path, plain):
     """Under every kind of fault, a stop and a resume; a name that is none is one line, exit 2."""
-    with Run(tmp_path / "kept", *QUICK, "task.pace_s=0", task=LAYERED) as kept:
-        assert kept.wait() == 0, kept.console
     settings = ("gradient_checkpointing=true", "recovery.drill_at=2")
     with Run(tmp_path / "calm", *QUICK, *settings, "task.pace_s=0", task=LAYERED) as calm:
         assert calm.wait() == 0, calm.console
@@ -27,7 +31,7 @@ def test_checkpointed_activations_end_with_the_bits_of_kept_ones(tmp_path):
     )
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, STEPS), summary["inexact_reasons"]
-    assert run.digest == calm.digest == kept.digest
+    assert run.digest == calm.digest == plain
     with Run(tmp_path / "bad", *QUICK, "activation_checkpointing=layer.*", task=LAYERED) as bad:
         assert bad.wait() == 2, bad.console
     assert "=layer.*: matches no module; the nearest names are layers.*" in bad.console
@@ -60,10 +64,8 @@ def test_unequal_shares_of_layers_over_ranks_are_refused(tmp_path):
     assert "4 samples 3 ranks run 2, 1, 1 of 1: take a global batch that 3 divides" in run.console
 
 
-def test_a_compilation_that_fails_is_off_on_all_ranks_for_good(tmp_path):
+def test_a_compilation_that_fails_is_off_on_all_ranks_for_good(tmp_path, plain):
     """One rank lacks a compiler: one warning; a replacement and a resume do not try again."""
-    with Run(tmp_path / "plain", *QUICK, "task.pace_s=0", task=LAYERED) as plain:
-        assert plain.wait() == 0, plain.console
     lacking = f"{Path(__file__).with_name('layered.py')}:LacksCompiler"
     words = ("torch_compile=true", "task.pace_s=0.03")
     kill = ("--inject", "kill:step=7,phase=backward,rank=1")
@@ -80,7 +82,7 @@ def test_a_compilation_that_fails_is_off_on_all_ranks_for_good(tmp_path):
     summary = resumed.summary()
     assert "not compiled: that has failed in this run before" in resumed.console
     assert (summary["exact"], summary["faults"]) == (True, []), summary["inexact_reasons"]
-    assert resumed.digest == plain.digest
+    assert resumed.digest == plain
 
 
 @pytest.mark.slow
