@@ -9,6 +9,7 @@ the seconds from SIGKILL of rank 1 to its next step, in place and where torchrun
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import signal
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,10 +51,13 @@ def command(folder: str, framework: str, *words: object, in_place: bool) -> list
     return [sys.executable, *ours, *preload, *places, *loop]
 
 
-def begin(folder: str, framework: str, *words: object, in_place: bool) -> subprocess.Popen[bytes]:
-    """Start a run of two ranks; what it prints is dropped."""
+@contextlib.contextmanager
+def running(
+    folder: str, framework: str, *words: object, in_place: bool
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Have a run of two ranks, which ends with the block; what it prints is dropped."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command(folder, framework, *words, in_place=in_place),
         env={**environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         cwd=folder,
@@ -60,6 +65,16 @@ def begin(folder: str, framework: str, *words: object, in_place: bool) -> subpro
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def steps_of(folder: str, rank: int) -> list[tuple[int, float]]:
@@ -73,8 +88,9 @@ def steps_of(folder: str, rank: int) -> list[tuple[int, float]]:
 def steps_per_s(framework: str, steps: int, step_ms: float, *, in_place: bool) -> float:
     """Return the steps per second of a run of its own, by the median of a step."""
     with tempfile.TemporaryDirectory() as folder:
-        process = begin(folder, framework, steps, step_ms, in_place=in_place)
-        if process.wait() != 0:
+        with running(folder, framework, steps, step_ms, in_place=in_place) as process:
+            process.wait()
+        if process.returncode != 0:
             raise RuntimeError(f"{framework}: the run has ended with {process.returncode}")
         ends_s = [at_s for _, at_s in steps_of(folder, 0)][WARM_UP:]
     return 1 / statistics.median(b - a for a, b in itertools.pairwise(ends_s))
@@ -83,33 +99,26 @@ def steps_per_s(framework: str, steps: int, step_ms: float, *, in_place: bool) -
 def restarts_s(framework: str, kills: int, *, in_place: bool) -> list[float]:
     """Return the seconds from each SIGKILL of rank 1 to the first step of the process that takes its place."""
     found_s: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        process = begin(folder, framework, 2000, 50, in_place=in_place)
+    place = "in place" if in_place else "torchrun"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(folder, framework, 2000, 50, in_place=in_place) as process,
+    ):
         killed, at_s = 0, time.monotonic()
-        try:
-            while len(found_s) < kills:
-                time.sleep(0.005)
-                if process.poll() is not None or time.monotonic() > at_s + FIRST_STEP_S:
-                    raise RuntimeError(f"{framework}: no step of rank 1 after a kill")
-                steps = steps_of(folder, 1)
-                newest = steps[-1][0] if steps else killed
-                own = [end_s for one, end_s in steps if one == newest]
-                if newest == killed or len(own) < KILL_EVERY:
-                    continue
-                if killed:
-                    found_s.append(own[0] - at_s)
-                    say(
-                        f"{framework}, {'in place' if in_place else 'torchrun'}: {found_s[-1]:.2f} s"
-                    )
-                killed, at_s = newest, time.monotonic()
-                os.kill(newest, signal.SIGKILL)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        while len(found_s) < kills:
+            time.sleep(0.005)
+            if process.poll() is not None or time.monotonic() > at_s + FIRST_STEP_S:
+                raise RuntimeError(f"{framework}: no step of rank 1 after a kill")
+            steps = steps_of(folder, 1)
+            newest = steps[-1][0] if steps else killed
+            own = [end_s for one, end_s in steps if one == newest]
+            if newest == killed or len(own) < KILL_EVERY:
+                continue
+            if killed:
+                found_s.append(own[0] - at_s)
+                say(f"{framework}, {place}: {found_s[-1]:.2f} s from SIGKILL to the next step")
+            killed, at_s = newest, time.monotonic()
+            os.kill(newest, signal.SIGKILL)
     return found_s
 
 
@@ -122,6 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--step-ms", type=float, default=50.0)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else its runs would outlive it
     rows = []
     for framework in asked.frameworks.split(","):
         ratios = []
