@@ -7,6 +7,8 @@ import signal
 
 import pytest
 
+from ddp_runner.core.machines.majority import is_over
+from ddp_runner.system.ballot_file import BallotFile
 from tests.nodes.conftest import Nodes
 from tests.nodes.test_two_nodes import SLOW
 from tests.scenarios.harness import poll
@@ -49,6 +51,8 @@ def test_two_of_three_machines_elect_a_coordinator_and_lose_no_step(nodes, one_m
     first, third = (nodes.start(one, *WORDS, nnodes="2:3") for one in (0, number))
     assert [run.wait() for run in (first, second, third)] == [0, 0, 0], second.console
     assert "was elected: following it" in first.console
+    for run in (first, second, third):  # the next launch waits for none of the others
+        assert is_over([BallotFile(run.checkpoints).read()])
     assert LEADS not in third.console
     summary = second.summary()
     assert (summary["exact"], second.digest) == (True, one_machine(3)), summary

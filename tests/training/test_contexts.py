@@ -159,7 +159,7 @@ class Raising(Task):
         raise ZeroDivisionError(f"epoch {context.epoch}")
 
 
-def test_an_error_in_a_hook_ends_the_run_like_one_in_a_step():
+def test_an_error_in_a_hook_ends_the_run():
     """It is not hidden."""
     with pytest.raises(Exception, match="epoch 0"):
         trained(Raising)

@@ -189,7 +189,10 @@ class CoordinatorSupervisor(Supervisor):
 
     def note_end(self) -> None:
         """Have the machines that are there note that the run has ended, unless a memory may be all that is left of a step."""
-        if self.ending is not None and self.run_end.is_saved:
+        if self.ending is None:
+            return
+        # A complete run may have its last file on another machine.
+        if self.ending.status is RunStatus.COMPLETED or self.run_end.is_saved:
             self._quorum.note_end()
 
     def hear_elected(self, elected: Elected) -> None:
