@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
 from ddp_runner import installed
+from ddp_runner.observe.console import hidden_levels
 from ddp_runner.observe.progress_report import progress_line, summary_block
 from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, fitted
 from ddp_runner.observe.view import LAST
@@ -18,6 +19,7 @@ from ddp_runner.observe.view import LAST
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from ddp_runner.core.settings import Settings
     from ddp_runner.observe.summary import RunSummary
     from ddp_runner.observe.view import RunView
 
@@ -48,11 +50,12 @@ class Display(Protocol):
         ...
 
 
-def make_display(mode: Mode, *, stream: TextIO, hidden: Collection[str] = ()) -> Display:
+def make_display(mode: Mode, *, stream: TextIO, settings: Settings | None = None) -> Display:
     """Return the display for ``mode``; ``auto`` is live on a terminal that we own, else plain.
 
-    ``hidden``: levels of lines that it leaves out. Without INFO, as on a quiet console, there is no progress to show.
+    It leaves out the levels that ``settings`` hide. Without INFO, as on a quiet console, there is no progress to show.
     """
+    hidden = frozenset() if settings is None else hidden_levels(settings)
     if mode == "none":
         return NoDisplay()
     if "INFO" in hidden:

@@ -16,7 +16,6 @@ import pytest
 
 from ddp_runner.config import from_flat
 from ddp_runner.features.display.live import LiveDisplay
-from ddp_runner.observe.console import hidden_levels
 from ddp_runner.observe.display import NoDisplay, PlainDisplay, make_display
 from ddp_runner.observe.terminal import HELD_LINES_MAX, ConsoleWriter
 from ddp_runner.observe.view import LAST
@@ -203,8 +202,8 @@ def test_plain_output_has_no_control_characters_and_is_paced():
 def test_a_quiet_display_shows_warnings_and_how_the_run_has_ended():
     """Neither progress nor what is only informative; the last lines are those of any run."""
     stream = io.StringIO()
-    quiet = hidden_levels(from_flat({"console": "quiet"}))
-    display = make_display("live", stream=stream, hidden=quiet)
+    quiet = from_flat({"console": "quiet"})
+    display = make_display("live", stream=stream, settings=quiet)
     for level in ("INFO", "DETAIL", "WARNING", LAST, "RAW"):
         display.line(f"line {level}", level=level)
     display.update(run_view(2, step=5, logged_step=5))

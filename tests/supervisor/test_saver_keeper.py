@@ -96,7 +96,11 @@ def test_that_none_can_be_forked_is_said_once(simulate):
     run = simulate(steps=2000)
     run.savers_refused = 3
     run.run_until(lambda: run.rank(SAVER) is not None)
-    said = [text for _, text in run.outputs.said if "no process could be forked" in text]
+    said = [
+        text
+        for _, text in run.outputs.said
+        if "no process to write checkpoints could be forked" in text
+    ]
     assert len(said) == 1
 
 

@@ -45,7 +45,6 @@ from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.events import RunEnds
 from ddp_runner.kernel.wire.packets import WireError
-from ddp_runner.observe.console import hidden_levels
 from ddp_runner.observe.display import Display, make_display
 from ddp_runner.supervisor.node_plans import node_plan
 from ddp_runner.supervisor.nodes.admission import Meeting
@@ -98,7 +97,7 @@ def follow(plan: LaunchPlan, meeting: Meeting, *, lead: Callable[[Heir], int] | 
     display = make_display(
         "plain" if plan.settings.log.display != "none" else "none",
         stream=sys.stdout,
-        hidden=hidden_levels(plan.settings),
+        settings=plan.settings,
     )
     display.start()
     with signals.installed(), selectors.DefaultSelector() as selector:

@@ -81,7 +81,7 @@ class Outputs:
         self._held: list[tuple[str, str]] = []
         self._early_events: list[Event] = []
         self._hidden = hidden_levels(settings)
-        self._display = make_display(settings.log.display, stream=sys.stdout, hidden=self._hidden)
+        self._display = make_display(settings.log.display, stream=sys.stdout, settings=settings)
         self._display.start()
 
     @property
