@@ -62,7 +62,14 @@ def of_torchrun(tmp_path_factory, worker_id):
 
 
 def run_script(folder, words, **how):
-    options = ("--preload", "lightning.pytorch", "save_every_steps=9", *PATIENT)
+    options = (
+        "--max-restarts",
+        99,
+        "--preload",
+        "lightning.pytorch",
+        "save_every_steps=9",
+        *PATIENT,
+    )
     places = ("-l", folder / "logs", "-c", folder / "checkpoints")
     return Run(folder, *places, *options, SCRIPT, *words.split(), task=None, verb="run", **how)
 
