@@ -164,6 +164,8 @@ def test_thirty_kills_at_random_leave_the_weights_of_torchrun(tmp_path, of_torch
     for step in sorted(chance.sample(range(1, 41), 30)):
         of_step = ("forward", "backward", "optimizer", "log", "callback")
         where = chance.choice(("save", "validation") if step % 5 == 0 else of_step)
+        if where == "save" and step not in (5, 15):  # where torchrun saves
+            where = "validation"
         places[f"r{chance.randrange(2)}_s{step}_{where}"] = KILL
     plant(tmp_path, **places)
     with run_script(tmp_path, "long") as run:
