@@ -91,6 +91,7 @@ class _InPlace(DDPStrategy):  # type: ignore[misc]
         super().__init__(
             parallel_devices=[run.device] * count, cluster_environment=_OfRun(run), **options
         )
+        self._options = {k: v for k, v in options.items() if k in OPTIONS}
         self._steps: Steps | None = None
 
     @property
@@ -117,8 +118,7 @@ class _InPlace(DDPStrategy):  # type: ignore[misc]
     def _setup_model(self, model: Any) -> Any:
         """Wrap the model as DistributedDataParallel would."""
         if self.lightning_module.trainer.training:
-            options = {k: v for k, v in self._ddp_kwargs.items() if k in OPTIONS}
-            return _run().ddp(model, **options)
+            return _run().ddp(model, **self._options)
         return model
 
     def setup(self, trainer: Any) -> None:

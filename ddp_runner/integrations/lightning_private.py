@@ -21,7 +21,9 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torchmetrics import Metric
 
 import ddp_runner
 from ddp_runner.integrations.framework_run import refuse
@@ -39,15 +41,19 @@ from ddp_runner.integrations.lightning_values import (
 # What else is looked up by name: the class -> its attributes, which the next version may lack.
 USED: dict[type[Any], tuple[str, ...]] = {
     _Loop: ("load_state_dict", "on_iteration_done", "restarting", "state_dict"),
-    _FitLoop: ("done", "on_run_end", "on_run_start", "run", "setup_data", "skip"),
+    _EvaluationLoop: ("on_iteration_done", "run"),
+    _FitLoop: ("done", "on_advance_end", "on_run_end", "on_run_start", "run", "setup_data", "skip"),
     _TrainingEpochLoop: (
         "_broadcast_sigterm_tensor",
         "advance",
+        "done",
         "global_step",
         "on_advance_end",
         "update_lr_schedulers",
     ),
     **USED_FOR_LOGS,
+    Metric: ("metric_state",),
+    Precision: ("_wrap_closure",),
     ModelCheckpoint: ("file_exists", "load_state_dict", "state_dict"),
 }
 _VALIDATION, _EPOCH_END = "validation", "epoch end"  # what ranks call together between two steps

@@ -99,7 +99,7 @@ def test_a_module_beside_the_program_must_be_the_same(generation, line):
         workload=SimpleNamespace(length=length),
         settings=SimpleNamespace(run=run),
     )
-    one._loop = SimpleNamespace(program={"layers.py": "1"}, kept=kept)
+    one._loop = SimpleNamespace(program={"layers.py": "1"}, kept=kept, calls_together=False)
     group = Group({3: {"the file layers.py": "2"}}, generation=generation)
     with pytest.raises(BadInputError, match=line):
         one.compare(group)
