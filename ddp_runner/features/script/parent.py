@@ -505,9 +505,8 @@ class ScriptAgent:
         del now_s
         return True
 
-    def _may_form(self, generation: int) -> bool:
-        """Return whether the ranks, which are all ready, may form it now."""
-        del generation
+    def _may_form(self) -> bool:
+        """Return whether the ranks, which are all ready, may form now."""
         return True
 
     def _call(self, arguments: tuple[str, ...]) -> ScriptCall:
@@ -530,9 +529,7 @@ class ScriptAgent:
         are_ready = self.world.counts.are_all_present(RankState.READY)
         if not are_ready or any(one.pid is None for one in ranks) or not self.world.has_ready_store:
             return
-        if not self.recorder.may_write and not self._begin():
-            return
-        if not self._may_form(self.facts.generation + 1):
+        if not (self.recorder.may_write or self._begin()) or not self._may_form():
             return
         numbers, number = range(len(self.world.ranks)), self._attempt.number
         self._files.make(number, numbers)

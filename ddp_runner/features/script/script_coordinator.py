@@ -128,8 +128,8 @@ class ScriptCoordinator(ScriptAgent):
             return False
         return self._quorum.has_majority() or self._wait_for_majority()
 
-    def _may_form(self, generation: int) -> bool:
-        return self._quorum.may_form(generation) or self._wait_for_majority()
+    def _may_form(self) -> bool:
+        return self._quorum.may_form(self.facts.generation + 1) or self._wait_for_majority()
 
     def _wait_for_majority(self) -> bool:
         """Return False: nobody may train now, and the run ends after a while."""

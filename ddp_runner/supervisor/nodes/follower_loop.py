@@ -201,14 +201,9 @@ class _FollowerLoop:
 
     def close(self) -> None:
         """Every process has ended."""
-        if self._watch is not None:
-            self._watch.close()
-        if self._link is not None:
-            self._link.close()
-        if self.voting is not None:
-            self.voting.close()
-        if self._node is not None:
-            self._node.close()
+        for part in (self._watch, self._link, self.voting, self._node):
+            if part is not None:
+                part.close()
 
     def _say(self, text: str, level: str = "INFO") -> None:
         self._display.line(text, level=level)
@@ -601,12 +596,9 @@ class _FollowerLoop:
                 self._ends = message
             elif isinstance(message, Welcome):
                 self._welcomed(message)
-            elif isinstance(message, Generation):
-                if self.voting is not None and self._node is not None:
-                    self.voting.asked_to_form(message, self._node.term)
-            elif isinstance(message, RunOver):
+            elif isinstance(message, Generation | RunOver):
                 term = "" if self._node is None else self._node.term
-                if self.voting is not None and self.voting.noted_end(message, term):
+                if self.voting is not None and self.voting.notes_end(message, term):
                     self._report(OverNoted())
             else:
                 self._follower.on_node_message(message)
@@ -645,9 +637,7 @@ class _FollowerLoop:
         try:
             self._link.send(wire.encode(message))
         except LinkLostError as lost:
-            self._lost = str(
-                lost
-            )  # raised at the turn's end: who reports is in the midst of something
+            self._lost = str(lost)  # raised at the turn's end: it is in the midst of something
 
     def _take_signals(self) -> None:
         for number in self._signals.take():
@@ -667,10 +657,9 @@ class _FollowerLoop:
                 self._report_stop(reason)
 
     def _report_stop(self, reason: StopReason) -> None:
-        if self._leaves_as_spare:
-            return
-        is_leaving = reason is not StopReason.INTERRUPTED
-        self._report(StopWanted(reason=reason.value, is_leaving=is_leaving))
+        if not self._leaves_as_spare:
+            is_leaving = reason is not StopReason.INTERRUPTED
+            self._report(StopWanted(reason=reason.value, is_leaving=is_leaving))
 
     def _wait(self, seconds: float) -> None:
         give_up_s = self._clock.monotonic() + seconds

@@ -156,8 +156,14 @@ class Voting:
             raise NotFormedError(reason) from error
         self._generation, self._is_confirmed = order, False
 
-    def noted_end(self, order: RunOver, term: str) -> bool:
-        """Keep that the run has ended in order; return whether that is on the disk, and concerns this machine."""
+    def notes_end(self, order: Generation | RunOver, term: str) -> bool:
+        """Keep what is ordered; return whether that is the end of this machine's run, and on the disk.
+
+        Raises NotFormedError as :meth:`asked_to_form` does.
+        """
+        if isinstance(order, Generation):
+            self.asked_to_form(order, term)
+            return False
         record = self._known
         if record is None or record.formed != (order.ballot, term, order.generation):
             return False
