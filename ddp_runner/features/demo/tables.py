@@ -111,7 +111,9 @@ def _of_fault(fault: FaultRecord) -> Repaired:
 
 def _unnoticed(injected: InjectedRecord) -> Repaired:
     kind = InjectKind(injected.kind)
-    by = "drills only" if kind in FOR_DRILLS else "waited for"
+    by = done = "waited for"
+    if kind in FOR_DRILLS:
+        by, done = "drills only", "nothing: no drill of that step was due"
     return Repaired(
         injected=kind,
         rank=injected.rank,
@@ -121,7 +123,7 @@ def _unnoticed(injected: InjectedRecord) -> Repaired:
         noticed_s=None,
         repaired_s=None,
         steps_lost=0,
-        done=by,
+        done=done,
     )
 
 
