@@ -423,8 +423,8 @@ def _resolved(option: str, host: str, port: int, *, patience_s: float) -> list[s
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return sorted(dict.fromkeys(str(one[4][0]) for one in found), key=is_loopback)
-        except OSError as error:
-            if time.monotonic() >= give_up_s:
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= give_up_s or isinstance(error, UnicodeError):
                 expected = f"is no name that this machine can resolve: {error}"
                 raise BadInputError(option, host, expected) from error
         time.sleep(_LOOK_AGAIN_S)

@@ -251,7 +251,7 @@ MUTATIONS = (
     ),
     _break(
         "called-together",
-        "if state.committed_step == newest and state.calls < calls:",
+        "if own[0] == newest[0] and own < newest:",
         "if False:",
     ),
     _break(

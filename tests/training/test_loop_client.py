@@ -95,36 +95,46 @@ def test_a_module_beside_the_program_must_be_the_same(generation, line):
     length = SimpleNamespace(steps_per_epoch=1, total_steps=2)
     one = _client(
         SimpleNamespace(rank=0),
-        state=SimpleNamespace(named_parameters=list),
+        state=SimpleNamespace(named_parameters=list, committed_step=0, calls=0),
         workload=SimpleNamespace(length=length),
         settings=SimpleNamespace(run=run),
     )
-    one._loop = SimpleNamespace(program={"layers.py": "1"}, kept=kept, calls_together=False)
-    group = Group({3: {"the file layers.py": "2"}}, generation=generation)
+    one._loop = SimpleNamespace(program={"layers.py": "1"}, kept=kept, is_between=False)
+    other = {"the file layers.py": "2", "the place in the loop": (0, 0, False)}
+    group = Group({3: other}, generation=generation)
     with pytest.raises(BadInputError, match=line):
         one.compare(group)
     run.allow_different_code = True
     one.compare(group)
 
 
-def _compare_calls(own, others, *, uses=True):
-    """``own``, and by rank: committed step and calls."""
+def _compare_places(own, others, *, uses=True, is_between=False):
+    """``own``, and by rank: committed step and calls, and whether it is in a call."""
     step, calls = own
     warned = []
     one = _client(SimpleNamespace(rank=0), state=SimpleNamespace(committed_step=step, calls=calls))
     one._runtime.logger = SimpleNamespace(warning=warned.append)
-    one._loop = SimpleNamespace(calls_together=uses)
+    one._loop = SimpleNamespace(calls_together=uses, is_between=is_between)
     with contextlib.suppress(SystemExit):
-        one._compare_calls(Group(others))
+        one._compare_places({0: (*own, is_between), **others})
         return "stays"
     return warned[0]
 
 
 def test_a_rank_whose_function_was_cut_short_is_replaced_where_others_returned():
     """A rank that is behind, or has no state yet, receives the newest state instead."""
-    assert "is replaced" in _compare_calls((5, 2), {1: [5, 3], 2: [-1, 0]})
-    assert _compare_calls((5, 3), {1: [5, 2]}) == "stays"
-    assert _compare_calls((5, 2), {1: [5, 2]}) == "stays"
-    assert _compare_calls((4, 2), {1: [5, 3]}) == "stays"
-    assert _compare_calls((-1, 0), {1: [5, 3]}) == "stays"
-    assert _compare_calls((5, 2), {1: [5, 3]}, uses=False) == "stays"
+    away = {1: (5, 3, False)}
+    assert "is replaced" in _compare_places((5, 2), {**away, 2: (-1, 0, True)}, is_between=True)
+    assert _compare_places((5, 3), {1: (5, 2, True)}) == "stays"
+    assert _compare_places((5, 2), {1: (5, 2, True)}, is_between=True) == "stays"
+    assert _compare_places((4, 2), away) == "stays"
+    assert _compare_places((-1, 0), away) == "stays"
+
+
+def test_a_rank_that_has_not_joined_a_call_is_refused():
+    """The others are in it; one that knows of calls is replaced, and joins."""
+    others = {1: (5, 2, True), 2: (5, 2, True)}
+    assert "has not made: this rank is replaced" in _compare_places((4, 2), others)
+    assert _compare_places((-1, 0), others, is_between=True) == "stays"
+    with pytest.raises(BadInputError, match=r"calls run.join\(\) before its first batch"):
+        _compare_places((-1, 0), others, uses=False)

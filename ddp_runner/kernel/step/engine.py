@@ -144,6 +144,11 @@ class Engine:
         return self._fault is None or self._runtime.survives(self._fault)
 
     @property
+    def has_ended(self) -> bool:
+        """True once all steps are made, or the run has been stopped: no generation is joined any more."""
+        return self._has_ended
+
+    @property
     def in_hand(self) -> StepInHand:
         """The step that :meth:`steps` has yielded."""
         assert self._step is not None, "steps() has yielded one"

@@ -24,7 +24,7 @@ def _addresses(where: _Where, flags: int = 0) -> list[_Address]:
     """Return the addresses of a host and a port; none if it has none now."""
     try:
         found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM, flags=flags)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: such as two dots in a row
         return []
     return [(family, address) for family, _, _, _, address in found]
 
@@ -68,15 +68,19 @@ class Letters:
                 continue
             self._waits.add(where)
             if where not in self._asked:
-                self._asked.add(where)
-                threading.Thread(target=self._look_up, args=(where,), daemon=True).start()
+                with contextlib.suppress(RuntimeError):  # no thread to be had now: the next time
+                    threading.Thread(target=self._look_up, args=(where,), daemon=True).start()
+                    self._asked.add(where)
 
     def _look_up(self, where: _Where) -> None:
         self._found.put((where, _addresses(where)))
 
     def _dial(self, addresses: Sequence[_Address]) -> None:
         for family, address in addresses:
-            connection = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                connection = socket.socket(family, socket.SOCK_STREAM)
+            except OSError:  # such as IPv6 where the kernel has none
+                continue
             connection.setblocking(False)
             try:
                 connection.connect_ex(address)

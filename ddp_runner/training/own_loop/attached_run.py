@@ -299,6 +299,7 @@ class AttachedRun:
         For a loop that calls :meth:`together`: a replaced rank then knows whether the others are in such a call.
         Call it once, after :meth:`steps`.
         """
+        self._check_between()
         self._between(lambda: None)
 
     def together(self, function: Callable[[], _Result]) -> _Result:
@@ -308,6 +309,7 @@ class AttachedRun:
         start; the state of kept objects is then as of this call. It must not change weights. A replaced rank must
         make the same call before its first batch: see :meth:`join`.
         """
+        self._check_between()
         self._keep_between()
 
         def called() -> _Result:
@@ -322,12 +324,20 @@ class AttachedRun:
 
         return self._between(called)
 
-    def _between(self, function: Callable[[], _Result]) -> _Result:
+    def _check_between(self) -> None:
         if self._engine is None:
             raise misuse("run.join() and run.together() come after run.steps()")
-        self._loop.calls_together = True
-        with self.ending():
-            return self._engine.between(function)
+        if self._engine.has_ended:
+            raise misuse("run.together() comes before the loop has ended: see run.has_ended")
+
+    def _between(self, function: Callable[[], _Result]) -> _Result:
+        assert self._engine is not None, "as checked"
+        self._loop.calls_together = self._loop.is_between = True
+        try:
+            with self.ending():
+                return self._engine.between(function)
+        finally:
+            self._loop.is_between = False
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:

@@ -202,6 +202,9 @@ def _recipe(runtime: Runtime, length: RunLength, *, arguments: str) -> dict[str,
     }
 
 
+_PLACE = "the place in the loop"
+
+
 class LoopClient(RankClient):
     """Implements :class:`~ddp_runner.kernel.step.engine.Client` for a loop, from the rank's start to its end."""
 
@@ -225,9 +228,10 @@ class LoopClient(RankClient):
             "what is kept": [*self._loop.kept.names()],
             "the shapes of parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
             "the length of the run": [length.steps_per_epoch, length.total_steps],
+            _PLACE: [state.committed_step, state.calls, self._loop.is_between],
         }
-        self._compare_calls(group)
         found = self._of_each(group, "loop", mine)
+        self._compare_places({rank: one.pop(_PLACE) for rank, one in found.items()})
         for what in dict.fromkeys(key for one in found.values() for key in one):
             # A file that not all of them have imported is the program's own choice.
             values = {rank: one[what] for rank, one in found.items() if what in one}
@@ -251,18 +255,33 @@ class LoopClient(RankClient):
     # INVARIANT called-together: a rank trains only if the newest function between two steps has returned on it,
     # or on no rank. Broken if: a rank calls it again while others, on which it has returned, form for a step.
     # Guarded by: test_a_rank_whose_function_was_cut_short_is_replaced_where_others_returned.
-    def _compare_calls(self, group: Group) -> None:
-        """End this process if a function has returned on another rank of its step, and not on this one."""
-        if not self._loop.calls_together:
-            return
+    def _compare_places(self, places: Mapping[int, tuple[int, int, bool]]) -> None:
+        """End this process if it cannot stand where the others do. ``places``: committed step, calls, whether in one.
+
+        Raises BadInputError where the others are in a call of ``run.together()`` which a new rank has not joined.
+        """
         state = self._parts.state
-        found = self._of_each(group, "calls", [state.committed_step, state.calls])
-        newest, calls = max(map(tuple, found.values()))
-        if state.committed_step == newest and state.calls < calls:
-            self._runtime.logger.warning(
-                "run.together() was cut short here and has returned on other ranks: this rank is replaced"
+        own = (state.committed_step, state.calls)
+        newest = max((step, calls) for step, calls, _ in places.values())
+        if own[0] == newest[0] and own < newest:
+            why = "run.together() was cut short here and has returned on other ranks"
+        elif (
+            own < newest
+            and not self._loop.is_between
+            and any(
+                is_between for step, calls, is_between in places.values() if (step, calls) == newest
             )
-            raise SystemExit(1)
+        ):
+            if not self._loop.calls_together:
+                expected = (
+                    "other ranks are in it: every rank calls run.join() before its first batch"
+                )
+                raise BadInputError("run.together", "", expected)
+            why = "other ranks are in run.together() behind a step that this one has not made"
+        else:
+            return
+        self._runtime.logger.warning(f"{why}: this rank is replaced")
+        raise SystemExit(1)
 
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on whether DDP looks for unused parameters."""

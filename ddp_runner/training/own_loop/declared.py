@@ -58,6 +58,7 @@ class OwnLoop:
     late_loss: Tensor | float | None = None  # of the newest step, where it was noted after backward
     wants_stop: bool = False
     calls_together: bool = False  # functions between steps
+    is_between: bool = False  # in such a function
 
     def scales(self) -> list[int]:
         """Torch's counts of changes of the loss scales: ``update()`` changes one, also where nothing is updated."""
