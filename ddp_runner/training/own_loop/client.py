@@ -260,7 +260,7 @@ class LoopClient(RankClient):
         newest, calls = max(map(tuple, found.values()))
         if state.committed_step == newest and state.calls < calls:
             self._runtime.logger.warning(
-                "run.together() was cut short here and has returned on other ranks: this rank is replaced"
+                "run.together() was interrupted here but has returned on other ranks: replacing this rank"
             )
             raise SystemExit(1)
 
