@@ -122,7 +122,7 @@ def _run(arguments: Arguments) -> int:
 
 DECLARATION = SmallCommand(
     usage=(
-        f"Usage:  {COMMAND} evaluate [CHECKPOINT] [OPTIONS] [SECTION.KEY=VALUE ...]\n"
+        f"Usage:  {COMMAND} evaluate [CHECKPOINT] [OPTIONS] [SETTING=VALUE ...]\n"
         "\n"
         "Computes the loss and the metrics of a checkpoint in one process, on the\n"
         "task's validation data and on its test data, Datasets(test=...). CHECKPOINT\n"

@@ -28,7 +28,7 @@ def _run(arguments: Arguments) -> int:
 
 DECLARATION = SmallCommand(
     usage=(
-        f"Usage:  {COMMAND} predict [CHECKPOINT] [OPTIONS] [SECTION.KEY=VALUE ...]\n"
+        f"Usage:  {COMMAND} predict [CHECKPOINT] [OPTIONS] [SETTING=VALUE ...]\n"
         "\n"
         "Writes one output for each sample of the task's test data, or of its\n"
         "validation data, in order: the result of the task's predict(model, batch), or\n"

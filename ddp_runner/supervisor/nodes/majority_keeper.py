@@ -406,7 +406,7 @@ class Quorum:
         self._wait(
             f"the machines of the newest process group have no majority: waiting for {names}",
             last=f"the machines of the newest process group have no majority without {names}: if these"
-            f" are permanently lost, remove {keeper.path.name} in the {self._folder} on each remaining machine,"
+            f" are permanently lost, remove {keeper.path.name} in the {self._folder} on each machine that is left,"
             " to resume from the newest checkpoint",
         )
         return False
