@@ -64,7 +64,7 @@ _FIRST_COMMANDS = (
         "a script with a `Trainer` of transformers or Lightning",
         (
             "`./launch_training.sh run -n 2 train.py`; see [Your own script](own-script.md)"
-            "; transformers' is repaired in place [with one changed line](transformers.md)"
+            "; it is repaired in place with one changed line: [transformers](transformers.md), [Lightning](lightning.md)"
         ),
     ),
     (

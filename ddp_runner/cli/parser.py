@@ -96,7 +96,7 @@ _OWN = (
         "--local-addr",
         metavar="ADDR",
         group=OptionGroup.MACHINES,
-        says="address of this machine [the one that leads to the endpoint]",
+        says="address or name of this machine [the address that leads to the endpoint]",
     ),
     Option(
         "--token-file",

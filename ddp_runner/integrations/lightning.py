@@ -79,7 +79,7 @@ class _OfRun(ClusterEnvironment):  # type: ignore[misc]
 
 
 class _InPlace(DDPStrategy):  # type: ignore[misc]
-    """DDPStrategy, of which each rank is replaced alone. Between two steps no rank waits for another."""
+    """A DDPStrategy whose lost ranks are replaced one by one, while the others keep running."""
 
     strategy_name = "in_place_ddp"
 

@@ -98,7 +98,7 @@ class Logged:
         refuse(why_not_logged(self._unsynced_monitors()))
         found = [(key, one) for key, one in sorted(self.results().items()) if one.is_tensor]
         if len(found) > _MOST_LOGGED:
-            refuse(("log()", len(found), f"is of more than {_MOST_LOGGED} values in training_step"))
+            refuse(("log()", len(found), f"training_step may log at most {_MOST_LOGGED} values"))
         self._keys = [key for key, _ in found]
         self._metas = [_meta_of(key, one) for key, one in found]
         mine = torch.zeros_like(self._progress.counted)
@@ -191,7 +191,13 @@ class Logged:
             if key not in self._keys and one.meta.on_epoch and one.is_tensor
         ]
         if is_late_refused and self._keys and late:
-            refuse(("log()", late[0], "is called in on_train_batch_end(); in place it is not kept"))
+            refuse(
+                (
+                    "log()",
+                    late[0],
+                    "is called in on_train_batch_end(); in place it is not supported",
+                )
+            )
         connector = self._trainer._logger_connector  # noqa: SLF001
         if self._metas and not results:  # Lightning has reset them: an epoch is over
             self._of_epoch, self._metas = self._metas, []

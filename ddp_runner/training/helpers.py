@@ -77,8 +77,8 @@ def call_hook(
     hook = getattr(task, name, None)
     if not callable(hook):
         return
-    # INVARIANT hooks-observe: a hook leaves no trace in what training continues from, since a rank that is lost
-    # while others have called it makes all call it again. Broken if: its changes are kept on some ranks.
+    # INVARIANT hooks-observe: a hook leaves no trace in the state from which training continues: after a lost rank
+    # all ranks may call it again. Broken if: its changes are kept on some ranks.
     # Guarded by: test_changes_by_a_hook_are_put_back.
     was_training = state.model.training
     state.side.look()
@@ -90,8 +90,8 @@ def call_hook(
     state.drop_evaluation()
     if changed:
         warn(
-            f"{name}() changed {', '.join(changed)}, which was put back: a hook may be called twice after a repair."
-            " Derive such a value from context.epoch in loss(), or write it to a file"
+            f"{name}() changed {', '.join(changed)}, which was rolled back, since a repair may call a hook twice."
+            " Compute such a value from context.epoch in loss(), or write it to a file"
         )
 
 

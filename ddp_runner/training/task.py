@@ -30,7 +30,7 @@ class Datasets:
     ``validation`` may be None, or several by name, such as ``{"all": a, "bach": b}``: each is evaluated by
     itself, and its figures are called ``bach/loss``.
 
-    ``test`` is left to the commands ``evaluate`` and ``predict``; a run does not read it.
+    Only the commands ``evaluate`` and ``predict`` read ``test``; a run never does.
 
     ``train`` may be an iterable dataset: the whole stream, the same on every rank, which keeps its
     share of it. It needs a length or ``--max-steps``, and resumes exactly if it, or its iterator,
@@ -88,10 +88,10 @@ class Datasets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """The place of a batch in the run: the third argument of ``loss(model, batch, context)``.
+    """The position of a batch in the run: the third argument of ``loss(model, batch, context)``.
 
-    ``step``: the number of optimizer steps before this one. ``epoch`` counts from 0. ``is_training`` is False in
-    evaluations, whose ``step`` and ``epoch`` are those of the last training step.
+    ``step`` and ``epoch`` count from 0; ``total_steps`` is the length of the run in optimizer steps. In evaluations
+    ``is_training`` is False, and ``step`` and ``epoch`` are those of the last training step.
     """
 
     step: int
@@ -104,8 +104,8 @@ class StepContext:
 class EpochContext:
     """The state of the run at the end of an epoch or an evaluation: the argument of a task's hooks.
 
-    ``epoch`` counts from 0 and is the one that has ended. ``step``: the optimizer steps so far. ``metrics``: the
-    training loss of the last step as ``loss``, and the figures of the newest evaluation by their names.
+    ``epoch`` is the epoch of the last step, from 0; ``step`` is the number of optimizer steps so far. ``metrics`` has
+    the training loss of the last step as ``loss``, and the metrics of the newest evaluation by name.
     """
 
     epoch: int
@@ -118,7 +118,7 @@ class EpochContext:
 
     @property
     def is_first(self) -> bool:
-        """True on one rank, which may write files for all."""
+        """True on rank 0 only, which may write files for all ranks."""
         return self.rank == 0
 
 
@@ -146,7 +146,7 @@ class Task(Protocol):
         the step is cut. ``(loss, {"recon": recon, "kl": kl})`` of either has those numbers logged, as means
         over all samples of all ranks, in evaluations too.
 
-        A ``loss(self, model, batch, context)`` is given a :class:`StepContext` as well.
+        A ``loss(self, model, batch, context)`` also receives a :class:`StepContext`.
         """
         ...
 
@@ -281,33 +281,33 @@ class ConfiguresOptimizers(Protocol):
 
 @runtime_checkable
 class Predicts(Protocol):
-    """A task may also say what its model's output for a batch is, for the command ``predict``."""
+    """A task may also define the outputs that the command ``predict`` writes."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
-        """Return a tensor whose first dimension is that of the samples, a list with an entry each, or a dict of these."""
+        """Return a tensor whose first dimension counts the samples, a list with one entry per sample, or a dict of these."""
         ...
 
 
 @runtime_checkable
 class EndsEpochs(Protocol):
-    """A task may also do something at the end of each epoch, such as drawing a picture."""
+    """A task may also have a hook for the end of each epoch, for example to draw a picture."""
 
     def on_epoch_end(self, context: EpochContext) -> None:
-        """Look at the model after an epoch and its evaluation, before its checkpoint; every rank calls it.
+        """Inspect the model after an epoch and its evaluation, and before its checkpoint. Every rank calls it.
 
-        Called at least once for each complete epoch: again if a rank is lost at that moment. Gradients are off. It may
-        write files; attributes of the task and buffers of the model that it changes are put back, with a warning.
-        Exceptions are those of a step.
+        If a rank is lost during the call, all ranks call it again. Gradients are off. The hook may write files. Changes
+        to attributes of the task and buffers of the model are rolled back, with a warning. An exception is handled like
+        one in a step.
         """
         ...
 
 
 @runtime_checkable
 class EndsEvaluations(Protocol):
-    """A task may also do something after each evaluation."""
+    """A task may also have a hook for the end of each evaluation."""
 
     def on_evaluation_end(self, context: EpochContext) -> None:
-        """Look at the model and ``context.metrics``, under the rules of :meth:`EndsEpochs.on_epoch_end`."""
+        """Inspect the model and ``context.metrics``; the rules of :meth:`EndsEpochs.on_epoch_end` apply."""
         ...
 
 

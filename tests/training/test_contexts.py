@@ -143,7 +143,7 @@ def test_changes_by_a_hook_are_put_back(tmp_path):
     """A line names them; the weights are those without the hook."""
     meddled = trained(Meddling, name="meddled")
     text = (tmp_path / "logs" / "meddled" / "rank_0.log").read_text()
-    assert "on_epoch_end() changed task.scale, task.seen, which was put back" in text
+    assert "on_epoch_end() changed task.scale, task.seen, which was rolled back" in text
     assert {*noted()} == {(1.0,)}
 
     class Calm(Meddling):

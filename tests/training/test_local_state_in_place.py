@@ -226,8 +226,7 @@ def test_a_set_that_is_iterated_in_another_order_is_named(make, change, is_shrun
     lines = other.take_lost()
     assert len(lines) == is_shrunk
     assert all(
-        line
-        == "a set in one, count of rank 0 was given back, and is iterated in another order than before:"
+        line == "a set in one, count of rank 0 was restored, and now iterates in another order:"
         " loop over sorted(s), or use a dict"
         for line in lines
     )

@@ -124,7 +124,9 @@ def _compare_places(own, others, *, uses=True, is_between=False):
 def test_a_rank_whose_function_was_cut_short_is_replaced_where_others_returned():
     """A rank that is behind, or has no state yet, receives the newest state instead."""
     away = {1: (5, 3, False)}
-    assert "is replaced" in _compare_places((5, 2), {**away, 2: (-1, 0, True)}, is_between=True)
+    assert "interrupted here" in _compare_places(
+        (5, 2), {**away, 2: (-1, 0, True)}, is_between=True
+    )
     assert _compare_places((5, 3), {1: (5, 2, True)}) == "stays"
     assert _compare_places((5, 2), {1: (5, 2, True)}, is_between=True) == "stays"
     assert _compare_places((4, 2), away) == "stays"
@@ -134,7 +136,7 @@ def test_a_rank_whose_function_was_cut_short_is_replaced_where_others_returned()
 def test_a_rank_that_has_not_joined_a_call_is_refused():
     """The others are in it; one that knows of calls is replaced, and joins."""
     others = {1: (5, 2, True), 2: (5, 2, True)}
-    assert "has not made: this rank is replaced" in _compare_places((4, 2), others)
+    assert "that this rank lacks: replacing this rank" in _compare_places((4, 2), others)
     assert _compare_places((-1, 0), others, is_between=True) == "stays"
     with pytest.raises(BadInputError, match=r"calls run.join\(\) before its first batch"):
         _compare_places((-1, 0), others, uses=False)

@@ -125,11 +125,11 @@ class RunSettings:
             "--limit-batches",
             group=OptionGroup.HOW_LONG,
             metavar="N",
-            says="use only N batches of each epoch and evaluation, for a quick try; 0: all",
+            says="steps per epoch and batches per evaluation, for a short trial run; 0: all",
         ),
     ] = 0
-    """Steps of an epoch, for a quick try: each epoch takes the first N global batches of its own order. Evaluations
-    are limited to N batches of each rank, unless log.evaluate_batches is set. 0: the whole data."""
+    """Steps per epoch and batches per evaluation and rank, for a short trial run. An epoch uses the first samples of
+    its own order. log.evaluate_batches sets a separate limit for evaluations. 0: all data."""
     max_time: Annotated[
         Duration | None,
         CANNOT_MATTER,

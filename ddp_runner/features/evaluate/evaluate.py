@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.settings import Settings
 
-NO_EMA = Option("--no-ema", says="use the weights, not their moving average, if the run has one")
-ON = Option("--on", metavar="SET", says="only this data set: test, validation or its name")
+NO_EMA = Option("--no-ema", says="use the weights, even if the run keeps their moving average")
+ON = Option("--on", metavar="SET", says="use only this data set: test, validation or its name")
 OPTIONS = (ON, CHECKPOINT_DIR, NAME, NO_EMA)
 # What a run computes with, and one process that looks at its model does not.
 _FOR_ONE: Mapping[str, Mapping[str, object]] = {
@@ -92,7 +92,7 @@ def _settings(entry: Entry, words: list[str], *, whole: bool) -> Settings:
         raise BadInputError(parsed.instead, "", "is an option of train: leave it out")
     record = None if entry.manifest is None else entry.manifest.about.get("settings")
     if not isinstance(record, dict):
-        what = "does not record the settings of its run, as only checkpoints of a run do"
+        what = "does not record the settings of its run: choose a checkpoint that a run saved"
         raise BadInputError(str(entry.path), "", what)
     base: dict[str, Any] = {name: value for name, value in record.items() if name != "stages"}
     for section, values in _FOR_ONE.items():
@@ -108,7 +108,7 @@ def _settings(entry: Entry, words: list[str], *, whole: bool) -> Settings:
         ).settings
     for name, value in settings.task.items():
         if HIDDEN in str(value):
-            what = "is a secret, which no checkpoint holds: give it again"
+            what = "is a secret, and checkpoints hold no secrets: give it again"
             raise BadInputError(f"task.{name}", "", what)
     return settings
 
@@ -122,12 +122,12 @@ def _run(arguments: Arguments) -> int:
 
 DECLARATION = SmallCommand(
     usage=(
-        f"Usage:  {COMMAND} evaluate [CHECKPOINT] [OPTIONS] [SECTION.KEY=VALUE ...]\n"
+        f"Usage:  {COMMAND} evaluate [CHECKPOINT] [OPTIONS] [SETTING=VALUE ...]\n"
         "\n"
-        "Computes loss and metrics of a checkpoint on the task's validation data, and\n"
-        "on its test data if Datasets(test=...) has some, in one process. CHECKPOINT is\n"
-        "last, best, a step or a path [last]. Task and settings are those of its run;\n"
-        "settings on the command line override them: evaluate_batches=10"
+        "Computes the loss and the metrics of a checkpoint in one process, on the\n"
+        "task's validation data and on its test data, Datasets(test=...). CHECKPOINT\n"
+        "is last, best, a step or a path [last]. The checkpoint holds the task and the\n"
+        "settings; the command line overrides settings: evaluate_batches=10"
     ),
     perform=_run,
     options=(*OPTIONS, JSON),

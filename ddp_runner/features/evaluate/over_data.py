@@ -48,12 +48,12 @@ _TEST, _VALIDATION = "test", "validation"
 
 
 def evaluate(asked: Asked, *, as_json: bool) -> int:
-    """Print the figures of each data set; the exit code. Raises BadInputError."""
+    """Print the metrics of each data set and return the exit code. Raises BadInputError."""
     return _guarded(asked, lambda: _evaluate(asked, as_json=as_json))
 
 
 def predict(asked: Asked, *, to: Path) -> int:
-    """Write the outputs to the file ``to``; the exit code. Raises BadInputError."""
+    """Write the outputs to the file ``to`` and return the exit code. Raises BadInputError."""
     return _guarded(asked, lambda: _predict(asked, to=to))
 
 
@@ -126,7 +126,7 @@ def _built(asked: Asked) -> _Model:
 def _chosen(asked: Asked, names: Sequence[str], validation: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the data sets that are asked for. Raises BadInputError where there is none."""
     if not names:
-        what = "has no validation or test data: give build_datasets() some"
+        what = "has no validation or test data: return some from build_datasets()"
         raise BadInputError("--task", asked.settings.run.task, what)
     if not asked.data:
         return tuple(names)
@@ -135,7 +135,7 @@ def _chosen(asked: Asked, names: Sequence[str], validation: Sequence[str]) -> tu
     found = tuple(one for one in names if asked.data == one)
     if not found:
         there = ", ".join(dict.fromkeys([one or _VALIDATION for one in names]))
-        raise BadInputError("--on", asked.data, f"no such data set; there are {there}")
+        raise BadInputError("--on", asked.data, f"no such data set; available: {there}")
     return found
 
 
@@ -213,7 +213,7 @@ def _built_for_one(asked: Asked, wanted: Asked) -> _Model:
     names = tests or tuple(name for name in model.names if name in (ALONE, wanted.data))
     if len(names) != 1:
         there = ", ".join(name or _VALIDATION for name in model.names)
-        raise BadInputError("--on", "", f"is needed, as there are several data sets: {there}")
+        raise BadInputError("--on", "", f"is needed, because there are several data sets: {there}")
     return replace(model, names=names)
 
 
@@ -251,7 +251,7 @@ def _each(output: Any, count: int) -> list[Any]:
     shape = f" of shape {tuple(output.shape)}" if isinstance(output, Tensor) else ""
     what = (
         f"returned a {type(output).__name__}{shape} for {count} samples: return a tensor whose first dimension"
-        " is that of the samples, a list with an entry for each, or a dict of these"
+        " counts the samples, a list with one entry per sample, or a dict of these"
     )
     raise BadInputError("predict()", "", what)
 
@@ -268,7 +268,7 @@ def _write(outputs: Sequence[Any], to: Path) -> None:
             elif to.suffix == ".npy":
                 stacked = _stacked(outputs)
                 if not isinstance(stacked, Tensor):
-                    what = "holds one array: take .pt or .jsonl for dicts, texts and unequal shapes"
+                    what = "holds one array: use .pt or .jsonl for dicts, text and unequal shapes"
                     raise BadInputError("--to", to, what)
                 np.save(file, stacked.numpy())
             else:

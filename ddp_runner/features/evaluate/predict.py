@@ -28,11 +28,11 @@ def _run(arguments: Arguments) -> int:
 
 DECLARATION = SmallCommand(
     usage=(
-        f"Usage:  {COMMAND} predict [CHECKPOINT] [OPTIONS] [SECTION.KEY=VALUE ...]\n"
+        f"Usage:  {COMMAND} predict [CHECKPOINT] [OPTIONS] [SETTING=VALUE ...]\n"
         "\n"
-        "Writes what the task's predict(model, batch) returns for each sample of its\n"
-        "test data, or of its validation data, in their order. A task without that\n"
-        "method gives model(inputs). CHECKPOINT is last, best, a step or a path [last]"
+        "Writes one output for each sample of the task's test data, or of its\n"
+        "validation data, in order: the result of the task's predict(model, batch), or\n"
+        "of model(inputs) without it. CHECKPOINT is last, best, a step or a path [last]"
     ),
     perform=_run,
     options=(_TO, *OPTIONS),

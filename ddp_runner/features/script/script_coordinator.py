@@ -93,7 +93,7 @@ class ScriptCoordinator(ScriptAgent):
         else:
             self._judge(now_s)
         if heir.taken.ballot:
-            # INVARIANT one-script: an elected coordinator starts ranks only once one that is cut off has ended its own.
+            # INVARIANT one-script: an elected coordinator starts ranks only once an old one that is cut off has ended its own.
             # Broken if: ranks 0 of both save the script's checkpoint.
             # Guarded by: test_an_elected_coordinator_waits_until_the_old_ones_ranks_have_ended.
             ends_s = self.plan.settings.recovery.node_silent_s + GRACE_AFTER_FAULT_S

@@ -116,8 +116,8 @@ class Group:
                 # At once: a question a rank to one store is n * n of them, 20 s of its CPU at 1,024 ranks.
                 found = self._store.multi_get(keys)
             except RuntimeError:
-                # INVARIANT answered-is-whole: answers that are all there count, also where an abort cuts the
-                # reading short: a peer may have read them, committed the step, and died with it.
+                # INVARIANT answered-is-whole: a complete set of answers counts even if an abort interrupts the
+                # reading: a lost peer may have read it and committed the step.
                 # Broken if: the abort alone decides.
                 # Guarded by: test_answers_that_a_lost_peer_has_read_are_read_after_the_abort.
                 whole = self._look_again(keys) if self._switch.tripped else None

@@ -140,7 +140,7 @@ class Loop:
             reason = error.strerror or str(error)
             self._supervisor.recorder.say(
                 f"no guardian could be started ({reason}): if this process is killed, "
-                "processes that the task has started stay",
+                "processes that the task has started keep running",
                 level="WARNING",
             )
 

@@ -588,7 +588,7 @@ class Follower:
         """Return whether all machines of a generation know it, as far as this one can tell."""
         if not self._keeps_nothing:  # ranks that train have met all others
             return any(one.state is RankState.TRAINING for one in self.handles)
-        # INVARIANT script-known-by-all: a machine takes a script's generation for known by all once the coordinator has
+        # INVARIANT script-known-by-all: a machine assumes that all know a script's generation only once the coordinator has
         # heard all its ranks. Broken if: it is enough that they were asked, of which one machine may not have heard.
         # Guarded by: test_a_scripts_generation_is_known_once_the_coordinator_says_so.
         return self._is_fault_free and self._facts.generation == generation

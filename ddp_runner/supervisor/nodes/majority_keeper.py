@@ -404,10 +404,10 @@ class Quorum:
             return True
         names = ", ".join(f"node {number}" for number in missing)
         self._wait(
-            f"no majority of the newest generation's machines is there: waiting for {names}",
-            last=f"no majority of the newest generation's machines has come, without {names}: if they"
-            f" are gone for good, remove {keeper.path.name} in the {self._folder} on each machine that is"
-            " there, to resume from the newest checkpoint",
+            f"the machines of the newest process group have no majority: waiting for {names}",
+            last=f"the machines of the newest process group have no majority without {names}: if these"
+            f" are permanently lost, remove {keeper.path.name} in the {self._folder} on each machine that is left,"
+            " to resume from the newest checkpoint",
         )
         return False
 

@@ -157,8 +157,8 @@ class LocalState:
             self._write(pickled, self._live_step, settled=True)
         self._seal_s += time.perf_counter() - began_s
 
-    # INVARIANT late-is-known: a replacement whose objects are as of an update counts as exact only while no rank of the
-    # run is known to change objects after one, in any process, before or since.
+    # INVARIANT late-is-known: a replacement with objects as of an update is exact only while no process of the run is
+    # known to change objects after an update.
     # Broken if: a process knows its own late changes only, or forgets that it took such objects.
     # Guarded by: test_what_one_rank_changes_late_is_known_of_all.
     def _find_late(self, *, says: bool) -> None:
@@ -323,8 +323,8 @@ class LocalState:
             self._kept.put_back(pickled, is_foreign=is_foreign)
             if self._kept.has_reordered(pickled):
                 self._lost.append(
-                    f"a set in {', '.join(self.names)} of rank {self._rank} was given back, and is iterated in another"
-                    " order than before: loop over sorted(s), or use a dict"
+                    f"a set in {', '.join(self.names)} of rank {self._rank} was restored, and now iterates in another"
+                    " order: loop over sorted(s), or use a dict"
                 )
         except Exception as error:
             if lacks_memory(error):
@@ -402,7 +402,7 @@ class LocalState:
             )
         )
 
-    # INVARIANT outlives-its-machine: a rank whose machine is lost gets the state of its step from another machine.
+    # INVARIANT outlives-its-machine: if a machine is lost, a replaced rank gets the state of its step from another one.
     # Broken if: a step is committed that no other machine has, or a replacement begins before it has asked.
     # Guarded by: test_a_rank_gets_its_state_from_another_machine.
     def _take_from_elsewhere(self, group: Group, every: Sequence[_Said]) -> None:
@@ -507,9 +507,9 @@ class LocalState:
         each_ms = 1e3 * self._seal_s / _SEALS_TIMED
         sent = ""
         if self._elsewhere.is_paired:
-            sent = "; they are sent to another machine, too"
+            sent = "; each step also sends them to another machine"
             if self._size_bytes > LARGE_BYTES:
-                sent = "; they are too large to be kept on another machine, too"
+                sent = "; they are too large to be sent to another machine"
         return (
             f"{', '.join(self.names)}: {self._size_bytes / 1e6:,.0f} MB are copied for this rank at each step, which"
             f" takes {each_ms:.1f} ms{sent}"

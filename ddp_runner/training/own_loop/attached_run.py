@@ -294,10 +294,10 @@ class AttachedRun:
         return parts, run_id, accumulate
 
     def join(self) -> None:
-        """Join the other ranks before the first batch, and receive their state, if they have one.
+        """Join the other ranks before the first batch, and receive their state if this rank is a replacement.
 
-        For a loop that calls :meth:`together`: a replaced rank then knows whether the others are in such a call.
-        Call it once, after :meth:`steps`.
+        Use it in a loop that calls :meth:`together`: a replaced rank then knows whether the others are in such a call.
+        Call it once, after :meth:`steps`. Raises BadInputError before :meth:`steps`.
         """
         self._check_between()
         self._between(lambda: None)
@@ -305,9 +305,9 @@ class AttachedRun:
     def together(self, function: Callable[[], _Result]) -> _Result:
         """Call ``function``, which may use collectives, on all ranks between two steps, and return its result.
 
-        For the evaluation of a loop that is not yours. If a rank is lost in it, all ranks call it again from its
-        start; the state of kept objects is then as of this call. It must not change weights. A replaced rank must
-        make the same call before its first batch: see :meth:`join`.
+        Use it for the evaluation of a loop that is not yours. If a rank is lost meanwhile, all ranks call ``function``
+        again, with the kept objects as of the start of this call. ``function`` must not change weights. A replaced rank
+        must make the same call before its first batch: see :meth:`join`. Raises BadInputError before :meth:`steps`.
         """
         self._check_between()
         self._keep_between()

@@ -264,7 +264,7 @@ class LoopClient(RankClient):
         own = (state.committed_step, state.calls)
         newest = max((step, calls) for step, calls, _ in places.values())
         if own[0] == newest[0] and own < newest:
-            why = "run.together() was cut short here and has returned on other ranks"
+            why = "run.together() was interrupted here but has returned on other ranks"
         elif (
             own < newest
             and not self._loop.is_between
@@ -277,10 +277,10 @@ class LoopClient(RankClient):
                     "other ranks are in it: every rank calls run.join() before its first batch"
                 )
                 raise BadInputError("run.together", "", expected)
-            why = "other ranks are in run.together() behind a step that this one has not made"
+            why = "other ranks are in run.together() after a step that this rank lacks"
         else:
             return
-        self._runtime.logger.warning(f"{why}: this rank is replaced")
+        self._runtime.logger.warning(f"{why}: replacing this rank")
         raise SystemExit(1)
 
     def agree(self, group: Group, *, is_first: bool) -> None:

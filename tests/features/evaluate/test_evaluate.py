@@ -140,7 +140,7 @@ def test_a_method_of_the_task_says_what_is_written(tmp_path, command):
     ("words", "said"),
     [
         (("predict", "--to", "outputs.txt"), "must end in .pt, .npy, .jsonl"),
-        (("evaluate", "--on", "train"), "no such data set; there are validation"),
+        (("evaluate", "--on", "train"), "no such data set; available: validation"),
         (("evaluate", "77"), "has no checkpoint"),
         (("evaluate", "--dry-run"), "is an option of train"),
     ],
