@@ -115,6 +115,7 @@ class Difference:
 
     ``cause``: the name that the diagnosis gives it, empty without a diagnosis. ``places``: names of the state outside
     the model that cause the difference. ``undone``: all ranks have rolled back to a state from before the error.
+    ``host``: of the rank, with several machines.
     """
 
     rank: int
@@ -123,6 +124,7 @@ class Difference:
     cause: str = ""
     places: tuple[str, ...] = ()
     undone: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +341,9 @@ class RunFindings:
     def take(self, event: events.Event) -> None:
         """Take the facts about the result from an event."""
         if isinstance(event, events.Drill) and event.differs:
-            found = Difference(rank=event.rank, step=event.step, first_in=event.differs)
+            found = Difference(
+                rank=event.rank, step=event.step, first_in=event.differs, host=event.host
+            )
             self.differences += [found] * (len(self.differences) < DIFFERENCES_KEPT)
         match event:
             case events.StageBegins(stage=stage, first_step=first_step):

@@ -33,6 +33,7 @@ def test_a_wrong_gradient_is_found_and_undone(fault_free, tmp_path):
         "cause": "once",
         "places": [],
         "undone": True,
+        "host": "",
     }, run.console
     [doubt] = run.events("in_doubt")
     assert (doubt["rank"], doubt["first"]) == (1, 5)

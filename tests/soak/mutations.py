@@ -534,6 +534,9 @@ MUTATIONS = (
     _break("no-blame-without-evidence", "found.agrees and case.are_alike", "case.are_alike"),
     _break("no-blame-without-evidence", "found.agrees and case.are_alike", "found.agrees"),
     _break("no-silent-drill", "self._report_part(step, STATE, STILL_WRITTEN)", "pass"),
+    _break(
+        "drilled-where-it-is", "first <= drilled < first + membership", "0 <= drilled < membership"
+    ),
     _break("looked-beside", "except Exception as error:", "except KeyboardInterrupt as error:"),
     _break("tried-first", "had_state = side is not None and not other.missing", "had_state = True"),
     _break("tried-first", "agrees = not with_data or", "agrees = True or"),

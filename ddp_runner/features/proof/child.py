@@ -63,7 +63,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     _write_to_log(Path(settings.run.log_dir) / LOG_NAME, otherwise=output)
     rank_info = RankInfo(
         rank=spec.rank,
-        local_rank=spec.rank,
+        local_rank=spec.rank % spec.local_world_size,
         world_size=spec.world_size,
         local_world_size=spec.local_world_size,
         device=spec.device,

@@ -35,7 +35,7 @@ class LoopDrills(Drills):
         self._beside: dict[str, str] = {}  # the state outside the model when the drilled step began
 
     def _drilled(self, number: int, membership: Membership) -> int | None:
-        return drilled_rank_of_loop(number, membership.local_world_size)
+        return drilled_rank_of_loop(number, membership.world_size)
 
     def _is_drilled_next(self) -> None:
         self._beside = self._state.side.digests()

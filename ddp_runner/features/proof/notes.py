@@ -118,6 +118,7 @@ class Drills(BesideSteps):
         self._formed = (0, 0)  # generation, and the step that it began with
         self._asked: DrillAt | None = None  # a step at random
         self._diagnoses = False  # this rank is diagnosed in the current step
+        self._writes = False  # this rank writes the state of the current step's drill
         if isinstance(runtime, SupervisedRuntime):
             runtime.answer[DrillAt] = self._take_asked
         self._state.readers.append(self._release_state)
@@ -142,7 +143,7 @@ class Drills(BesideSteps):
         if drilled is None:
             yield
             return
-        if group.rank == 0:
+        if self._writes:
             self._begin_writing(step)
         if group.rank != drilled:
             yield
@@ -180,7 +181,7 @@ class Drills(BesideSteps):
 
     def _drilled(self, number: int, membership: Membership) -> int | None:
         """Return the rank that drill ``number`` is for; None: there is no drill."""
-        return drilled_rank(number, membership.local_world_size)
+        return drilled_rank(number, membership.world_size)
 
     def _drilled_at(self, step: int, group: Group) -> int | None:
         """Return the rank, as the group numbers it, that is drilled in the step that begins now; None: none is."""
@@ -188,14 +189,15 @@ class Drills(BesideSteps):
             return None
         asked, rank = self._asked, self._runtime.rank_info.rank
         self._diagnoses = False
+        membership = group.membership
+        first, is_first = group.rank - membership.local_rank, membership.local_rank == 0
         if asked is not None and asked.step <= step:
             self._asked = None
-            if (
-                asked.step == step
-            ):  # all ranks were asked: one is drilled, and rank 0 writes the state
+            if asked.step == step:  # all ranks were asked: one is drilled, and one writes the state
+                each = self._runtime.rank_info.local_world_size
+                self._writes = is_first and asked.rank // each == rank // each
                 self._diagnoses = asked.diagnoses
                 return group.rank if asked.rank == rank else _ANOTHER
-        membership = group.membership
         owed = membership.owes_drill
         number = number_of_drill(
             step,
@@ -206,9 +208,13 @@ class Drills(BesideSteps):
         )
         if number is None:
             return None
-        if number == OWED:
-            return owed
-        return self._drilled(number, membership)
+        drilled = owed if number == OWED else self._drilled(number, membership)
+        if drilled is not None:
+            # INVARIANT drilled-where-it-is: state and share of a drill are written on the machine of the drilled rank.
+            # Broken if: rank 0 writes the state for a rank of another machine, whose drill then lacks it.
+            # Guarded by: test_the_first_rank_of_its_machine_writes_the_state.
+            self._writes = is_first and first <= drilled < first + membership.local_world_size
+        return drilled
 
     def _looked_into(self, stepper: Noting, micro_batches: Sequence[MicroBatch]) -> Looked:
         """Compute the share of the step that begins now once more, and hold what it is computed from.

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ddp_runner.features.proof.elsewhere import (
+    LocalDrills,
+    how_it_ended,
+    remove_drill,
+    remove_drills,
+)
 from ddp_runner.features.proof.rules import (
     COST_GUESS_S,
     DRILL,
     DRILLED,
     END_WAIT_S,
-    FOLDER,
     PART_S,
     SHARE,
     STATE,
@@ -44,12 +47,12 @@ from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.fork_specs import DrillSpec
 from ddp_runner.kernel.wire.messages import DrillAt, DrillPart, Forked
-from ddp_runner.supervisor.around import OfRun
+from ddp_runner.supervisor.around import OfMachine, OfRun
 
 
-def beside_run(around: OfRun) -> DrillKeeper:
-    """Return the keeper of a training's drills."""
-    return DrillKeeper(around)
+def beside_machine(around: OfMachine) -> DrillKeeper | LocalDrills:
+    """Return the keeper of a training's drills; on a machine that only follows, who runs those of its ranks."""
+    return DrillKeeper(around) if isinstance(around, OfRun) else LocalDrills(around)
 
 
 class DrillKeeper(Observer):
@@ -71,7 +74,7 @@ class DrillKeeper(Observer):
         self._world = around.world
         # A drill of a loop's rank 0 would repeat the work that only rank 0 does.
         self._first_rank = 0 if plan.loop is None else 1
-        here = [one.rank for one in self._world.ranks if self._may_be_drilled(one)]
+        here = [one.rank for one in self._world.ranks if self._is_drilled_here(one)]
         self._repairs = RepairLedger(ranks=here)
         self._processes: list[int] | None = None  # of each rank, when the newest generation formed
         self._formed_step = 0  # with which that was
@@ -88,6 +91,10 @@ class DrillKeeper(Observer):
             None  # step and rank of the drill that has all it needs
         )
         self._running: tuple[int, int] | None = None
+        self._elsewhere: dict[
+            tuple[int, int], float
+        ] = {}  # of other machines -> when it is given up
+        self._now_s = 0.0  # of the newest turn
         self._kept: tuple[int, int] | None = (
             None  # that a repair has cut short: its files are there
         )
@@ -106,8 +113,13 @@ class DrillKeeper(Observer):
         self._suspects = Suspects(around)
 
     def hears(self) -> Mapping[type[object], Callable[..., None]]:
-        """Hear of the parts that ranks write."""
-        return {DrillPart: self.part}
+        """Hear of the parts that ranks write, and from other machines the results of their drills."""
+        return {
+            DrillPart: self.part,
+            events.Drill: self.drilled_elsewhere,
+            events.DrillSkipped: self.drilled_elsewhere,
+            events.Diagnosed: self.drilled_elsewhere,
+        }
 
     def said(self) -> Mapping[type[object], Callable[..., None]]:
         """Hear the results of drills."""
@@ -166,7 +178,7 @@ class DrillKeeper(Observer):
 
     def owes(self) -> RankHandle | None:
         """Return the rank to drill next, if a repair is not proved or has cut a drill short; else None."""
-        here = self._drillable()
+        here = self._drilled_here()
         if not here or not (self.is_owed or self.lacks_proof):
             return None
         return self._world.ranks[self._next_to_prove(here)]
@@ -185,7 +197,7 @@ class DrillKeeper(Observer):
         self._suspects.went_back(step, self._pending_steps())
 
     def _pending_steps(self) -> set[int]:
-        drills = (self._running, self._waiting, self._kept)
+        drills = (self._running, self._waiting, self._kept, *self._elsewhere)
         return {drill[0] for drill in drills if drill is not None} | set(self._parts)
 
     def last_words(self) -> str:
@@ -210,7 +222,7 @@ class DrillKeeper(Observer):
         if message.step == self._refused:  # the other part of one that cannot be
             self._remove(message.step)
             return
-        self._is_possible = True
+        self._is_possible |= self._is_here(message.rank)
         if self._kept is not None and self._kept[0] == message.step:
             self._kept = None  # the same step again, after all have gone back: its files are others
         if message.step not in self._parts:
@@ -227,6 +239,12 @@ class DrillKeeper(Observer):
         parts[message.part] = message.rank
         if parts.keys() >= {STATE, SHARE}:
             self._parts.pop(message.step)
+            if not self._is_here(parts[SHARE]):
+                by_s = (
+                    self._now_s + 2 * self._limit_s + UNHEARD_S
+                )  # it may have to wait for another
+                self._elsewhere[message.step, parts[SHARE]] = by_s
+                return
             if self._waiting is not None:  # the newer one shows more
                 self._remove(self._waiting[0])
             self._waiting = message.step, parts[SHARE]
@@ -242,7 +260,7 @@ class DrillKeeper(Observer):
 
         At the end no step follows that could make up for one that was cut short, so that one begins again.
         """
-        now_s = turn.now_s
+        now_s = self._now_s = turn.now_s
         # Ranks that finish have one more chance to prove what is not proved yet.
         fault_free = turn.is_fault_free or (turn.ends_undisturbed and self.lacks_proof)
         if fault_free and turn.at_end and self._running is None and self._waiting is None:
@@ -267,6 +285,8 @@ class DrillKeeper(Observer):
                 self._report_skipped(why)
             self.is_owed = self.is_owed or self._running is not None
             self._cut_short(why, keeps=True)
+        for drill in [one for one, by_s in self._elsewhere.items() if now_s > by_s]:
+            self._give_up_elsewhere(drill, "its machine has reported no result")
         if not fault_free:
             self.drop()
         elif turn.is_fault_free and not is_running:
@@ -285,25 +305,38 @@ class DrillKeeper(Observer):
         """Take in the result of a drill."""
         if self._running != (message.step, message.rank):
             return
-        rank, step, seconds = message.rank, message.step, now_s - self._keeper.began_s
+        seconds = now_s - self._keeper.began_s
         if isinstance(message, events.DrillSkipped):
             self._cost_s = max(self._cost_s, seconds)  # a drill that cannot be done is tried rarely
             self._report_skipped(message.text)
             return
-        self._has_come_to_its_end(step)
+        self._has_come_to_its_end(message.step)
+        self._has_result(message, seconds)
+
+    def _has_result(self, message: events.Drill, seconds: float) -> None:
+        rank, step = message.rank, message.step
+        handle = self._world.ranks[rank]
         on_cpu = self._plan.devices[rank].device == "cpu"
         # A drill takes what is left of one core. Of a GPU nothing is known to be left.
         self._cost_s = seconds / (len(os.sched_getaffinity(0)) if on_cpu else 1)
         finding, is_first = "", False
         if message.differs:
-            finding = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
+            found = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
+            finding = f"{self._world.machine_of(handle)}{found}"
             # INVARIANT a-reason-each: each rank that differs is a reason of its own, which only what is known of it withdraws.
             # Broken if: it has none beside that of another rank, and the run is exact once that one is withdrawn.
             # Guarded by: test_each_rank_that_differs_is_a_reason.
             known = self._recorder.facts.inexact_reasons
             is_first = not any(differs_words(rank) in each for each in known)
         reason = finding if is_first else ""
-        drill = replace(message, seconds=round(seconds, 3), finding=finding, inexact_reason=reason)
+        host = self._world.host_of(rank)
+        drill = replace(
+            message,
+            seconds=round(seconds, 3),
+            finding=finding,
+            inexact_reason=reason,
+            host=host,
+        )
         self._recorder.record(drill)
         self._suspects.drilled(drill)
         if not message.differs:
@@ -316,9 +349,38 @@ class DrillKeeper(Observer):
         if self._running != (message.step, message.rank):
             return
         self._has_come_to_its_end(message.step)
+        self._has_cause(message, now_s)
+
+    def _has_cause(self, message: events.Diagnosed, now_s: float) -> None:
         cause = self._suspects.diagnosed(message, now_s)
         if cause in (Cause.ONCE, Cause.PROCESS, Cause.RECURS):  # a replacement has come to the same
             self._has_passed(message.rank, message.step)
+
+    def drilled_elsewhere(
+        self,
+        message: events.Drill | events.DrillSkipped | events.Diagnosed,
+        handle: RankHandle,
+    ) -> None:
+        """Take in the result of a drill of ``handle`` on its machine. What this run has given up is of no use."""
+        drill = message.step, handle.rank
+        if drill not in self._elsewhere:
+            return
+        if isinstance(message, events.DrillSkipped):
+            self._give_up_elsewhere(drill, message.text)
+            return
+        del self._elsewhere[drill]
+        self._due_s = None
+        self._remove(message.step)
+        if isinstance(message, events.Diagnosed):
+            self._has_cause(message, self._now_s)
+        else:
+            self._has_result(message, message.seconds)
+
+    def _give_up_elsewhere(self, drill: tuple[int, int], why: str) -> None:
+        del self._elsewhere[drill]
+        step, rank = drill
+        self._remove(step)
+        self._skipped(rank, step, why)
 
     def _has_come_to_its_end(self, step: int) -> None:
         self._running = self._problem = self._due_s = None
@@ -339,10 +401,7 @@ class DrillKeeper(Observer):
         """Take in that the drill's process was reaped. One that has reported has nothing to add."""
         del now_s
         if self._running is not None:
-            signal = ended.signal_number
-            how = f"exit {ended.exit_code}" if signal is None else f"signal {signal}"
-            said = f": {output.splitlines()[-1]}" if output else ""
-            self._report_skipped(f"its process ended ({how}){said}")
+            self._report_skipped(how_it_ended(ended, output))
 
     def drop(self) -> None:
         """Give up drills that have not begun: the ranks repeat their steps, or end."""
@@ -353,6 +412,8 @@ class DrillKeeper(Observer):
             given_up[self._waiting[0]] = self._waiting[1]
             self._keep(self._waiting)
             self._waiting = None
+        given_up |= dict([*self._elsewhere])
+        self._elsewhere.clear()
         for step, rank in given_up.items():
             # INVARIANT drilled-in-the-end: a repaired run makes up for each drill that the repair has cut short.
             # Broken if: a drill is given up, or cut short, and no generation is asked to make up for it.
@@ -417,10 +478,7 @@ class DrillKeeper(Observer):
     def tidies_up(self) -> None:
         """Remove leftover files, while no drill writes any."""
         self._suspects.tidies_up()
-        path = self._folder / FOLDER
-        if path.is_symlink() or not path.is_dir():
-            return
-        shutil.rmtree(path, ignore_errors=True)
+        remove_drills(self._folder)
 
     def _ask(self, now_s: float) -> None:
         """Have the ranks drill a step at random, or one that is wanted, if one is due: not while one is on its way."""
@@ -428,7 +486,7 @@ class DrillKeeper(Observer):
             if now_s > self._heard_by_s:
                 self._asked = self._due_s = None
             return
-        if self._waiting is not None or self._are_parts_awaited(now_s):
+        if self._waiting is not None or self._elsewhere or self._are_parts_awaited(now_s):
             return
         committed, here = self._recorder.facts.committed_step, self._drillable()
         wish = self._suspects.wish(now_s, here)
@@ -444,7 +502,8 @@ class DrillKeeper(Observer):
             self._suspects.asked(wish, step, now_s)
         else:
             drawn = here[int(self._draw() * len(here))]
-            rank = self._next_to_prove(here) if self.lacks_proof else drawn
+            proving = self._drilled_here() if self.lacks_proof else []
+            rank = self._next_to_prove(proving) if proving else drawn
         self._asked = DrillAt(rank=rank, step=step, diagnoses=wish is not None and wish.diagnoses)
         self._heard_by_s = now_s + UNHEARD_S + 2 * (step - committed) * self._step_s
         for handle in self._world.present:  # so that nobody takes it for a step of drill_at
@@ -478,11 +537,18 @@ class DrillKeeper(Observer):
         return bool(self._parts)
 
     def _drillable(self) -> list[int]:
-        """Return the ranks of this machine that train, or soon will, and may be drilled."""
-        return [handle.rank for handle in self._world.present if self._may_be_drilled(handle)]
+        """Return the ranks that train, or soon will, and may be drilled."""
+        return [one.rank for one in self._world.present if one.rank >= self._first_rank]
 
-    def _may_be_drilled(self, handle: RankHandle) -> bool:
-        return handle.rank >= self._first_rank and self._world.is_here(handle)
+    def _drilled_here(self) -> list[int]:
+        """Return those of them on this machine: only a drill of one of them proves a repair."""
+        return [one.rank for one in self._world.present if self._is_drilled_here(one)]
+
+    def _is_drilled_here(self, handle: RankHandle) -> bool:
+        return handle.rank >= self._first_rank and self._is_here(handle.rank)
+
+    def _is_here(self, rank: int) -> bool:
+        return self._world.is_here(self._world.ranks[rank])
 
     def _record_repairs(self) -> None:
         proved, count = self._repairs.proved, self._repairs.count
@@ -516,8 +582,12 @@ class DrillKeeper(Observer):
         self._came_to_nothing(rank, step, why)
 
     def _came_to_nothing(self, rank: int, step: int, why: str, *, is_said: bool = False) -> None:
-        self._problem = step, why
-        self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why, is_said=is_said))
+        if self._is_here(rank):
+            self._problem = step, why
+        host = self._world.host_of(rank)
+        self._recorder.record(
+            events.DrillSkipped(rank=rank, step=step, text=why, is_said=is_said, host=host)
+        )
 
     def _keep(self, drill: tuple[int, int] | None) -> None:
         """Keep the files of this drill, instead of those of the drill kept so far."""
@@ -526,8 +596,4 @@ class DrillKeeper(Observer):
         self._kept = drill
 
     def _remove(self, step: int) -> None:
-        folder = self._folder / folder_name(step)
-        if not folder.parent.is_symlink():
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # of another drill, or gone
-                folder.parent.rmdir()
+        remove_drill(self._folder, step)

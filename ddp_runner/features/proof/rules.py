@@ -137,7 +137,7 @@ class RepairLedger:
 
 
 def drilled_rank(number: int, ranks: int) -> int:
-    """Return the rank to drill: each of the first ``ranks`` in turn, on the machine of rank 0."""
+    """Return the rank to drill: each of the ``ranks`` in turn."""
     return number % ranks
 
 

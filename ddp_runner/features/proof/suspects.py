@@ -318,6 +318,7 @@ class Suspects:
                 of_step=case.step,
                 first_in=case.differs,
                 source=cause.value,
+                host=self._world.host_of(message.rank),
                 line=diagnosis_line(case, message, cause),
                 is_warning=is_wrong or cause is Cause.RECURS,
             )

@@ -468,6 +468,7 @@ class Drill(Report):
     repeats: bool = True
     finding: str = field(default="", metadata=_UNWRITTEN)
     inexact_reason: str = field(default="", metadata=_UNWRITTEN)
+    host: str = field(default="", metadata=_IF_SET)  # of the rank, where there are several machines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,6 +497,7 @@ class Diagnosed(Report):
     of_step: int = -1
     first_in: str = ""
     source: str = ""
+    host: str = field(default="", metadata=_IF_SET)  # of the rank, where there are several machines
     line: str = field(default="", metadata=_UNWRITTEN)
     is_warning: bool = field(default=False, metadata=_UNWRITTEN)
 
@@ -531,6 +533,7 @@ class DrillSkipped(Report):
     step: int
     text: str
     is_said: bool = field(default=False, metadata=_UNWRITTEN)
+    host: str = field(default="", metadata=_IF_SET)  # of the rank, where there are several machines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

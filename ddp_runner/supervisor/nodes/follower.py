@@ -93,14 +93,25 @@ Report = Callable[[NodeMessage], None]
 class Herald:
     """Replaces the recorder: shows lines here and sends them to the coordinator."""
 
-    def __init__(self, facts: RunFacts, report: Report, show: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        facts: RunFacts,
+        report: Report,
+        show: Callable[[str, str], None],
+        *,
+        of_rank: Callable[[int, bytes], None],
+    ) -> None:
+        """``of_rank`` sends the coordinator a report about a rank, as if that rank had sent it."""
         self.facts = facts
         self._report = report
         self._show = show
+        self._of_rank = of_rank
 
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
-        """Ignore the event: what happens to processes other than the ranks is not reported to the coordinator."""
-        del event, cause
+        """Report the result of a drill; no other event of a helper process concerns the coordinator."""
+        del cause
+        if isinstance(event, (events.Drill, events.DrillSkipped, events.Diagnosed)):
+            self._of_rank(event.rank, encode(event))
         return -1
 
     def say(self, text: str, *, level: str = "INFO") -> None:
@@ -156,12 +167,15 @@ class Follower:
             if handle.rank not in node.processes:
                 handle.member.advance(MembershipEvent.DROPPED)
         self._facts = RunFacts()
-        self._herald = herald = Herald(self._facts, report, show)
+        self._herald = herald = Herald(self._facts, report, show, of_rank=self._from_rank)
         self._reporter = reporter = Reporter()
         settings = plan.settings.recovery
         self._beside = around.observers(
             around.OfMachine(plan=plan, node=node, world=world, recorder=herald, repair=reporter)
         )
+        self._heard = {
+            kind.__name__: heard for one in self._beside for kind, heard in one.hears().items()
+        }
         zygotes = ZygoteKeeper(settings, node=node, world=world, recorder=herald, repair=reporter)
         self._keeper = self._keeper_with(zygotes, stopped_max_s=settings.stopped_max_s)
         # Which of each rank's this one is, as the coordinator counts them; NOBODY: none that it asked for.
@@ -386,6 +400,8 @@ class Follower:
                 self._leaving.discard(rank)
                 packet = self._as_ready(rank, message)
         self._from_rank(rank, packet)
+        if (heard := self._heard.get(name_of(packet))) is not None:
+            heard(decode(packet), self._world.ranks[rank])
 
     def _note(self, handle: RankHandle, message: Message) -> None:
         match message:
@@ -623,6 +639,11 @@ class Follower:
         for handle in self.handles:
             if handle.is_alive:
                 self._end(handle, self._clock.monotonic())
+
+    def tidies_up(self) -> None:
+        """Remove what works beside this machine's ranks has left on disk; every process has ended."""
+        for observer in self._beside:
+            observer.tidies_up()
 
     def _end(self, handle: RankHandle, now_s: float) -> None:
         self._parked.discard(handle.rank)

@@ -201,6 +201,8 @@ class _FollowerLoop:
 
     def close(self) -> None:
         """Every process has ended."""
+        if self._follower is not None and self.heir is None:
+            self._follower.tidies_up()
         for part in (self._watch, self._link, self.voting, self._node):
             if part is not None:
                 part.close()

@@ -32,18 +32,26 @@ from tests.processes import poll
 from tests.training.building import CPU, build_state, make_slot
 
 FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=0, step=1, cause="", at_ns=0)
-GROUP = SimpleNamespace(
-    rank=0,
-    world_size=1,
-    membership=SimpleNamespace(local_world_size=1, generation=1, owes_drill=-1),
-)
+
+
+def group_of(rank=0, *, world_size=1, each=1):
+    """A group of machines with so many ranks each, as one rank sees it."""
+    membership = SimpleNamespace(
+        world_size=world_size,
+        local_rank=rank % each,
+        local_world_size=each,
+        generation=1,
+        owes_drill=-1,
+    )
+    return SimpleNamespace(rank=rank, world_size=world_size, membership=membership)
 
 
 class Bench:
     """Drills of one rank, with a stepper whose steps do nothing but commit."""
 
-    def __init__(self, folder, *, room_bytes=1 << 40, is_watched=True, **settings):
+    def __init__(self, folder, *, room_bytes=1 << 40, is_watched=True, group=None, **settings):
         self.reported = []
+        self.group = group = group or group_of()
         self.folder = folder
         self.state = build_state()
         self.state.begun_step = 0
@@ -51,7 +59,11 @@ class Bench:
         self.state.readers.append(self._count)
         runtime = SimpleNamespace(
             is_watched=is_watched,
-            rank_info=SimpleNamespace(rank=0, world_size=1),
+            rank_info=SimpleNamespace(
+                rank=group.rank,
+                world_size=group.world_size,
+                local_world_size=group.membership.local_world_size,
+            ),
             slot=make_slot(),
             disk=RealDisk(),
             report=self.reported.append,
@@ -85,7 +97,7 @@ class Bench:
         return OwnShare(samples=("s",), losses=("l",), gradients={})
 
     def step(self, *, commits=True, batches=()):
-        with self.drills.beside(self, GROUP, batches):
+        with self.drills.beside(self, self.group, batches):
             self.state.before_change()
             if commits:
                 for parameter in self.state.model.parameters():
@@ -128,6 +140,28 @@ def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
     record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
     assert (record["rank"], record["world_size"]) == (0, 1)
     assert OwnShare.from_record(record["share"]).gradients == {}
+
+
+@pytest.mark.parametrize(
+    ("rank", "parts"),
+    [
+        (0, {(2, "share"), (2, "state"), (3, "state"), (10, "state")}),
+        (1, {(3, "share"), (10, "share")}),
+        (2, {(4, "share"), (4, "state"), (5, "state"), (20, "state")}),
+        (3, {(5, "share"), (20, "share")}),
+    ],
+)
+def test_the_first_rank_of_its_machine_writes_the_state(tmp_path, rank, parts):
+    """Of two machines with two ranks each all ranks are drilled in turn, and then 1 and 3 as they are asked for."""
+    group = group_of(rank, world_size=4, each=2)
+    bench = Bench(tmp_path, drill_at="2,3,4,5", group=group)
+    for step in range(30):
+        if step in (10, 20):
+            bench.drills._take_asked(DrillAt(rank=1 if step == 10 else 3, step=step))
+        bench.step()
+        if bench.drills._saver is not None:
+            bench.drills._collect(bench.drills._saver, timeout_s=60)
+    assert {(one.step, one.part) for one in bench.reported if not one.problem} == parts
 
 
 def test_a_drill_is_skipped_while_an_earlier_state_is_written(tmp_path, monkeypatch):

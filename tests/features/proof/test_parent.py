@@ -506,7 +506,7 @@ def test_rank_0_of_a_loop_proves_no_repair(simulate):
     run.kill(1)
     run.run_until(lambda: len(run.events("forming")) == 2)
     assert keeper.owes().rank == 2
-    assert [one.rank for one in keeper._world.present if keeper._may_be_drilled(one)] == [1, 2, 3]
+    assert keeper._drillable() == [1, 2, 3]
 
 
 def test_a_step_that_is_drilled_again_keeps_its_new_files(simulate, tmp_path):
