@@ -1,4 +1,7 @@
-"""Writes the run's figures and settings to MLflow: to ``MLFLOW_TRACKING_URI``, or to ``mlflow.db`` in the working folder."""
+"""Writes the run's figures and settings to MLflow: to ``MLFLOW_TRACKING_URI``, or to ``mlflow.db`` in the working folder.
+
+Each service has its own file, which can be deleted alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the run's figures to Weights & Biases."""
+"""Writes the run's figures to Weights & Biases. Each service has its own file, which can be deleted alone."""
 
 from __future__ import annotations
 
