@@ -644,6 +644,7 @@ EXTRAS = (
     "hub",
     "tensorboard",
     "wandb",
+    "mlflow",
     "gpu",
 )
 

@@ -88,6 +88,7 @@ TYPED = [
     ("training_mode", "single", "run.mode", "single"),
     ("context_size", "64", "model.seq_len", 64),
     ("report_to", "wandb", "log.trackers", ("wandb",)),
+    ("report_to", "mlflow", "log.trackers", ("mlflow",)),
     ("report_to", "none", "log.trackers", ()),
     ("report_to", "null", "log.trackers", ()),
     ("enable_gpu_monitoring", "false", "log.gpu_watch_s", 0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
 
 
 KEY = "log.trackers"
-_NEEDS = {"tensorboard": "tensorboard>=2.14,<3", "wandb": "wandb>=0.18,<1"}
+_NEEDS: Mapping[str, Mapping[str, str]] = {  # of each tracker: modules, and what has them
+    "tensorboard": {"tensorboard": "tensorboard>=2.14,<3"},
+    "wandb": {"wandb": "wandb>=0.18,<1"},
+    "mlflow": {"mlflow": "mlflow-skinny>=3,<4"},
+}
+_OF_DATABASES = {"sqlalchemy": "sqlalchemy>=2,<3", "alembic": "alembic>=1.10,<2"}
+_SERVERS = ("http://", "https://", "databricks")
 _OFFLINE = ("offline", "disabled", "dryrun")
 
 
@@ -43,10 +50,11 @@ def take_keys(files: Sequence[Path]) -> tuple[str, ...]:
 def refuse_missing(settings: Settings, environment: Mapping[str, str]) -> None:
     """Raise BadInputError for a tracker that is not installed, or could not log in."""
     names = settings.log.trackers
+    needs = {name: _needs(name, environment) for name in names}
     problems = [
-        BadInputError(KEY, name, _how_to_install(name))
-        for name in names
-        if name in _NEEDS and find_spec(name) is None
+        BadInputError(KEY, name, _how_to_install(name, needed))
+        for name, needed in needs.items()
+        if any(find_spec(module) is None for module in needed)
     ]
     if not problems and "wandb" in names and not _can_log_in(environment):
         expected = "has no key: set WANDB_API_KEY (also in .env), or WANDB_MODE=offline"
@@ -54,10 +62,17 @@ def refuse_missing(settings: Settings, environment: Mapping[str, str]) -> None:
     raise_problems(problems)
 
 
-def _how_to_install(name: str) -> str:
+def _needs(name: str, environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the modules that a tracker needs, with their packages."""
+    is_local = not environment.get("MLFLOW_TRACKING_URI", "").startswith(_SERVERS)
+    more = _OF_DATABASES if name == "mlflow" and is_local else {}
+    return {**_NEEDS.get(name, {}), **more}
+
+
+def _how_to_install(name: str, needed: Mapping[str, str]) -> str:
     wanted = f"`pip install 'ddp_runner[{name}]'`"
     if start.IS_CHECKOUT:
-        wanted = f"`{start.COMMAND} environment --extra {name}`, or `pip install '{_NEEDS[name]}'`"
+        wanted = f"`{start.COMMAND} environment --extra {name}`, or `pip install {shlex.join(needed.values())}`"
     return f"{name} is not installed for {sys.executable}: {wanted}"
 
 
@@ -89,13 +104,13 @@ def _can_log_in(environment: Mapping[str, str]) -> bool:
 ENV_FILE = ".env"
 _BYTES_MAX = 64 * 1024
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*)", re.ASCII)
-_OF_TRACKERS = "WANDB_"  # its project, its mode: no secrets, and of use nowhere else
+_OF_TRACKERS = ("WANDB_", "MLFLOW_")  # a project, an address: no secrets, and of use nowhere else
 
 
 def env_keys(files: Sequence[Path], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add: keys of the ``.env`` next to each of ``files``, or in the working folder.
 
-    Names with KEY, TOKEN, SECRET or PASSWORD, and those of W&B; other lines are left alone, and so is
+    Names with KEY, TOKEN, SECRET or PASSWORD, and those of W&B and MLflow; other lines are left alone, and so is
     what ``environment`` has, even if it is empty. Raises BadInputError for a file that cannot be read.
     """
     folders = dict.fromkeys(path.parent for path in files) or {Path(): None}

@@ -22,7 +22,11 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("precision", "optim.precision", "mixed_precision", "dtype"), _PRECISIONS),
     **dict.fromkeys(("gpus", "run.gpus", "gpu_ids", "device_ids"), _ALL_GPUS),
     "training_mode": {"dataparallel": "data_parallel", "dp": "data_parallel", "ddp": "distributed"},
-    "report_to": {"none": "", "null": "", "tensorboard": "tensorboard", "wandb": "wandb"},
+    "report_to": {
+        "none": "",
+        "null": "",
+        **{name: name for name in ("tensorboard", "wandb", "mlflow")},
+    },
     "lr_scheduler": _SCHEDULES,
     "lr_scheduler_type": _SCHEDULES,
 }

@@ -27,7 +27,7 @@ def test_an_unknown_name_is_answered_with_those_there_are():
     with pytest.raises(BadInputError) as caught:
         settings("csv,wandbb")
     assert str(caught.value) == (
-        "log.trackers=csv,wandbb: must be names separated by commas, of csv, tensorboard, wandb"
+        "log.trackers=csv,wandbb: must be names separated by commas, of csv, tensorboard, wandb, mlflow"
     )
 
 
@@ -35,9 +35,17 @@ def test_what_is_not_installed_is_refused_with_the_command(monkeypatch):
     """CSV needs nothing."""
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     refuse_missing(settings("csv"), {})
-    for name in ("tensorboard", "wandb"):
+    for name in ("tensorboard", "wandb", "mlflow"):
         with pytest.raises(BadInputError, match=f"{name} is not installed .* --extra {name}"):
             refuse_missing(settings(name), {})
+
+
+def test_mlflow_needs_a_database_unless_it_has_a_server(monkeypatch):
+    """Its small package has none."""
+    monkeypatch.setattr(extras, "find_spec", lambda name: name == "mlflow" or None)
+    with pytest.raises(BadInputError, match=r"'sqlalchemy>=2,<3' 'alembic>=1.10,<2'"):
+        refuse_missing(settings("mlflow"), {})
+    refuse_missing(settings("mlflow"), {"MLFLOW_TRACKING_URI": "https://mlflow.example"})
 
 
 def test_wandb_needs_a_key_or_to_be_offline(monkeypatch, tmp_path):
@@ -61,12 +69,11 @@ def test_lines_of_an_env_file_are_read_as_a_shell_does():
 
 def test_an_env_file_gives_keys_alone_and_wins_over_nothing(tmp_path, monkeypatch):
     """It lies beside the configuration; without one, in the working folder."""
-    written = (
-        "WANDB_API_KEY=a\nHF_TOKEN=b\nWANDB_MODE=offline\nLD_PRELOAD=x\nCUDA_VISIBLE_DEVICES=\n"
-    )
+    written = "WANDB_API_KEY=a\nHF_TOKEN=b\nWANDB_MODE=offline\nMLFLOW_TRACKING_URI=u\nLD_PRELOAD=x\nCUDA_VISIBLE_DEVICES=\n"
     (tmp_path / ".env").write_text(written)
     config = tmp_path / "config.yaml"
     expected = {"WANDB_API_KEY": "a", "HF_TOKEN": "b", "WANDB_MODE": "offline"}
+    expected["MLFLOW_TRACKING_URI"] = "u"
     assert env_keys([config], {}) == expected
     assert env_keys([config], {"HF_TOKEN": ""}) == {
         k: v for k, v in expected.items() if k != "HF_TOKEN"

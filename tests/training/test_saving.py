@@ -652,7 +652,7 @@ def test_what_training_waited_for_a_save_has_the_comparison_in_it(tmp_path):
     lines, waited_s = run_ranks(_saves_after_comparisons, 1, tmp_path)[0]
     for line, step, compared_s in zip(lines, (3, 4, 5), (1000.0, 0.0, 2000.0), strict=True):
         assert compared_s < waited_s[step] < compared_s + 1000.0
-        assert line.endswith(f"; blocked training for {waited_s[step]:.2f} s)")
+        assert line.endswith(f"(blocked training for {waited_s[step]:.2f} s)")
 
 
 def _cannot_save_alone(_me, _port, folder, is_of_disk):

@@ -203,10 +203,7 @@ def test_the_log_lines_of_evaluations_and_saves_have_their_step(tmp_path, part):
     log = (tmp_path / "logs" / "rank_0.log").read_text(encoding="utf-8")
     found = re.findall(r"evaluated at step (\d+): validation_loss \d\.\d{4}  \((.*) samples, ", log)
     assert found == [("6", part), ("12", part)]
-    assert re.findall(r"saved \S*step_0*(\d+)\.pt \(step (\d+); blocked", log) == [
-        ("6", "6"),
-        ("12", "12"),
-    ]
+    assert re.findall(r"saved \S*step_0*(\d+)\.pt \(blocked", log) == ["6", "12"]
 
 
 def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):

@@ -249,14 +249,14 @@ class LogSettings:
     """Add to the metrics the time of data, forward, backward, communication and optimizer in a step. On GPUs each
     phase is synchronized, which costs time."""
     trackers: Annotated[
-        tuple[Literal["csv", "tensorboard", "wandb"], ...],
+        tuple[Literal["csv", "tensorboard", "wandb", "mlflow"], ...],
         NAMES,
         CANNOT_MATTER,
         PER_MACHINE,
         Alias("report_to"),
     ] = ()
     """Destinations of metrics in addition to metrics.jsonl, each written by its own process. csv writes
-    metrics.csv. tensorboard and wandb each need the extra of that name. Empty: none."""
+    metrics.csv. The others each need the extra of that name. Empty: none."""
     gpu_watch_s: Annotated[
         AtLeast0, CANNOT_MATTER, PER_MACHINE, Alias("enable_gpu_monitoring", off="0")
     ] = 5.0

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ddp_runner.features.trackers.csv_file import CsvTracker
 from ddp_runner.features.trackers.follow import Follower, Record
+from ddp_runner.features.trackers.mlflow_run import MlflowTracker
 from ddp_runner.features.trackers.tensorboard_file import TensorboardTracker
 from ddp_runner.features.trackers.wandb_run import WandbTracker
 from ddp_runner.kernel.rules.secrets import environment_secrets, without_secrets
@@ -42,6 +43,7 @@ KINDS: dict[str, Callable[[Path], Tracker]] = {
     "csv": CsvTracker,
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
 }
 
 

@@ -504,7 +504,7 @@ class Saving:
         self._progress.checkpoint = str(saved.path)
         self._progress.checkpoint_step = step
         self._runtime.logger.info(
-            f"saved {saved.path} (step {step:,}; blocked training for {waited_s:.2f} s)",
+            f"saved {saved.path} (blocked training for {waited_s:.2f} s)",
             step=step,
         )
         for note in saved.notes:

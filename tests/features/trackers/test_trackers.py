@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from datetime import datetime, timedelta, timezone
 from importlib.util import find_spec
 
@@ -16,6 +17,7 @@ import pytest
 from ddp_runner import start
 from ddp_runner.features.trackers.csv_file import CsvTracker
 from ddp_runner.features.trackers.follow import Follower
+from ddp_runner.features.trackers.mlflow_run import _link, allowed
 from ddp_runner.features.trackers.rules import Course, grouped
 from ddp_runner.features.trackers.tensorboard_file import TensorboardTracker
 from tests.processes import poll
@@ -293,7 +295,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "WANDB_MODE": "offline"},
+            env={**os.environ, "WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true"},
             start_new_session=True,
         )
 
@@ -301,8 +303,8 @@ class Process:
         self._process.kill()
         self._process.communicate()
 
-    def end(self):
-        said, _ = self._process.communicate(b"end 0\n", timeout=60)
+    def end(self, exit_code=0):
+        said, _ = self._process.communicate(f"end {exit_code}\n".encode(), timeout=60)
         assert self._process.returncode == 0, said.decode()
 
 
@@ -405,3 +407,115 @@ def test_a_tracker_that_fails_shows_no_key(tmp_path, monkeypatch):
     assert process._process.returncode == 1
     assert b"***" in said
     assert b"secret-of-forty" not in said
+
+
+def test_names_and_links_are_as_mlflow_allows_them():
+    """It refuses some characters in names; the address of a store may hold a password."""
+    assert allowed("train/acc@1") == "train/acc_1"
+    assert allowed("/../a//b.c: d-e") == "a/b.c: d-e"
+    assert len(allowed("x" * 300)) == 250
+    assert _link("http://me:pass@host:5000/", "1", "r") == "http://host:5000/#/experiments/1/runs/r"
+    assert (
+        _link("postgresql://me:pass@host/db?password=p", "1", "r") == "postgresql://host/db run r"
+    )
+    assert _link("sqlite:////tmp/mlflow.db", "1", "r") == "sqlite:////tmp/mlflow.db run r"
+
+
+needs_mlflow = pytest.mark.skipif(
+    find_spec("mlflow") is None, reason="the extra mlflow is not installed"
+)
+
+
+@pytest.fixture
+def mlflow_runs(tmp_path, monkeypatch):
+    """Return the runs in a store of this test: id -> (run, step -> figures), each point once."""
+    address = f"sqlite:///{tmp_path}/here.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    # MLflow and its packages may warn of themselves.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri=address)
+
+        def read():
+            experiment = client.get_experiment_by_name("ddp_runner")
+            found = {}
+            for run in client.search_runs([experiment.experiment_id]) if experiment else ():
+                steps = {}
+                for name in run.data.metrics:
+                    for metric in client.get_metric_history(run.info.run_id, name):
+                        figures = steps.setdefault(metric.step, {})
+                        assert name not in figures, f"{name} of step {metric.step} twice"
+                        figures[name] = metric.value
+                assert run.data.tags["ddp_runner.id"] not in found
+                found[run.data.tags["ddp_runner.id"]] = (run, steps)
+            return found
+
+        yield read
+
+
+def _as_mlflow_has_it(folder):
+    return {
+        step: {grouped(name): value for name, value in values.items()}
+        for (step, rank), values in stands(folder).items()
+        if rank == 0
+    }
+
+
+@needs_mlflow
+def test_mlflow_gets_each_point_once_though_killed(tmp_path, mlflow_runs):
+    """A new process, and a resume, continue the same MLflow run, even with the position lost."""
+    (tmp_path / "config.yaml").write_text("run: {name: first}\noptim: {learning_rate: 0.5}\n")
+    files = Files(tmp_path)
+    parts = story(files)
+    for _ in range(3):
+        next(parts)
+    position = tmp_path / ".tracker_mlflow.json"
+    first = Process("mlflow", tmp_path)
+    noted = lambda: position.exists() and "here.db run" in position.read_text()  # noqa: E731
+    poll(noted, what="its MLflow run", timeout_s=60.0)
+    first.kill()
+    before = position.read_bytes()
+    files.event("checkpoint_saved", step=12)
+    second = Process("mlflow", tmp_path)
+    poll(lambda: len(mlflow_runs()["abc"][1]) == 11, what="eleven steps", timeout_s=60.0)
+    second.kill()
+    position.write_bytes(before)  # as if it was killed before it noted what it had sent
+    Process("mlflow", tmp_path).end(75)
+    run, steps = mlflow_runs()["abc"]
+    assert (run.info.status, len(steps)) == ("KILLED", 12)
+    (tmp_path / "config.yaml").write_text("run: {name: first}\noptim: {learning_rate: 0.25}\n")
+    for _ in parts:
+        pass
+    files.event("checkpoint_saved", step=20)
+    Process("mlflow", tmp_path).end()
+    assert mlflow_runs()["abc"][1] == _as_mlflow_has_it(tmp_path)
+    resumed = mlflow_runs()["abc"][0]
+    assert list(mlflow_runs()) == ["abc"]
+    assert resumed.info.run_id == run.info.run_id
+    assert (resumed.info.status, resumed.info.run_name) == ("FINISHED", "first")
+    assert resumed.data.params == {"run.name": "first", "optim.learning_rate": "0.5"}
+
+
+@needs_mlflow
+def test_mlflow_continues_in_another_run_where_sent_points_are_undone(tmp_path, mlflow_runs):
+    """An older checkpoint was asked for: MLflow removes nothing."""
+    files = Files(tmp_path)
+    files.event("run_begins", run_id="abc", resumed_step=0)
+    files.steps(1, 6, ranks=1)
+    files.event("checkpoint_saved", step=6)
+    Process("mlflow", tmp_path).end(1)
+    files.event("run_begins", run_id="abc", resumed_step=2)
+    files.steps(3, 4, ranks=1, course=0.5)
+    files.event("checkpoint_saved", step=4)
+    Process("mlflow", tmp_path).end()
+    losses = {
+        name: (run.info.status, {step: values["train/loss"] for step, values in steps.items()})
+        for name, (run, steps) in mlflow_runs().items()
+    }
+    assert losses == {
+        "abc": ("FAILED", {step: step for step in range(1, 7)}),
+        "abc-2": ("FINISHED", {3: 3.5, 4: 4.5}),
+    }

@@ -1,0 +1,154 @@
+"""Writes each point once to a service that removes none: a point goes there once it cannot be undone.
+
+A point is sent once its step is in a checkpoint. A resume may undo even such a point: an older checkpoint is
+asked for, or the newest is damaged. Another run of the service then continues the curves, ``ID-2``.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_runner import config
+from ddp_runner.features.trackers.follow import EVENTS, Position, Record, values_of, when_s
+from ddp_runner.features.trackers.rules import Course, Lead, Settled
+from ddp_runner.kernel.system.run_files import read_small
+
+
+class AppendOnlyTracker(abc.ABC):
+    """One run of the service for a run, over repairs and resumes. Its id is the run's.
+
+    A subclass opens that run, adds to it and ends it. Nothing else differs between services.
+    """
+
+    NAME: str
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._position = Position(log_dir, self.NAME)
+        self._kept = self._position.kept
+        self._course, self._lead = Course(), Lead()
+        self._when_s: dict[int, float] = {}  # of each step that waits: when its line was written
+        self._is_open = False
+        self._is_changed = self._position.is_first
+        floor = int(self._kept.get("floor", -1))
+        self._settled = Settled(written=max(floor, self._newest_there()) if self.link else floor)
+
+    @abc.abstractmethod
+    def _newest_there(self) -> int:
+        """Return the newest step that the service has, -1 for none: a killed process may have sent less, or more."""
+
+    @abc.abstractmethod
+    def _open(self) -> str:
+        """Create the service's run, or resume it; return its link."""
+
+    @abc.abstractmethod
+    def _add(self, step: int, values: Mapping[str, float], at_s: float) -> None:
+        """Add the figures of a step to the open run."""
+
+    @abc.abstractmethod
+    def _finish(self, exit_code: int) -> None:
+        """End the open run; a resume of it may follow."""
+
+    @property
+    def link(self) -> str:
+        """The address of the service's run, or the place where it is stored."""
+        return str(self._kept.get("link", ""))
+
+    def take(self, record: Record) -> None:
+        """Take one line of the run's files."""
+        is_new = self._position.is_new(record)
+        if record.kind == EVENTS:
+            self._hear(record, is_new=is_new)
+            return
+        rank, step = int(record.fields["rank"]), int(record.fields["step"])
+        if not self._lead.is_it(rank):
+            return
+        change = self._course.take(step, values_of(record))
+        if not self._settled.take(step, change, is_new=is_new):
+            self._become(self._run_id, self._part + 1)
+        if step > self._settled.written:
+            self._when_s[step] = when_s(record)
+
+    def flush(self) -> None:
+        """Send the points that cannot be undone any more."""
+        self._send(self._settled.due())
+        self._save()
+
+    def close(self, exit_code: int) -> None:
+        """Send the rest, and end the service's run: a resume continues the same one."""
+        self._send(self._settled.rest())
+        self._save()
+        self._end(exit_code)
+
+    def _hear(self, record: Record, *, is_new: bool) -> None:
+        fields = record.fields
+        match fields.get("event"):
+            case "plan":
+                self._lead.given_up.update(fields.get("dropped", ()))
+            case "checkpoint_saved":
+                self._settled.saved(int(fields["step"]))
+            case "run_begins":
+                undone = self._course.begin(int(fields["resumed_step"]))
+                is_whole = self._settled.undo(undone, is_new=is_new)
+                self._settled.saved(int(fields["resumed_step"]))
+                if is_new and str(fields["run_id"]) != self._run_id:
+                    self._become(str(fields["run_id"]), 1)
+                elif not is_whole:
+                    self._become(self._run_id, self._part + 1)
+
+    @property
+    def _run_id(self) -> str:
+        return str(self._kept.get("run_id", ""))
+
+    @property
+    def _part(self) -> int:
+        """The number of the service's run in use, from 1."""
+        return int(self._kept.get("part", 1))
+
+    @property
+    def _id(self) -> str:
+        """The id of the service's run in use."""
+        return self._run_id if self._part == 1 else f"{self._run_id}-{self._part}"
+
+    def _become(self, run_id: str, part: int) -> None:
+        self._end(0)
+        self._kept.update(run_id=run_id, part=part, link="", floor=self._settled.written)
+        self._kept["id"] = self._id  # for checkpoints
+        self._is_changed = True
+
+    def _end(self, exit_code: int) -> None:
+        if self._is_open:
+            self._finish(exit_code)
+            self._is_open = False
+
+    def _be_open(self) -> None:
+        if not self._is_open:
+            self._kept["link"] = self._open()
+            self._is_open = self._is_changed = True
+
+    def _send(self, points: list[tuple[int, dict[str, float | None]]]) -> None:
+        for step, values in points:
+            self._be_open()
+            known = {name: value for name, value in values.items() if value is not None}
+            at_s = self._when_s.pop(step, 0.0)
+            if known:
+                self._add(step, known, at_s)
+
+    def _save(self) -> None:
+        if self._is_changed:
+            self._position.save(link=self.link)
+            self._is_changed = False
+
+    def _name(self, settings: Mapping[str, Any]) -> str:
+        """Return the name of the run, or its id."""
+        return str(settings.get("run", {}).get("name", "")) or self._run_id
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of config.yaml, which has no secrets."""
+        with contextlib.suppress(OSError, ValueError):
+            return dict(config.read_yaml(read_small(self._log_dir / "config.yaml").decode()))
+        return {}
