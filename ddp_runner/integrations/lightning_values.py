@@ -125,7 +125,7 @@ class Others:
         if id(value) in self._known or isinstance(value, (Dataset, DataLoader)):
             return True
         kinds = [] if isinstance(value, dict) else type(value).__mro__
-        return any(one.__module__.startswith("lightning.") for one in kinds)
+        return any(str(one.__module__).startswith("lightning.") for one in kinds)
 
 
 class Weights(torch.nn.Module):

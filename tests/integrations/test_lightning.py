@@ -415,7 +415,7 @@ class _Silent(Callback):
         self.calls += 1
 
 
-class _Told(_Silent):
+class _Stateful(_Silent):
     """Has one."""
 
     def state_dict(self):
@@ -428,7 +428,7 @@ class _Told(_Silent):
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_what_changes_and_is_kept_nowhere_is_named_once(alone, tmp_path):
     """Not what stays as it was, what is kept, or Lightning's own objects."""
-    fitted(_Holds(), accumulated=1, strategy=ours._InPlace(), callbacks=[_Silent(), _Told()])
+    fitted(_Holds(), accumulated=1, strategy=ours._InPlace(), callbacks=[_Silent(), _Stateful()])
     held = ["mean", "recent", "rows", "tally"]
     assert sorted(alone._state.carried) == [
         *(f"`_Holds.{name}`" for name in held),
@@ -438,7 +438,7 @@ def test_what_changes_and_is_kept_nowhere_is_named_once(alone, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_what_a_module_keeps_is_not_named(alone):
-    fitted(_Line(counts=True), accumulated=1, strategy=ours._InPlace(), callbacks=[_Told()])
+    fitted(_Line(counts=True), accumulated=1, strategy=ours._InPlace(), callbacks=[_Stateful()])
     assert alone._state.carried == []
 
 
