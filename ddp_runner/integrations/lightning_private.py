@@ -32,6 +32,7 @@ from ddp_runner.integrations.lightning_logged import CELLS, Logged
 from ddp_runner.integrations.lightning_logged import USED as USED_FOR_LOGS
 from ddp_runner.integrations.lightning_values import (
     Attributes,
+    Others,
     Progress,
     Weights,
     as_plain,
@@ -58,6 +59,7 @@ USED: dict[type[Any], tuple[str, ...]] = {
 }
 _VALIDATION, _EPOCH_END = "validation", "epoch end"  # what ranks call together between two steps
 _UNBOUNDED = 10**9  # steps
+_CURE = "make it a number, a tensor or a list or dict of them, or give the callback a state_dict()"
 # Of ModelCheckpoint, what its state_dict() or load_state_dict() leaves out.
 _OF_CHECKPOINT = (
     "_last_global_step_saved",
@@ -287,6 +289,8 @@ class Steps:
         run.keep(model=weights, optimizer=optimizer, lightning=self._progress, **schedulers)
         if self._attributes.live():
             run.keep_local(attributes=self._attributes)
+        others = Others(trainer, self._module)
+        run.watch(others.values, is_apart=others.is_apart, cure=_CURE)
         accumulated = trainer.accumulate_grad_batches
         batches = _StepBatches(fit._combined_loader, int(fit.max_batches), accumulated)  # noqa: SLF001
         total = _UNBOUNDED

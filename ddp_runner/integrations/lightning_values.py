@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback, ProgressBar
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from ddp_runner.integrations.framework_run import refuse
+from ddp_runner.values.object_graph import attributes_of
 
 _PLAIN = (type(None), bool, int, float, str, Tensor)
 
@@ -82,6 +85,49 @@ class Attributes:
             self._held = copy.deepcopy(given)
 
 
+class Others:
+    """What a module and its callbacks hold that no state of theirs has: it starts over in a replaced rank.
+
+    The attributes of the module that are not plain, those of its parts that hold torchmetrics objects, of the
+    data module, and of each callback that is the user's own and has no ``state_dict()``.
+    """
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._module = module
+        self._not_own = _of_base(module)
+        callbacks = [one for one in trainer.callbacks if _has_no_state(one)]
+        holders = [one for one in (*callbacks, trainer.datamodule) if one is not None]
+        holders += [
+            one
+            for one in module.modules()
+            if one is not module
+            and not isinstance(one, Metric)
+            and any(map(_is_metric, one.modules()))
+        ]
+        self._holders: dict[str, Any] = {}
+        for one in holders:
+            name = type(one).__name__
+            self._holders[f"{name} {len(self._holders)}" if name in self._holders else name] = one
+        optimizers = [one.scheduler for one in trainer.lr_scheduler_configs] + trainer.optimizers
+        self._known = {id(one) for one in (*module.modules(), *optimizers, *holders)}
+
+    def values(self) -> dict[str, Any]:
+        """Return them by name, as they are now."""
+        name = type(self._module).__name__
+        own = vars(self._module).items()
+        found = {f"{name}.{k}": v for k, v in own if k not in self._not_own and not _is_plain(v)}
+        for name, holder in self._holders.items():
+            found |= {f"{name}.{key}": one for key, one in attributes_of(holder).items()}
+        return found
+
+    def is_apart(self, value: Any) -> bool:
+        """Return True for what is kept elsewhere: Lightning's own objects, modules, optimizers, and data."""
+        if id(value) in self._known or isinstance(value, (Dataset, DataLoader)):
+            return True
+        kinds = [] if isinstance(value, dict) else type(value).__mro__
+        return any(str(one.__module__).startswith("lightning.") for one in kinds)
+
+
 class Weights(torch.nn.Module):
     """The weights and buffers of a module, without what else hangs on it: a LightningModule holds its whole Trainer.
 
@@ -148,6 +194,12 @@ def _put_state(metric: Metric, state: dict[str, Any]) -> None:
 def _of_base(module: Any) -> frozenset[str]:
     base = next(one for one in type(module).__mro__ if one.__module__.startswith("lightning."))
     return frozenset(vars(base()))
+
+
+def _has_no_state(callback: Any) -> bool:
+    kind = type(callback)
+    is_own = not kind.__module__.startswith("lightning.") and not isinstance(callback, ProgressBar)
+    return is_own and kind.state_dict is Callback.state_dict
 
 
 def _is_plain(value: Any) -> bool:

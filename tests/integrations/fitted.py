@@ -6,6 +6,7 @@ Under torchrun the same file trains by Lightning's own DDPStrategy.
 import json
 import os
 import sys
+from collections import deque
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -49,6 +50,7 @@ class Net(LightningModule):
         )
         self.seen = 0
         self.outputs = []
+        self.recent = deque()
         self.accuracy = MulticlassAccuracy(2)
         self.evaluated = MeanMetric()
 
@@ -61,6 +63,8 @@ class Net(LightningModule):
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.seen += len(x)
         self.outputs.append(float(loss.detach()))
+        if "unkept" in WORDS:
+            self.recent.append(batch_idx)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("own_loss", loss, on_step=False, on_epoch=True)
         harm("log", self.trainer)

@@ -8,8 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from tests.scenarios.harness import ROOT, Run, poll
 pytest.importorskip("lightning", reason="not installed: the extra lightning")
 
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import MeanMetric
 
@@ -61,7 +64,7 @@ def of_torchrun(tmp_path_factory, worker_id):
     return of
 
 
-def run_script(folder, words, **how):
+def run_script(folder, words, *, settings=(), **how):
     options = (
         "--max-restarts",
         99,
@@ -69,6 +72,7 @@ def run_script(folder, words, **how):
         "lightning.pytorch",
         "save_every_steps=9",
         *PATIENT,
+        *settings,
     )
     places = ("-l", folder / "logs", "-c", folder / "checkpoints")
     return Run(folder, *places, *options, SCRIPT, *words.split(), task=None, verb="run", **how)
@@ -153,6 +157,34 @@ def test_accumulated_steps_are_repaired_and_training_ends_early(tmp_path, of_tor
     assert not [*tmp_path.glob("harm_*")]
     assert_as_torchrun(tmp_path, of_torchrun(NEEDS))
     assert_exact(run, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_a_run_that_loses_what_is_not_kept_says_so(tmp_path):
+    """Once, with its name; the attributes that are kept are not named."""
+    plant(tmp_path, r1_s4_forward=KILL)
+    with run_script(tmp_path, "unkept") as run:
+        assert run.wait() == 0, run.console
+    assert run.console.count("`Net.recent` changes each step and is not kept") >= 1
+    summary = run.summary()
+    assert summary["exact"] is False
+    (reason,) = summary["inexact_reasons"]
+    assert "`Net.recent`" in reason
+
+
+@pytest.mark.slow
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
+def test_a_rank_that_hangs_in_validation_is_replaced(tmp_path, of_torchrun):
+    """After the time limit of an evaluation; the other rank is late too, as it waits for the sum."""
+    plant(tmp_path, r1_s5_validation="import time; time.sleep(900)")
+    settings = ("recovery.evaluation_timeout_s=20",)
+    with run_script(tmp_path, "", settings=settings) as run:
+        assert run.wait(400) == 0, run.console
+    assert_as_torchrun(tmp_path, of_torchrun(""))
+    assert_exact(run, 1)
 
 
 @pytest.mark.slow
@@ -341,6 +373,73 @@ def test_a_metric_that_training_updates_is_counted_once(alone):
     expected, found = fitted(plain, devices=1), fitted(own, strategy=ours._InPlace())
     values = [float(one.callback_metrics["counted"]) for one in (expected, found)]
     assert values[0] == values[1] > 0
+
+
+class _Tally:
+    """An object of a program's."""
+
+    def __init__(self):
+        self.rows, self.limit = [], 3
+
+
+class _Holds(_Line):
+    """Holds what no state has: some of it changes in training, and some does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.table = np.zeros(2), np.arange(3.0)
+        self.recent, self.tally = deque(maxlen=4), _Tally()
+        self.kinds, self.names = {"a", "b"}, _Tally()
+        self.rows = iter(range(99))
+        self.seen = [0]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean = self.mean + 1
+        self.recent.append(float(loss))
+        self.tally.rows.append(batch_idx)
+        self.seen.append(next(self.rows))
+        return loss
+
+
+class _Silent(Callback):
+    """Has no state_dict()."""
+
+    def __init__(self):
+        self.calls, self.every, self.trainer, self.ends = 0, 2, None, []
+
+    def setup(self, trainer, pl_module, stage):
+        self.trainer, self.module = trainer, pl_module
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.calls += 1
+
+
+class _Stateful(_Silent):
+    """Has one."""
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_what_changes_and_is_kept_nowhere_is_named_once(alone, tmp_path):
+    """Not what stays as it was, what is kept, or Lightning's own objects."""
+    fitted(_Holds(), accumulated=1, strategy=ours._InPlace(), callbacks=[_Silent(), _Stateful()])
+    held = ["mean", "recent", "rows", "tally"]
+    assert sorted(alone._state.carried) == [
+        *(f"`_Holds.{name}`" for name in held),
+        "`_Silent.calls`",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_what_a_module_keeps_is_not_named(alone):
+    fitted(_Line(counts=True), accumulated=1, strategy=ours._InPlace(), callbacks=[_Stateful()])
+    assert alone._state.carried == []
 
 
 @pytest.mark.filterwarnings("ignore")  # as above

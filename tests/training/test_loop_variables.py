@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import sys
 import textwrap
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from ddp_runner.training.own_loop.attached_run import _is_kept
-from ddp_runner.training.own_loop.loop_variables import LoopVariables
+from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
 
 STEPS = 5
 BEGIN = """\
@@ -341,3 +344,47 @@ def test_a_wrapper_of_a_kept_optimizer_is_no_variable():
     assert not _is_kept(_Wrapper(optimizer), set())
     assert not _is_kept(schedule, {id(optimizer)})
     assert not _is_kept(_Lookahead(optimizer), {id(optimizer)})
+
+
+# --- objects of a loop that nobody has written ---
+
+
+def _put(owner, value):
+    owner.x = value
+
+
+HELD = {
+    "an array that is written in place": (np.zeros(2), lambda one: one.x.__setitem__(0, 1.0)),
+    "an array that is replaced": (np.zeros(2), lambda one: _put(one, one.x + 1)),
+    "a deque": (collections.deque(), lambda one: one.x.append(1)),
+    "a counter deep in objects": (
+        SimpleNamespace(inner=[SimpleNamespace(count=0)]),
+        lambda one: setattr(one.x.inner[0], "count", 1),
+    ),
+    "a weight of a module": (
+        SimpleNamespace(average=torch.nn.Linear(1, 1)),
+        lambda one: one.x.average.weight.detach().zero_(),
+    ),
+    "an iterator": (iter(range(9)), lambda one: next(one.x)),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_held_value_that_changes_is_named_once(kind):
+    value, change = HELD[kind]
+    owner = SimpleNamespace(x=value, y=np.ones(2), z=SimpleNamespace(rows=[1, "a"]))
+    held = HeldValues(lambda: vars(owner), is_apart=lambda _: False)
+    assert held.look() == held.look() == []
+    change(owner)
+    assert held.look() == ["`x`"]
+    change(owner)
+    assert held.look() == []
+
+
+def test_what_is_apart_is_not_looked_into():
+    apart = SimpleNamespace(count=0)
+    owner = {"x": apart, "y": SimpleNamespace(back=apart)}
+    held = HeldValues(lambda: owner, is_apart=lambda value: value is apart)
+    held.look()
+    apart.count = 1
+    assert held.look() == []

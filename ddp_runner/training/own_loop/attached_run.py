@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +44,7 @@ from ddp_runner.training.own_loop.batches import (
 from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
-from ddp_runner.training.own_loop.loop_variables import LoopVariables
+from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
 from ddp_runner.training.own_loop.misuse import is_guarded, misuse, user_frame, user_line
 from ddp_runner.training.own_loop.net import AttachedModule
 from ddp_runner.training.own_loop.parts import LoopParts
@@ -55,6 +55,10 @@ from ddp_runner.training.rank_client import engine_of
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[[], Any])
 _DDP_OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb")
+_CURE = (
+    "use run.step_number, or put it into an object that run.keep() is given, or run.keep_local() if it"
+    " differs by rank"
+)
 _IS_INSTALLED = {"site-packages", "dist-packages", "ddp_runner"}
 
 
@@ -95,6 +99,7 @@ class AttachedRun:
         self._is_given = False  # a batch was given, and its step has not begun
         self._was_made = True  # the newest step, or there was none
         self._was_broken = False
+        self._watched: list[tuple[HeldValues, str]] = []
         self.left_at = ""  # the line at which the loop was left before its end
         seed_all(settings.run.seed)
 
@@ -179,6 +184,21 @@ class AttachedRun:
                 )
             KeptLocally({name: value}, option=KEEP_LOCAL)
             self._loop.local[name] = value
+
+    def watch(
+        self,
+        values: Callable[[], Mapping[str, Any]],
+        *,
+        is_apart: Callable[[Any], bool],
+        cure: str,
+    ) -> None:
+        """Have what changes of ``values()``, by name, said to be not kept. For a loop that is not yours.
+
+        It is asked between steps, now and then, and objects are looked into, except where ``is_apart(value)``.
+        ``cure`` is said with a name. Once such a value is lost, the run is not exact.
+        """
+        self._refuse_late("watch()")
+        self._watched.append((HeldValues(values, is_apart=is_apart), cure))
 
     def loader(
         self,
@@ -473,7 +493,7 @@ class AttachedRun:
     def begin_next(self) -> None:
         """Prepare the next step: changes that the loop has made since the last one become part of the state."""
         self._keep_between()
-        if self.step_number and self._variables.is_due():
+        if self.step_number and self._variables.is_due(or_if=bool(self._watched)):
             self._look_at_variables()
 
     def _keep_between(self) -> None:
@@ -492,23 +512,27 @@ class AttachedRun:
 
     def _look_at_variables(self) -> None:
         """Name the variables that the loop carries from step to step without keeping them."""
-        frame = user_frame()
-        found = [] if frame is None else self._variables.look(frame)
-        if not found:
-            return
         assert self._state is not None, "there are steps"
         assert self._parts is not None, "as above"
+        frame = user_frame()
+        self._name_carried([] if frame is None else self._variables.look(frame), _CURE)
+        for watched, cure in self._watched:
+            self._name_carried(watched.look(), cure)
+        if lost := self._state.take_carried():
+            report_lost_names(self._parts, lost)
+
+    def _name_carried(self, names: list[str], cure: str) -> None:
+        assert self._state is not None, "there are steps"
+        found = [one for one in names if one not in self._state.carried]
         self._state.note_carried(found)
-        if self.is_first:
+        if found and self.is_first:
             shown, change, be = ", ".join(found), "changes", "is"
             if len(found) > 1:
                 shown, change, be = f"{', '.join(found[:-1])} and {found[-1]}", "change", "are"
             self._runtime.logger.warning(
-                f"{shown} {change} each step and {be} not kept: use run.step_number, or put it into an object that"
-                " run.keep() is given, or run.keep_local() if it differs by rank. A run that is repaired or resumed is not exact otherwise"
+                f"{shown} {change} each step and {be} not kept: {cure}."
+                " A run that is repaired or resumed is not exact otherwise"
             )
-        if lost := self._state.take_carried():
-            report_lost_names(self._parts, lost)
 
     def _kept_ids(self) -> set[int]:
         """Return the ids that are no variables of the loop: the run's own objects, and kept ones with their parts."""

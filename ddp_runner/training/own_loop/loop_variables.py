@@ -12,20 +12,23 @@ import linecache
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_runner.training.exactness.traces import Trace
 from ddp_runner.training.exactness.values import kept_of
 from ddp_runner.training.own_loop.carried_names import Carried, Resolved, carried_names, loop_at
 from ddp_runner.training.own_loop.misuse import is_users
+from ddp_runner.values.object_graph import Closed, Reach, Walk, attributes_of, state_in
 
 _LOOKS_IN_A_ROW = 4  # then at every power of two: what changes now and then shows too
 _BYTES_MAX = 1 << 20  # of arrays that are compared whole
 _ENTRIES_MAX = 10_000
+_OBJECTS_MAX = 1_000  # in the values of one name
 _NOTHING = object()
 _Look = Callable[[Any], bool]  # whether a value is the one that was looked at, unchanged
 
@@ -41,12 +44,15 @@ class LoopVariables:
         self._looks: dict[str, _Look] = {}
         self._file = ""
 
-    def is_due(self) -> bool:
-        """Return True if :meth:`look` must be called now; to be asked once between two steps."""
+    def is_due(self, *, or_if: bool = False) -> bool:
+        """Return True if :meth:`look` must be called now; to be asked once between two steps.
+
+        ``or_if``: others are to be looked at as well.
+        """
         self._boundaries += 1
         count = self._boundaries
         is_due = count <= _LOOKS_IN_A_ROW or not count & (count - 1)
-        return is_due and (self._candidates is None or bool(self._candidates))
+        return is_due and (self._candidates is None or bool(self._candidates) or or_if)
 
     def look(self, frame: FrameType) -> list[str]:
         """The variables of the loop in ``frame`` that have changed since the last look, with their places."""
@@ -120,12 +126,7 @@ class LoopVariables:
             return _same(value)
         if isinstance(value, nn.Module):
             return self._modules_look(value)
-        if isinstance(value, np.ndarray) and value.nbytes > _BYTES_MAX:
-            return _sampled(value)
-        if isinstance(value, (list, tuple, dict, set)) and _entries(value) > _ENTRIES_MAX:
-            size = len(value)
-            return lambda now: now is value and len(value) == size
-        return kept_of(value, with_contents=False, skipped=self._is_kept).is_in
+        return _whole(value, skipped=self._is_kept)
 
     def _modules_look(self, module: nn.Module) -> _Look:
         """Return a comparison by torch's change counters; kept tensors, as in a compiled module, do not count."""
@@ -141,6 +142,65 @@ class LoopVariables:
         """Return True if ``value`` is no variable."""
         kinds = (ModuleType, type, FunctionType, MethodType, DataLoader, Dataset)
         return isinstance(value, kinds) or inspect.isbuiltin(value) or self._is_kept(value)
+
+
+class HeldValues:
+    """The values that the objects of a loop hold which nobody has written: ``values`` gives them by name, as they are now.
+
+    Objects in them are looked into, except those that ``is_apart`` is true of.
+    """
+
+    def __init__(
+        self, values: Callable[[], Mapping[str, Any]], *, is_apart: Callable[[Any], bool]
+    ) -> None:
+        self._values = values
+        self._is_apart = is_apart
+        self._looks: dict[str, dict[str, _Look]] = {}  # of a name, by the path of each part
+        self._found: set[str] = set()
+
+    def look(self) -> list[str]:
+        """Return the names whose values, or parts of them, have changed since the last look; each once."""
+        found = []
+        for name, value in self._values().items():
+            if name in self._found or self._is_apart(value):
+                continue
+            before, parts = self._looks.get(name, {}), dict(self._parts(value))
+            if any(path in before and not before[path](one) for path, one in parts.items()):
+                found.append(f"`{name}`")
+                self._found.add(name)
+                self._looks.pop(name)
+            else:
+                self._looks[name] = {path: self._look_of(one) for path, one in parts.items()}
+        return found
+
+    def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """Yield ``value`` and what its objects hold, by path; one that is not looked into as :class:`Closed`."""
+        walk = Walk(inside=self._inside, objects_max=_OBJECTS_MAX)
+        for path, at, reach in walk.over([("", SimpleNamespace(value=value))]):
+            if reach is Reach.ENTERED:
+                held = attributes_of(at)
+                if isinstance(at, nn.Module):
+                    held |= {**at._parameters, **at._buffers}  # noqa: SLF001 - without a call of the program's code
+                for key, one in held.items():
+                    yield f"{path}.{key}", one
+            else:
+                yield path, at if isinstance(at, Closed) else Closed(at)
+
+    def _inside(self, path: str, at: Any) -> list[tuple[str, Any]] | None:
+        inner = state_in(path, at)
+        if inner is None:
+            return None
+        return [
+            (where, one)
+            for where, one in inner
+            if not isinstance(one, (type, FunctionType)) and not self._is_apart(one)
+        ]
+
+    def _look_of(self, value: Any) -> _Look:
+        if isinstance(value, Closed):
+            trace = Trace(value.value)
+            return lambda now: isinstance(now, Closed) and trace.is_of(now.value, whole=True)
+        return _whole(value, skipped=self._is_apart)
 
 
 class _Names:
@@ -197,6 +257,15 @@ def _attribute(value: Any, name: str) -> Any:
 
 def _same(value: Any) -> _Look:
     return lambda now: now is value
+
+
+def _whole(value: Any, *, skipped: Callable[[Any], bool]) -> _Look:
+    if isinstance(value, np.ndarray) and value.nbytes > _BYTES_MAX:
+        return _sampled(value)
+    if isinstance(value, (list, tuple, dict, set)) and _entries(value) > _ENTRIES_MAX:
+        size = len(value)
+        return lambda now: now is value and len(value) == size
+    return kept_of(value, with_contents=False, skipped=skipped).is_in
 
 
 def _sampled(value: np.ndarray[Any, Any]) -> _Look:
