@@ -574,10 +574,8 @@ class _FollowerLoop:
         if self.succession is None:
             return
         loses_memory = self._follower is not None and self._follower.loses_memory
-        line = self.succession.formed(
-            term, shares_folder=node.shares_checkpoints, loses_memory=loses_memory
-        )
-        if line:
+        shares = node.shares_checkpoints
+        if line := self.succession.formed(term, shares_folder=shares, loses_memory=loses_memory):
             self._say(line)
 
     def _reap(self, follower: Follower) -> None:

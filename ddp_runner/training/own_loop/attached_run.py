@@ -319,7 +319,6 @@ class AttachedRun:
         Use it in a loop that calls :meth:`together`: a replaced rank then knows whether the others are in such a call.
         Call it once, after :meth:`steps`. Raises BadInputError before :meth:`steps`.
         """
-        self._check_between()
         self._between(lambda: None)
 
     def together(self, function: Callable[[], _Result]) -> _Result:
@@ -329,8 +328,6 @@ class AttachedRun:
         again, with the kept objects as of the start of this call. ``function`` must not change weights. A replaced rank
         must make the same call before its first batch: see :meth:`join`. Raises BadInputError before :meth:`steps`.
         """
-        self._check_between()
-        self._keep_between()
 
         def called() -> _Result:
             assert self._state is not None, "there are steps"
@@ -344,14 +341,10 @@ class AttachedRun:
 
         return self._between(called)
 
-    def _check_between(self) -> None:
-        if self._engine is None:
-            raise misuse("run.join() and run.together() come after run.steps()")
-        if self._engine.has_ended:
-            raise misuse("run.together() comes before the loop has ended: see run.has_ended")
-
     def _between(self, function: Callable[[], _Result]) -> _Result:
-        assert self._engine is not None, "as checked"
+        if self._engine is None or self._engine.has_ended:
+            raise misuse("run.join() and run.together() come after run.steps(), before its end")
+        self._keep_between()
         self._loop.calls_together = self._loop.is_between = True
         try:
             with self.ending():
