@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from ddp_runner import config
 from ddp_runner.features.trackers.follow import EVENTS, Position, Record, values_of, when_s
 from ddp_runner.features.trackers.rules import Course, Lead, Settled
 from ddp_runner.kernel.system.run_files import read_small
+
+Point = tuple[int, Mapping[str, float], float]  # step, figures, when in seconds since 1970
 
 
 class AppendOnlyTracker(abc.ABC):
@@ -46,8 +48,8 @@ class AppendOnlyTracker(abc.ABC):
         """Create the service's run, or resume it; return its link."""
 
     @abc.abstractmethod
-    def _add(self, step: int, values: Mapping[str, float], at_s: float) -> None:
-        """Add the figures of a step to the open run."""
+    def _add(self, points: Sequence[Point]) -> None:
+        """Add the figures of these steps to the open run, in their order."""
 
     @abc.abstractmethod
     def _finish(self, exit_code: int) -> None:
@@ -131,12 +133,14 @@ class AppendOnlyTracker(abc.ABC):
             self._is_open = self._is_changed = True
 
     def _send(self, points: list[tuple[int, dict[str, float | None]]]) -> None:
-        for step, values in points:
-            self._be_open()
-            known = {name: value for name, value in values.items() if value is not None}
-            at_s = self._when_s.pop(step, 0.0)
-            if known:
-                self._add(step, known, at_s)
+        if not points:
+            return
+        self._be_open()
+        known = [
+            (step, {k: v for k, v in values.items() if v is not None}, self._when_s.pop(step, 0.0))
+            for step, values in points
+        ]
+        self._add([point for point in known if point[1]])
 
     def _save(self) -> None:
         if self._is_changed:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.features.trackers.append_only import AppendOnlyTracker
+from ddp_runner.features.trackers.append_only import AppendOnlyTracker, Point
 from ddp_runner.features.trackers.rules import grouped
 from ddp_runner.kernel.rules.exits import ExitCode
 
@@ -79,13 +79,23 @@ class MlflowTracker(AppendOnlyTracker):
         while some := list(islice(new, _PARAMETERS_MAX)):
             self._client.log_batch(self._mlflow_id, params=[entities.Param(*one) for one in some])
 
-    def _add(self, step: int, values: Mapping[str, float], at_s: float) -> None:
-        # One request for a step: its figures arrive together, or not at all. Only more than 1,000 take several.
+    def _add(self, points: Sequence[Point]) -> None:
+        # The figures of a step are in one request: they arrive together, or not at all.
         entities = import_module("mlflow.entities")
-        metrics = [
-            entities.Metric(allowed(grouped(name)), value, int(at_s * 1000), step)
-            for name, value in values.items()
-        ]
+        request: list[Any] = []
+        for step, values, at_s in points:
+            metrics = [
+                entities.Metric(allowed(grouped(name)), value, int(at_s * 1000), step)
+                for name, value in values.items()
+            ]
+            if len(request) + len(metrics) > _METRICS_MAX:
+                self._request(request)
+                request = []
+            request += metrics
+        self._request(request)
+
+    def _request(self, metrics: Sequence[Any]) -> None:
+        """Send metrics; only a step with more of them than one request may have takes several."""
         for begin in range(0, len(metrics), _METRICS_MAX):
             self._client.log_batch(self._mlflow_id, metrics=metrics[begin : begin + _METRICS_MAX])
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.features.trackers.append_only import AppendOnlyTracker
+from ddp_runner.features.trackers.append_only import AppendOnlyTracker, Point
 
 _BLOCK_BYTES, _HEAD_BYTES = (
     32 * 1024,
@@ -45,9 +45,9 @@ class WandbTracker(AppendOnlyTracker):
         self._kept["is_offline"] = bool(self._run.offline)
         return str(self._run.url or Path(self._run.dir).parent)
 
-    def _add(self, step: int, values: Mapping[str, float], at_s: float) -> None:
-        del at_s
-        self._run.log(dict(values), step=step, commit=True)
+    def _add(self, points: Sequence[Point]) -> None:
+        for step, values, _ in points:
+            self._run.log(dict(values), step=step, commit=True)
 
     def _finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
