@@ -15,6 +15,7 @@ import json, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
 print(json.dumps([sys.argv[1:], dist.get_world_size()]), flush=True)
+dist.barrier()  # without it a rank may be gone while gloo still connects the other one
 dist.destroy_process_group()
 """
 TINY = {
