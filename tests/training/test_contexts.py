@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_runner import Datasets, DDPTrainer
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.training.task import takes_context
+from ddp_runner.training.task import LossInContext
 from tests.training.test_build import build
 
 SAMPLES, BATCH = 24, 4
@@ -83,17 +83,23 @@ def test_a_resumed_run_counts_its_steps_on():
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        (lambda model, batch: None, False),
-        (lambda model, batch, context: None, True),
-        (lambda model, batch, where: None, True),
-        (lambda model, batch, context=None: None, True),
-        (lambda model, batch, scale=2.0: None, False),
-        (lambda model, batch, *others: None, False),
+        (lambda model, batch: None, None),
+        (lambda model, batch, context: context, "it"),
+        (lambda model, batch, where: where, "it"),
+        (lambda model, batch, where, /: where, "it"),
+        (lambda model, batch, context=None: context, "it"),
+        (lambda model, batch, *, context: context, "it"),
+        (lambda model, batch, weight=None, context=None: context, "it"),
+        (lambda model, batch, scale=None: scale, None),
+        (lambda model, batch, *others: others or None, None),
+        (lambda model, batch, **others: others or None, None),
     ],
 )
 def test_only_a_loss_that_takes_a_context_is_given_one(loss, expected):
     """A third argument with a default may mean something else."""
-    assert takes_context(loss) is expected
+    called = LossInContext(loss)
+    assert called(None, None, "it") == expected
+    assert called.takes_context is (expected is not None)
 
 
 class Hooked(Task):
