@@ -311,9 +311,9 @@ class EndsEpochs(Protocol):
     def on_epoch_end(self, context: EpochContext) -> None:
         """Look at the model after an epoch and its evaluation, before its checkpoint; every rank calls it.
 
-        Called at least once for each complete epoch: again if a rank is lost at that moment. Gradients are off. It may
-        write files; attributes of the task and buffers of the model that it changes are put back, with a warning.
-        Exceptions are those of a step.
+        Called at least once for each complete epoch: again if a rank is lost at that moment. Gradients are off, the
+        model is in eval mode. It may write files; attributes of the task and buffers of the model that it changes
+        are put back, with a warning. Changed parameters are an error. Exceptions are those of a step.
         """
         ...
 
