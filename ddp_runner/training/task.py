@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Loss = Tensor | Weighted | tuple[Tensor | Weighted, Mapping[str, Tensor | float]]
 _NO_LOADER = "batches are made here, of -b samples, by Datasets(collate=...)"
+_TEST = "test"
 Batch = Any  # whatever the dataset's samples collate to: a tensor, tuple or mapping of tensors
 
 
@@ -83,7 +84,7 @@ class Datasets:
     @property
     def test_sets(self) -> dict[str, Dataset[Any]]:
         """The test data by name: ``test``, if there is some."""
-        return {} if self.test is None else {"test": self.test}
+        return {} if self.test is None else {_TEST: self.test}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,10 +392,20 @@ def checked_datasets(given: object, *, task: str) -> Datasets:
                 f"build_datasets() returned a DataLoader as {name}; give its dataset: {_NO_LOADER}"
             )
             raise BadInputError("--task", task, what)
+    _refuse_second_test(given, task)
     if found["train"] is None:
         what = "build_datasets() returned None as train; give a dataset: Datasets(train=my_dataset)"
         raise BadInputError("--task", task, what)
     return given
+
+
+def _refuse_second_test(given: Datasets, task: str) -> None:
+    if given.test is not None and _TEST in given.validation_sets:
+        what = (
+            f"build_datasets() returned validation data called {_TEST!r} beside test data, whose figures have"
+            " that name: give the validation data another one"
+        )
+        raise BadInputError("--task", task, what)
 
 
 def checked_model(given: object, *, task: str) -> nn.Module:
