@@ -32,7 +32,10 @@ def chosen(catalog: Catalog, which: str) -> Entry:
         found = [] if best is None else [best]
         what = f"{catalog.directory} holds no checkpoint with a metric to choose the best by"
     else:
-        resolved = catalog.resolve("last" if which == "auto" else which)
+        try:
+            resolved = catalog.resolve("last" if which == "auto" else which)
+        except BadInputError as error:  # which is about --resume
+            raise BadInputError(which, "", error.expected) from error
         found = [entry for entry in resolved if entry.problem is None] or resolved
         what = f"{catalog.directory} holds no checkpoint"
     if not found:

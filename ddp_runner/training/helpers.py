@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,8 +11,11 @@ import torch
 from torch import nn
 
 from ddp_runner.kernel.values.generators import device_generators, generators_kept
+from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import EpochContext, NamesLoss, ReportsSample, Task
+
+_SHOWN_MAX = 4
 
 
 class Helpers:
@@ -73,7 +77,10 @@ def call_hook(
     *,
     warn: Callable[[str], None],
 ) -> None:
-    """Call the hook if the task has it, and put back what it changes: a rank may call it again after a repair."""
+    """Call the hook if the task has it, and put back what it changes: a rank may call it again after a repair.
+
+    Its model is in eval mode, as a sample of it is. Raises RuntimeError where it changes what an update does.
+    """
     hook = getattr(task, name, None)
     if not callable(hook):
         return
@@ -83,9 +90,17 @@ def call_hook(
     was_training = state.model.training
     state.side.look()
     held = state.side.hold()
+    before = _updated(state)
+    # Also for layers that reach other ranks in training mode, where one rank alone may call the model.
+    state.model.eval()
     with torch.no_grad(), generators_kept(also=device_generators()):
         hook(context)
     state.model.train(was_training)
+    if wrong := _differing(before, _updated(state)):
+        raise RuntimeError(
+            f"{name}() changed {', '.join(wrong)}: a hook may be called twice after a repair, so it must leave"
+            " parameters and the optimizer as they are. Change a copy of the model, or restore what it changes"
+        )
     changed = state.side.follow_changed_since(held)
     state.drop_evaluation()
     if changed:
@@ -93,6 +108,33 @@ def call_hook(
             f"{name}() changed {', '.join(changed)}, which was rolled back, since a repair may call a hook twice."
             " Compute such a value from context.epoch in loss(), or write it to a file"
         )
+
+
+def _updated(state: TrainState) -> dict[str, object]:
+    """Return what an update reads and writes, each under words for people: hashes, flags and options."""
+    parameters = dict(state.named_parameters())
+    found: dict[str, object] = {
+        f"parameter {name}": value for name, value in state_hashes(parameters).items()
+    }
+    for name, one in parameters.items():
+        found[f"requires_grad of {name}"] = (id(one), one.requires_grad)
+    for number, group in enumerate(state.optimizer.param_groups):
+        for key, value in group.items():
+            of_group = f"{key} of the optimizer's group {number}"
+            found[of_group] = [*map(id, value)] if key == "params" else _kept(value)
+    return found
+
+
+def _kept(option: object) -> object:
+    return option.tolist() if isinstance(option, torch.Tensor) else copy.deepcopy(option)
+
+
+def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """Return the first few names that are new, gone or of other values."""
+    nothing = object()
+    names = dict.fromkeys([*before, *after])
+    found = [one for one in names if before.get(one, nothing) != after.get(one, nothing)]
+    return found if len(found) <= _SHOWN_MAX else [*found[:_SHOWN_MAX], "..."]
 
 
 def _named(value: object) -> str:

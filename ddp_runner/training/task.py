@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Loss = Tensor | Weighted | tuple[Tensor | Weighted, Mapping[str, Tensor | float]]
 _NO_LOADER = "batches are made here, of -b samples, by Datasets(collate=...)"
+_TEST = "test"
 Batch = Any  # whatever the dataset's samples collate to: a tensor, tuple or mapping of tensors
 
 
@@ -83,7 +84,7 @@ class Datasets:
     @property
     def test_sets(self) -> dict[str, Dataset[Any]]:
         """The test data by name: ``test``, if there is some."""
-        return {} if self.test is None else {"test": self.test}
+        return {} if self.test is None else {_TEST: self.test}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +157,7 @@ class TaskLoss:
 
     def __init__(self, task: Task, length: RunLength | None = None) -> None:
         """``length``: of the run; without it the context is that of an evaluation before the first step."""
-        self._loss: Callable[..., Loss] = task.loss
-        self._takes_context = takes_context(task.loss)
+        self._loss = LossInContext(task.loss)
         self._length = length
         self._context = StepContext(step=0, epoch=0, total_steps=0, is_training=False)
         if length is not None:
@@ -165,13 +165,11 @@ class TaskLoss:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """Return the loss of ``batch`` at the step of the last :meth:`turn_to`."""
-        if self._takes_context:
-            return self._loss(model, batch, self._context)
-        return self._loss(model, batch)
+        return self._loss(model, batch, self._context)
 
     def turn_to(self, step: int, *, is_training: bool) -> None:
         """Have the next losses be those of ``step``, or of an evaluation once ``step`` steps are made."""
-        if not self._takes_context or self._length is None:
+        if not self._loss.takes_context or self._length is None:
             return
         length = self._length
         shown = step if is_training else max(length.first_step, step - 1)
@@ -183,21 +181,40 @@ class TaskLoss:
         )
 
 
-def takes_context(loss: Callable[..., Any]) -> bool:
-    """Return True if ``loss`` has a parameter ``context``, or a third one without a default."""
+class LossInContext:
+    """Calls a loss with model, batch and, if it takes one, the context: by name, or as a third argument."""
+
+    def __init__(self, loss: Callable[..., Loss]) -> None:
+        self._loss = loss
+        self._is_named, self._is_third = _takes(loss)
+
+    @property
+    def takes_context(self) -> bool:
+        """True if the loss has a parameter ``context``, or a third one without a default."""
+        return self._is_named or self._is_third
+
+    def __call__(self, model: nn.Module, batch: Batch, context: StepContext | None) -> Loss:
+        """Return what the loss returns."""
+        if self._is_named:
+            return self._loss(model, batch, context=context)
+        if self._is_third:
+            return self._loss(model, batch, context)
+        return self._loss(model, batch)
+
+
+def _takes(loss: Callable[..., Any]) -> tuple[bool, bool]:
+    """Return whether ``loss`` has a parameter ``context`` that can be named, and whether its third is one."""
     try:
         parameters = [*inspect.signature(loss).parameters.values()]
     except (TypeError, ValueError):
-        return False
-    positional = [
-        one
-        for one in parameters
-        if one.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(positional) < 3:
-        return False
-    third = positional[2]
-    return third.name == "context" or third.default is inspect.Parameter.empty
+        return False, False
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    is_named = any(one.name == "context" and one.kind in names for one in parameters)
+    third = [one for one in parameters if one.kind in places][2:3]
+    return is_named, any(
+        one.name == "context" or one.default is inspect.Parameter.empty for one in third
+    )
 
 
 @runtime_checkable
@@ -295,9 +312,9 @@ class EndsEpochs(Protocol):
     def on_epoch_end(self, context: EpochContext) -> None:
         """Inspect the model after an epoch and its evaluation, and before its checkpoint. Every rank calls it.
 
-        If a rank is lost during the call, all ranks call it again. Gradients are off. The hook may write files. Changes
-        to attributes of the task and buffers of the model are rolled back, with a warning. An exception is handled like
-        one in a step.
+        If a rank is lost during the call, all ranks call it again. Gradients are off, and the model is in eval mode. The
+        hook may write files. Changes to attributes of the task and buffers of the model are rolled back, with a
+        warning. Changed parameters are an error. An exception is handled like one in a step.
         """
         ...
 
@@ -375,10 +392,20 @@ def checked_datasets(given: object, *, task: str) -> Datasets:
                 f"build_datasets() returned a DataLoader as {name}; give its dataset: {_NO_LOADER}"
             )
             raise BadInputError("--task", task, what)
+    _refuse_second_test(given, task)
     if found["train"] is None:
         what = "build_datasets() returned None as train; give a dataset: Datasets(train=my_dataset)"
         raise BadInputError("--task", task, what)
     return given
+
+
+def _refuse_second_test(given: Datasets, task: str) -> None:
+    if given.test is not None and _TEST in given.validation_sets:
+        what = (
+            f"build_datasets() returned validation data called {_TEST!r} beside test data, whose figures have"
+            " that name: give the validation data another one"
+        )
+        raise BadInputError("--task", task, what)
 
 
 def checked_model(given: object, *, task: str) -> nn.Module:

@@ -64,6 +64,7 @@ _UNUSED = {
     "on_validation_end": _EVALUATION_END,
     "validation_epoch_end": _EVALUATION_END,
 }
+_HOOKS_OF_CONTEXT = ("on_epoch_end", "on_evaluation_end")
 _ALIKE = 0.85  # of letters, for a slip of the finger
 
 
@@ -80,12 +81,30 @@ def unused_methods(task: object) -> tuple[str, ...]:
 
 
 def refuse_uncalled(task: object, spec: str) -> None:
-    """Raise BadInputError for a method that another trainer would call, or whose name is a slip of a hook's."""
+    """Raise BadInputError for a method that another trainer would call, a slip of a hook's name or an unfit hook."""
     kind = type(task)
     found = [] if isinstance(task, nn.Module) else list(_uncalled(kind, _REFUSED))
     found += _uncalled(kind, {name: f"did you mean {hook}?" for name, hook in slips(kind)})
     for name, instead in found:
         raise BadInputError("--task", spec, f"{kind.__name__}.{name} is not used: {instead}")
+    for name in _HOOKS_OF_CONTEXT:
+        if not _takes_one(getattr(task, name, None)):
+            raise BadInputError("--task", spec, f"{kind.__name__}.{name} must take (context)")
+
+
+def _takes_one(hook: object) -> bool:
+    """Return False for what would be called with one argument and cannot be."""
+    if not callable(hook):
+        return True  # it is not called
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return True  # of a built-in function nobody knows
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def slips(kind: type) -> list[tuple[str, str]]:

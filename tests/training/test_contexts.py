@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddp_runner import Datasets, DDPTrainer
+from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.training.task import takes_context
+from ddp_runner.training.helpers import call_hook
+from ddp_runner.training.task import EpochContext, LossInContext
+from ddp_runner.training.workload import start_fresh
 from tests.training.test_build import build
 
 SAMPLES, BATCH = 24, 4
@@ -83,17 +87,23 @@ def test_a_resumed_run_counts_its_steps_on():
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        (lambda model, batch: None, False),
-        (lambda model, batch, context: None, True),
-        (lambda model, batch, where: None, True),
-        (lambda model, batch, context=None: None, True),
-        (lambda model, batch, scale=2.0: None, False),
-        (lambda model, batch, *others: None, False),
+        (lambda model, batch: None, None),
+        (lambda model, batch, context: context, "it"),
+        (lambda model, batch, where: where, "it"),
+        (lambda model, batch, where, /: where, "it"),
+        (lambda model, batch, context=None: context, "it"),
+        (lambda model, batch, *, context: context, "it"),
+        (lambda model, batch, weight=None, context=None: context, "it"),
+        (lambda model, batch, scale=None: scale, None),
+        (lambda model, batch, *others: others or None, None),
+        (lambda model, batch, **others: others or None, None),
     ],
 )
 def test_only_a_loss_that_takes_a_context_is_given_one(loss, expected):
     """A third argument with a default may mean something else."""
-    assert takes_context(loss) is expected
+    called = LossInContext(loss)
+    assert called(None, None, "it") == expected
+    assert called.takes_context is (expected is not None)
 
 
 class Hooked(Task):
@@ -150,6 +160,83 @@ def test_changes_by_a_hook_are_put_back(tmp_path):
         on_epoch_end = None
 
     assert trained(Calm, name="calm").weights_sha256 == meddled.weights_sha256
+
+
+class Changing:
+    """A task whose hook does what it is made with."""
+
+    def __init__(self, hook):
+        self.on_epoch_end = hook
+
+
+def called(hook, state):
+    """What a call of the hook warns of."""
+    warnings = []
+    where = {"epoch": 0, "step": 1, "total_steps": 2, "rank": 0, "world_size": 1, "metrics": {}}
+    context = EpochContext(**where, model=state.model)
+    call_hook(Changing(hook), "on_epoch_end", context, state, warn=warnings.append)
+    return warnings
+
+
+@pytest.fixture
+def state():
+    _, found = build(optimizer="sgd")
+    start_fresh(Settings(), found)
+    return found
+
+
+def update(model):
+    """By an optimizer of its own."""
+    with torch.enable_grad():
+        sum(one.sum() for one in model.parameters()).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def first(model):
+    return next(iter(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model, _: first(model).clamp_(-1e-3, 1e-3), "parameter 0.weight"),
+        (lambda model, _: first(model).data.mul_(0.5), "parameter 0.weight"),
+        (lambda model, _: update(model), "parameter 0.weight"),
+        (lambda model, _: model.requires_grad_(False), "requires_grad of 0.weight"),
+        (
+            lambda _, optimizer: optimizer.param_groups[0].update(momentum=0.5),
+            "momentum of the optimizer's group 0",
+        ),
+        (
+            lambda _, optimizer: optimizer.param_groups[0]["params"].pop(),
+            "params of the optimizer's group 0",
+        ),
+    ],
+)
+def test_a_hook_that_changes_what_an_update_does_is_an_error(state, change, named):
+    """It would be done twice by some ranks."""
+    with pytest.raises(RuntimeError, match=named):
+        called(lambda context: change(context.model, state.optimizer), state)
+
+
+def test_a_hook_that_restores_what_it_changes_is_none(state):
+    """As one that looks at averaged weights."""
+
+    def look(context):
+        weights = copy.deepcopy(context.model.state_dict())
+        first(context.model).mul_(0.5)
+        context.model.load_state_dict(weights)
+
+    assert called(look, state) == []
+
+
+def test_a_hook_has_the_model_in_eval_mode(state):
+    """A layer for all ranks' figures would wait for ranks that call no model."""
+    state.model.train()
+    modes = []
+    called(lambda context: modes.append(context.model.training), state)
+    assert modes == [False]
+    assert state.model.training
 
 
 class Raising(Task):

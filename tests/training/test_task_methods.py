@@ -52,6 +52,19 @@ def test_a_slip_in_the_name_of_a_hook_ends_the_start(tmp_path, method, hook):
     assert message.endswith(f"is not used: did you mean {hook}?")
 
 
+@pytest.mark.parametrize("name", ["on_epoch_end", "on_evaluation_end"])
+@pytest.mark.parametrize("arguments", ["self", "self, context, more", "self, *, context"])
+def test_a_hook_that_takes_no_context_ends_the_start(tmp_path, name, arguments):
+    """Not the run, after its first epoch."""
+    message = refused(tmp_path, f"def {name}({arguments}): pass")
+    assert message.endswith(f"Vis.{name} must take (context)")
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_end = None", "def on_epoch_end(self, *given): pass"])
+def test_a_hook_that_can_be_called_or_is_none_is_no_news(tmp_path, hook):
+    assert unused_methods(task_of(tmp_path, hook)) == ()
+
+
 @pytest.mark.parametrize("named", ["", ":Vis"])
 def test_a_slip_in_a_method_that_must_be_there_is_named(tmp_path, named):
     """Beside what is missing."""

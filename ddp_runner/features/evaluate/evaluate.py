@@ -17,6 +17,8 @@ from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, NAME, Arguments, SmallC
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.runs import checkpoint_dir_of
 from ddp_runner.config.compose import resolve
+from ddp_runner.config.identity import GLOBAL_BATCH
+from ddp_runner.core.run_stages import StageOfFile
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import HIDDEN
@@ -45,6 +47,29 @@ _MODULE = "ddp_runner.features.evaluate.over_data"  # by name: it needs torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a run's steps depended on and this process has otherwise. ``batch``: of a step, 0 where nobody knows."""
+
+    ranks: int = 1
+    batch: int = 0
+    first_step: int = 0  # of the stage
+
+    @classmethod
+    def of(cls, entry: Entry) -> Trained:
+        """Read it from a manifest."""
+        manifest = entry.manifest
+        if manifest is None:
+            return cls()
+        stage = StageOfFile.from_about(manifest.about)
+        ranks, batch = manifest.recipe.get("ranks"), manifest.meaning.get(GLOBAL_BATCH)
+        return cls(
+            ranks=ranks if isinstance(ranks, int) else 1,
+            batch=batch if isinstance(batch, int) else 0,
+            first_step=0 if stage is None else stage.first_step,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """The checkpoint to use and the settings of its run. ``data``: the name of the one data set, or empty for all."""
 
@@ -52,6 +77,7 @@ class Asked:
     step: int
     settings: Settings
     is_average: bool
+    trained: Trained
     data: str = ""
 
     @classmethod
@@ -61,10 +87,10 @@ class Asked:
         ``whole``: all samples of a data set are wanted, also where the run evaluates a part.
         """
         words = list(arguments.words)
-        is_named = bool(words) and not words[0].startswith("-") and "=" not in words[0]
-        which = words.pop(0) if is_named else "last"
+        which = words.pop(0) if words and _is_checkpoint(words[0]) else "last"
         catalog = Catalog(checkpoint_dir_of(arguments) if _needs_folder(which) else Path())
         entry = chosen(catalog, which)
+        _refuse_of_loop(entry)
         if (problem := Catalog(entry.path.parent).verify(entry)) is not None:
             raise BadInputError(str(entry.path), "", f"cannot be trusted: {problem}")
         settings = _settings(entry, words, whole=whole)
@@ -75,10 +101,25 @@ class Asked:
         return cls(
             path=entry.path,
             step=entry.step,
+            trained=Trained.of(entry),
             settings=replace(settings, run=replace(settings.run, init_from=written)),
             is_average=is_average,
             data=arguments.values.get(ON.long, ""),
         )
+
+
+def _is_checkpoint(word: str) -> bool:
+    """Return True for what is no option and no setting: a path may have a ``=`` as well."""
+    name, equals, _ = word.partition("=")
+    return not word.startswith("-") and (not equals or "/" in name or Path(word).is_file())
+
+
+def _refuse_of_loop(entry: Entry) -> None:
+    """Raise BadInputError for a checkpoint of a loop of the user's own."""
+    meaning = {} if entry.manifest is None else entry.manifest.meaning
+    if meaning and "run.task" not in meaning:
+        what = "is of a program's own loop, which has no task: only that program can use it"
+        raise BadInputError(str(entry.path), "", what)
 
 
 def _needs_folder(which: str) -> bool:
@@ -106,6 +147,11 @@ def _settings(entry: Entry, words: list[str], *, whole: bool) -> Settings:
         settings = resolve(
             files=(file, *parsed.files), environment=os.environ, command_line=parsed.assignments
         ).settings
+    if whole and settings.data.on_bad_sample == "substitute":
+        if any("on_bad_sample" in word for word in words):
+            what = "gives a sample the output of another one: predict cannot use it"
+            raise BadInputError("data.on_bad_sample", "substitute", what)
+        settings = replace(settings, data=replace(settings.data, on_bad_sample="stop"))
     for name, value in settings.task.items():
         if HIDDEN in str(value):
             what = "is a secret, and checkpoints hold no secrets: give it again"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ddp_runner.cli.command import show
 from ddp_runner.core.monitor import ALONE, LOSS
+from ddp_runner.core.step_schedule import RunLength, run_length
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.replica.loss import read_loss
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -36,7 +38,7 @@ from ddp_runner.training.loading.loaders import evaluation_loader
 from ddp_runner.training.local_runtime import Aside
 from ddp_runner.training.starting.begin import begin_with
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.task import Predicts
+from ddp_runner.training.task import Predicts, TaskLoss
 from ddp_runner.training.workload import TaskWorkload, build_workload, empty_quarantine
 
 if TYPE_CHECKING:
@@ -74,19 +76,37 @@ def _guarded(asked: Asked, perform: Callable[[], None]) -> int:
     return ExitCode.FAILED
 
 
+@contextmanager
+def called(name: str) -> Iterator[None]:
+    """Have a sample that cannot be loaded named as one of the data set ``name``."""
+    try:
+        yield
+    except FaultError as error:
+        fault = error.fault
+        cause = re.sub(r"^validation sample\b", f"{name or _VALIDATION} sample", fault.cause)
+        raise FaultError(replace(fault, cause=cause)) from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """The model of a checkpoint, and what it computes with. ``names``: of its data sets, in order."""
+    """The model of a checkpoint, and what it computes with.
+
+    ``names``: of its data sets, in order. ``ranks``: of its run, which evaluate so many batches at once.
+    """
 
     settings: Settings
     workload: TaskWorkload
     state: TrainState
     runtime: Aside
     names: tuple[str, ...]
+    ranks: int
 
     def loader(self, name: str) -> Loader:
         """Open the loader of a data set; to be closed."""
-        return evaluation_loader(self.settings, self.workload, self.state, self.runtime, name=name)
+        log = self.settings.log
+        batches = (log.evaluate_batches or self.settings.run.limit_batches) * self.ranks
+        settings = replace(self.settings, log=replace(log, evaluate_batches=batches))
+        return evaluation_loader(settings, self.workload, self.state, self.runtime, name=name)
 
 
 def _built(asked: Asked) -> _Model:
@@ -103,7 +123,9 @@ def _built(asked: Asked) -> _Model:
     workload, state = build_workload(settings, info)
     stand_apart(rank=0, world_size=1, backend=workload.backend)
     begin_with(settings, state)
-    state.committed_step = asked.step
+    length = length_of_run(asked, workload)
+    state.committed_step, state.first_step = asked.step, length.first_step
+    workload = replace(workload, length=length, loss=TaskLoss(workload.task, length))
     workload.loss.turn_to(asked.step, is_training=False)
     given = workload.datasets
     sets = {**given.validation_sets, **given.test_sets}
@@ -120,6 +142,19 @@ def _built(asked: Asked) -> _Model:
         state=state,
         runtime=Aside(info, DDPLogger(rank=0)),
         names=tuple(workload.validation_samples),
+        ranks=asked.trained.ranks,
+    )
+
+
+def length_of_run(asked: Asked, workload: TaskWorkload) -> RunLength:
+    """Return the length of the checkpoint's run or stage, whose ranks took more samples a step than this process."""
+    order, run, trained = workload.order, asked.settings.run, asked.trained
+    batch = min(trained.batch or order.global_batch_size, order.dataset_size)
+    return run_length(
+        steps_per_epoch=replace(order, global_batch_size=batch).steps_per_epoch,
+        epochs=run.epochs,
+        max_steps=run.max_steps,
+        first_step=trained.first_step,
     )
 
 
@@ -156,9 +191,9 @@ def _evaluate(asked: Asked, *, as_json: bool) -> None:
     rows: dict[str, tuple[int, dict[str, float]]] = {}
     figures: dict[str, float] = {}
     for name in model.names:
-        with closing(model.loader(name)) as loader:
+        with called(name), closing(model.loader(name)) as loader:
             parts = _parts_of_loss(model, loader.take(0)[0])
-        with closing(model.loader(name)) as loader:
+        with called(name), closing(model.loader(name)) as loader:
             found = evaluator.evaluate(
                 loader, replica=OneRank(device), step=state.own_step, names=parts
             )
@@ -219,7 +254,7 @@ def _built_for_one(asked: Asked, wanted: Asked) -> _Model:
 
 def _batches(model: _Model, name: str) -> Iterator[tuple[Any, int]]:
     """Yield each batch on its device and the number of its samples, in the order of the samples."""
-    with closing(model.loader(name)) as loader:
+    with called(name), closing(model.loader(name)) as loader:
         for number in range(loader.total_steps):
             for one in loader.take(number):
                 yield to_device(one.batch, model.workload.device), len(one.indices)
@@ -294,8 +329,14 @@ def _stacked(outputs: Sequence[Any]) -> Any:
 
 
 def _plain(output: Any) -> Any:
-    if isinstance(output, Tensor):
+    """Return what JSON holds. Raises BadInputError for what it cannot hold."""
+    if isinstance(output, (Tensor, np.ndarray, np.generic)):
         return output.tolist()
     if isinstance(output, dict):
-        return {key: _plain(value) for key, value in output.items()}
-    return output
+        return {str(key): _plain(value) for key, value in output.items()}
+    if isinstance(output, (list, tuple)):
+        return [_plain(one) for one in output]
+    if output is None or isinstance(output, (str, int, float)):
+        return output
+    what = f"holds no {type(output).__name__}, which predict() returned: take .pt"
+    raise BadInputError("--to", ".jsonl", what)

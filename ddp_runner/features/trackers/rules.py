@@ -18,7 +18,7 @@ _GPU, _OF_GPU = "gpu", "gpu_"
 _OF_SPEED = frozenset(
     (
         *PHASE_NAMES,
-        *("samples_per_s", "tokens_per_s", "step_s", "data_wait_share"),
+        *("steps_per_s", "samples_per_s", "tokens_per_s", "step_s", "data_wait_share"),
         *("flops_utilization", "cpu_share"),
     )
 )

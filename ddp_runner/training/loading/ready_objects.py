@@ -40,9 +40,9 @@ from ddp_runner.training.task import (
     ConfiguresOptimizers,
     Datasets,
     Loss,
+    LossInContext,
     StepContext,
     checked_model,
-    takes_context,
 )
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ class ReadyObjects:
     def loss(self, model: nn.Module, batch: Batch, context: StepContext | None = None) -> Loss:
         """Compute the given loss: of model and batch, of outputs and targets, or the model's own."""
         if self._loss is not None:
-            more = (context,) if takes_context(self._loss) else ()
-            return self._loss(model, batch, *more)
+            return LossInContext(self._loss)(model, batch, context)
         if self._criterion is None:
             return _models_own(model, batch)
         if not isinstance(batch, (list, tuple)) or len(batch) < 2:

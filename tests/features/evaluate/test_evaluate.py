@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,15 @@ import torch
 import torch.distributed as dist
 
 from ddp_runner import DDPTrainer
+from ddp_runner.cli.command import Arguments
 from ddp_runner.cli.commands import main, split_command
-from ddp_runner.features.evaluate.over_data import _each, _stacked
+from ddp_runner.core.step_schedule import RunLength
+from ddp_runner.data.order import SampleOrder
+from ddp_runner.features.evaluate.evaluate import Asked, Trained
+from ddp_runner.features.evaluate.over_data import _each, _stacked, _write, called, length_of_run
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
+from ddp_runner.training.task import Datasets, checked_datasets
 
 TASK = """
 import torch
@@ -170,3 +177,75 @@ def test_outputs_of_unequal_shapes_stay_a_list():
     """As of sentences of several lengths."""
     outputs = [*_each([torch.zeros(2), torch.zeros(3)], 2)]
     assert [one.shape for one in _stacked(outputs)] == [(2,), (3,)]
+
+
+def test_epochs_are_those_of_the_runs_ranks_and_stage(tmp_path, command):
+    """A run of 4 ranks has 2 steps of 16 samples in an epoch of 40; its stage began at step 6."""
+    trained(tmp_path)
+    [file] = (tmp_path / "saved").glob("step_*.json")
+    manifest = json.loads(file.read_text())
+    manifest["recipe"]["ranks"] = 4
+    manifest["meaning"]["data.batch_size x ranks"] = 16
+    manifest["about"]["stage"] = {"number": 0, "first_step": 6, "names": ["one"]}
+    file.write_text(json.dumps(manifest))
+    code, out, _ = command("evaluate", "--json", "epochs=5", "evaluate_batches=1")
+    assert (code, json.loads(out)["samples"]) == (0, {"validation": 16})
+    asked = asked_for(file, "epochs=5")
+    assert asked.trained == Trained(ranks=4, batch=16, first_step=6)
+    workload = SimpleNamespace(order=SampleOrder(seed=0, dataset_size=40, global_batch_size=4))
+    found = length_of_run(asked, workload)
+    assert found == RunLength(steps_per_epoch=2, total_steps=16, first_step=6)
+    assert found.epoch_of(9) == 1
+    manifest["meaning"] = {"run.seed": 1, "ranks": 2}  # as an attached loop writes it
+    file.write_text(json.dumps(manifest))
+    code, _, errors = command("evaluate")
+    assert code == 2
+    assert "is of a program's own loop, which has no task" in errors
+
+
+def asked_for(path, *words, whole=False):
+    """What a command line asks for."""
+    return Asked.by(Arguments(words=(str(path), *words)), whole=whole)
+
+
+def test_a_path_may_look_like_a_setting(tmp_path, command):
+    """As of one folder for each learning rate; a file that is no checkpoint is named as it was given."""
+    trained(tmp_path, checkpoint_dir="lr=0.1", on_bad_sample="substitute")
+    [file] = (tmp_path / "lr=0.1").glob("step_*.pt")
+    short = file.relative_to(tmp_path)
+    assert asked_for(short).step == 10
+    assert asked_for(short, whole=True).settings.data.on_bad_sample == "stop"
+    with pytest.raises(BadInputError, match="predict cannot use it"):
+        asked_for(short, "on_bad_sample=substitute", whole=True)
+    code, _, errors = command("evaluate", "lr=0.1/final.pt")
+    assert code == 2
+    assert "--resume" not in errors
+    assert "lr=0.1/final.pt" in errors
+
+
+def test_nested_outputs_are_lines_of_lists(tmp_path):
+    """What no line can hold is an error in one."""
+    to = tmp_path / "outputs.jsonl"
+    _write([{"l": [torch.ones(2), (np.zeros(1), np.float32(2))]}], to)
+    assert json.loads(to.read_text())["output"] == {"l": [[1.0, 1.0], [[0.0], 2.0]]}
+    with pytest.raises(BadInputError, match="holds no complex"):
+        _write([[1j]], tmp_path / "other.jsonl")
+    assert not (tmp_path / "other.jsonl").exists()
+
+
+def test_a_sample_is_named_as_one_of_its_data_set():
+    """It has the number that the data set knows."""
+    fault = Fault(
+        kind=FaultKind.BAD_SAMPLE, rank=0, step=1, cause="validation sample 4 is bad", at_ns=1
+    )
+    with pytest.raises(FaultError) as caught, called("test"):
+        raise FaultError(fault)
+    assert caught.value.fault.cause == "test sample 4 is bad"
+
+
+def test_validation_data_cannot_be_called_as_the_test_data_is():
+    """Their figures would have one name."""
+    data = [0]
+    with pytest.raises(BadInputError, match="beside test data"):
+        checked_datasets(Datasets(train=data, validation={"test": data}, test=data), task="t")
+    checked_datasets(Datasets(train=data, validation={"test": data}), task="t")

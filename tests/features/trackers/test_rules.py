@@ -115,11 +115,11 @@ def test_the_first_rank_that_is_not_given_up_stands_for_the_run():
 def test_metrics_are_grouped_by_what_they_are_of():
     """Names of a loss's parts, and those of the task's own evaluations, stay below their group."""
     names = ("loss", "kl", "grad_norm", "validation_accuracy", "bach/loss", "step_s", "forward_ms")
-    names += ("rss_bytes", "gpu_memory_used_bytes")
+    names += ("steps_per_s", "rss_bytes", "gpu_memory_used_bytes")
     assert [grouped(name).partition("/")[::2] for name in names] == [
         *(("train", name) for name in ("loss", "kl", "grad_norm")),
         *(("validation", name) for name in ("accuracy", "bach/loss")),
-        *(("speed", name) for name in ("step_s", "forward_ms")),
+        *(("speed", name) for name in ("step_s", "forward_ms", "steps_per_s")),
         ("memory", "rss_bytes"),
         ("gpu", "gpu_memory_used_bytes"),
     ]
