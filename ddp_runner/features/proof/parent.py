@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_runner.features.proof.elsewhere import (
+from ddp_runner.features.proof.local_drills import (
     LocalDrills,
     how_it_ended,
     remove_drill,
