@@ -16,10 +16,12 @@ import subprocess
 import sys
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ddp_runner.kernel.system.parent_death import die_with_parent
 from tests.scenarios.leftovers import processes_with
 from tests.soak.mutations import LEFT_OUT, MUTATIONS, PACKAGE, ROOT, invariants, place_of, sources
 
@@ -93,6 +95,8 @@ def run_tests(folder, tests, output, *, limit_s=LIMIT_S):
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # SIGTERM ends this process without what stands under "finally".
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509
         )
         try:
             return process.wait(limit_s)
