@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ddp_runner.checkpoint.left_out import left_out
 from ddp_runner.config import from_flat
 from ddp_runner.core.step_schedule import RunLength
-from ddp_runner.kernel.replica import model_replica
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.training.components.start_weights import completed
 from ddp_runner.training.local_runtime import local_runtime
+from ddp_runner.training.own_loop import model_replica
 from ddp_runner.training.own_loop.attached_run import AttachedRun
 from ddp_runner.training.own_loop.batches import (
     GivenBatches,

@@ -21,7 +21,6 @@ from ddp_runner.core.step_schedule import due_by_settings
 from ddp_runner.kernel.group.group import Group, collectives_begun
 from ddp_runner.kernel.group.waiting import waiting_for_peers
 from ddp_runner.kernel.replica.loss_module import Signal
-from ddp_runner.kernel.replica.model_replica import ModelReplica
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
@@ -41,6 +40,7 @@ from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.local_state.gathering import gather_local
 from ddp_runner.training.own_loop.declared import LOSS, OwnLoop, RepeatStep
 from ddp_runner.training.own_loop.misuse import misuse
+from ddp_runner.training.own_loop.model_replica import ModelReplica
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.repeat_check import RepeatCheck
 from ddp_runner.training.own_loop.watched_step import WatchedStep
