@@ -26,15 +26,15 @@ _STOPPED = (RunStatus.PREEMPTED, RunStatus.INTERRUPTED)
 
 def progress_line(view: RunView) -> str:
     """``step 120/1,500  epoch 1  loss 2.3456  …  eta 2m 03s``; unknown figures are left out."""
-    step = view.step if view.logged_step is None else view.logged_step
+    step, epoch, loss = _reported(view)
     total = f"/{fmt.count(view.max_steps)}" if view.max_steps > 0 else ""
     parts = [f"step {fmt.count(step)}{total}"]
     if view.stage:
         parts.append(f"stage {view.stage}")
     if view.epochs is not None:
-        parts.append(f"epoch {epoch_text(view)}")
-    if view.loss is not None:
-        parts.append(f"loss {fmt.figure(view.loss)}")
+        parts.append(f"epoch {epoch_text(view, epoch)}")
+    if loss is not None:
+        parts.append(f"loss {fmt.figure(loss)}")
     if view.learning_rate is not None:
         parts.append(f"lr {view.learning_rate:.1e}")
     if view.grad_norm is not None:
@@ -52,11 +52,19 @@ def progress_line(view: RunView) -> str:
     return "  ".join(parts)
 
 
-def epoch_text(view: RunView) -> str:
-    """``2/10``, or ``2`` where the run goes by steps."""
+def _reported(view: RunView) -> tuple[int, int, float | None]:
+    """Return a step with its own epoch and loss: ranks may be steps ahead of what they have reported."""
+    if view.logged_step is None:
+        return view.step, view.epoch, view.loss
+    epoch = view.epoch if view.logged_epoch is None else view.logged_epoch
+    return view.logged_step, epoch, view.logged_loss
+
+
+def epoch_text(view: RunView, epoch: int) -> str:
+    """Return ``2/10`` for epoch 1, or ``2`` where the run goes by steps."""
     if not view.epochs:
-        return str(view.epoch + 1)
-    return f"{min(view.epoch + 1, view.epochs)}/{view.epochs}"
+        return str(epoch + 1)
+    return f"{min(epoch + 1, view.epochs)}/{view.epochs}"
 
 
 def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]:

@@ -85,7 +85,7 @@ class RunView:
     """The run. ``state`` is one of starting, running, recovering, stopping, done, failed.
 
     ``trackers``: where to find what each has written. ``logged_step`` is the newest step that the ranks reported metrics for, with its
-    ``learning_rate`` and ``grad_norm``; ``evaluated`` are the figures of the newest evaluation by name, after ``evaluated_step``
+    ``logged_epoch``, ``logged_loss``, ``learning_rate`` and ``grad_norm``; ``step``, ``epoch`` and ``loss`` may be newer; ``evaluated`` are the figures of the newest evaluation by name, after ``evaluated_step``
     (empty and None before the first one of a launch or stage); ``epoch`` counts from 0 and is shown from 1;
     ``epochs`` is None where nobody knows of any. ``doing`` is
     what the start is at, for ``doing_s`` by now; empty once the first step is done. ``faults``: the newest, oldest
@@ -112,6 +112,8 @@ class RunView:
     title: str
     log_dir: str
     logged_step: int | None = None
+    logged_epoch: int | None = None
+    logged_loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     evaluated_step: int | None = None
@@ -142,5 +144,6 @@ def status_record(view: RunView) -> dict[str, object]:
         for gpu in view.gpus
     ]
     record = asdict(replace(view, gpus=(), losses=()))
-    del record["losses"]  # those of metrics.jsonl
+    for name in ("losses", "logged_loss", "logged_epoch"):  # those of metrics.jsonl
+        del record[name]
     return {**record, "gpus": gpus}

@@ -185,9 +185,17 @@ def test_progress_line():
         "  mem 0.4 GB  eta 2m 03s"
     )
     bare = run_view(
-        0, loss=None, learning_rate=None, grad_norm=None, samples_per_s=None, eta_s=None, epochs=0
+        0,
+        logged_loss=None,
+        learning_rate=None,
+        grad_norm=None,
+        samples_per_s=None,
+        eta_s=None,
+        epochs=0,
     )
     assert progress_line(bare) == "step 930/1,500  epoch 2"
+    ahead = run_view(step=940, logged_step=930, logged_epoch=0, logged_loss=2.5)
+    assert progress_line(ahead).startswith("step 930/1,500  epoch 1/10  loss 2.5000  lr ")
 
 
 def test_a_run_is_shown_by_name_and_id():

@@ -53,6 +53,8 @@ def run_view(world_size: int = 2, **changes: Any) -> RunView:
         "title": "bytes",
         "log_dir": "logs",
         "logged_step": 930,
+        "logged_epoch": 1,
+        "logged_loss": 2.3456,
         "learning_rate": 3e-4,
         "grad_norm": 0.91,
     }

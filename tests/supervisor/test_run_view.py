@@ -180,6 +180,16 @@ def test_the_remaining_time_comes_from_one_step_without_a_rate(handles):
     assert (view.logged_step, view.learning_rate) == (10, 0.1)
 
 
+def test_a_reported_step_has_its_own_loss_and_epoch(handles):
+    """Ranks are steps ahead of it; the first rank that has reported counts."""
+    for handle in handles:
+        train(handle, step=15, loss=1.0)
+    handles[1].metrics = {"step": 10, "epoch": 0.0, "loss": 2.0}
+    view = look(handles)
+    assert (view.logged_step, view.logged_epoch, view.logged_loss) == (10, 0, 2.0)
+    assert (view.step, view.epoch, view.loss) == (15, 1, 1.0)
+
+
 def test_goodput_is_of_the_time_since_the_first_step(handles):
     """As in the summary; unknown before anything was done."""
     view = look(handles, time_s=TimeShares(startup=1.0, productive=2.0))

@@ -99,7 +99,7 @@ def _both_ends(left: Text, right: Text, width: int) -> Text:
 def _bar(view: RunView, width: int) -> Table:
     share = min(1.0, max(0.0, view.step / view.max_steps)) if view.max_steps > 0 else 0.0
     total = fmt.count(view.max_steps) if view.max_steps > 0 else "?"
-    epoch = "" if view.state == "starting" else f"  epoch {epoch_text(view)}"
+    epoch = "" if view.state == "starting" else f"  epoch {epoch_text(view, view.epoch)}"
     label = (
         f"  {fmt.percent(int(share * 100) / 100):>4}{epoch}  step {fmt.count(view.step)}/{total}"
     )

@@ -208,7 +208,9 @@ class Supervisor:
             self.recorder.record(events.FaultOfGivenUpRank(rank=handle.rank, text=text))
 
     def _metrics(self, message: Metrics, handle: RankHandle) -> None:
-        handle.metrics = {**handle.metrics, **message.values, "step": message.step}
+        # The report of a step has an epoch, that of an evaluation has none and leaves the step as it is.
+        of_step = {"step": message.step, "loss": math.nan} if "epoch" in message.values else {}
+        handle.metrics = {**handle.metrics, **of_step, **message.values}
         self.recorder.metrics(message.step, message.rank, message.values)
 
     def _checkpoint_saved(self, message: events.CheckpointSaved, handle: RankHandle) -> None:

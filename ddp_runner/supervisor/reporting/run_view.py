@@ -48,16 +48,21 @@ def run_view(
     if evaluated is not None and evaluated.step > view.step:
         evaluated = None  # the ranks went back behind it, and evaluate again
     first = next(handle for handle in handles if handle.membership in IN_WORLD)
-    logged, now_s = first.metrics.get("step"), now_ns / 1e9
+    now_s = now_ns / 1e9
+    reports = (one.metrics for one in handles if one.membership in IN_WORLD)
+    report = next((one for one in reports if "step" in one), first.metrics)
+    logged = report.get("step")
     time_s = recorder.accounting.shares(first.slot.read(), now_s=now_s)
     return replace(
         view,
         doing=doing[0],
         doing_s=round(doing[1], 3),
         logged_step=None if logged is None else int(logged),
-        learning_rate=first.metrics.get("learning_rate"),
-        grad_norm=first.metrics.get("grad_norm"),
-        tokens_per_s=first.metrics.get("tokens_per_s"),
+        logged_epoch=None if "epoch" not in report else int(report["epoch"]),
+        logged_loss=_finite(report.get("loss")),
+        learning_rate=report.get("learning_rate"),
+        grad_norm=report.get("grad_norm"),
+        tokens_per_s=report.get("tokens_per_s"),
         flops_utilization=first.metrics.get("flops_utilization"),
         evaluated_step=None if evaluated is None else evaluated.step,
         evaluated={} if evaluated is None else evaluated.figures,
@@ -182,7 +187,9 @@ def _rank_view(
     )
 
 
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _known_loss(reading: SlotReading) -> float | None:
-    if reading.last_commit_ns == 0 or not math.isfinite(reading.loss):
-        return None
-    return reading.loss
+    return None if reading.last_commit_ns == 0 else _finite(reading.loss)
