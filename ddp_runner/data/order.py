@@ -144,7 +144,10 @@ class SampleOrder:
         return mine
 
     def _looked_ahead(self, epoch: int, step_in_epoch: int, *, first: int, count: int) -> _Ahead:
-        whole_left = self.steps_per_epoch - step_in_epoch
+        whole = (
+            self.dataset_size // self.global_batch_size
+        )  # an order with partial batches has more steps
+        whole_left = min(whole, self.steps_per_epoch) - step_in_epoch
         steps = max(1, min(_AHEAD // count, whole_left))
         begins = (step_in_epoch + np.arange(steps, dtype=np.int64)) * self.global_batch_size + first
         rows = self._permutation(epoch).at(begins[:, None] + np.arange(count, dtype=np.int64))

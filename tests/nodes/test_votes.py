@@ -498,8 +498,8 @@ def test_a_run_that_has_ended_holds_no_later_one_up(three):
     keeper.ends(there[:1])
     assert keeper.missing([]) == [1, 2]  # they may have elected another one
     over = there[0].orders[-1]
-    assert not three.followers[0].noted_end(replace(over, generation=2), TERM)
-    assert three.followers[0].noted_end(over, TERM)
+    assert not three.followers[0].notes_end(replace(over, generation=2), TERM)
+    assert three.followers[0].notes_end(over, TERM)
     assert not three.followers[0].holds
     there[0].has_noted_end = True
     keeper.ends(there[:1])

@@ -40,7 +40,7 @@ class Mine:
         return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 """
 SHORT = ("-b", "4", "--max-steps", "4", "optim.warmup_steps=2")
-PARTS = ("importing", "building data", "building model", "forming", "first step")
+PARTS = ("importing", "building data", "building model", "connecting ranks", "first step")
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def test_a_report_opens_from_a_disk(tmp_path):
         with browser(width, height=2400, dark=dark) as driver:
             driver.get(file.as_uri())
             drawn = poll(lambda: driver.execute_script(_DRAWN, "timeline"), timeout_s=10, what="it")
-            assert {"trains", "waits for a repair", "gone"} <= set(drawn)
+            assert {"training", "waiting for a repair", "lost"} <= set(drawn)
             drawn = driver.execute_script(_DRAWN, "curves")
             assert {"loss", "rank 1", "fault", "repair", "save", "step"} <= set(drawn)
             driver.find_element("css selector", "button[data-axis=time]").click()
