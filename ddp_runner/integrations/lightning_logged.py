@@ -67,7 +67,7 @@ class _ResultsInPlace(_ResultCollection):  # type: ignore[misc]
 
 
 class Logged:
-    """What training_step has logged since an epoch began, on all ranks, and the values that Lightning shows.
+    """Holds what training_step has logged since an epoch began, on all ranks, and the values that Lightning shows.
 
     ``is_called_together``: whether all ranks are in a call between two steps.
     """

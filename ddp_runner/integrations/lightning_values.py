@@ -86,7 +86,7 @@ class Attributes:
 
 
 class Others:
-    """What a module and its callbacks hold that no state of theirs has: it starts over in a replaced rank.
+    """Finds what a module and its callbacks hold outside their states: it starts over in a replaced rank.
 
     The attributes of the module that are not plain, those of its parts that hold torchmetrics objects, of the
     data module, and of each callback that is the user's own and has no ``state_dict()``.

@@ -48,7 +48,7 @@ _MODULE = "ddp_runner.features.evaluate.over_data"  # by name: it needs torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a run's steps depended on and this process has otherwise. ``batch``: of a step, 0 where nobody knows."""
+    """Holds what a run's steps depended on and this process has otherwise. ``batch``: of a step, 0 where nobody knows."""
 
     ranks: int = 1
     batch: int = 0

@@ -237,7 +237,7 @@ def _record(value: Any, how: Records) -> _Opened:
 
 
 def _with_attributes(value: Any) -> _Opened | None:
-    """Of an object that is no namespace only its tensors: others may lead back to it."""
+    """Return only the tensors of an object that is no namespace: others may lead back to it."""
     held = getattr(value, "__dict__", {})
     if not isinstance(value, SimpleNamespace):
         held = {name: one for name, one in held.items() if isinstance(one, Tensor)}

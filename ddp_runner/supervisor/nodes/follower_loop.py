@@ -321,7 +321,7 @@ class _FollowerLoop:
         return [*places[first:], *places[:first]]
 
     def _peers(self) -> list[tuple[str, int]]:
-        """Where other machines listen, of which one may coordinate: known from before a restart."""
+        """Return the addresses of machines known before a restart: one of them may coordinate."""
         peers = [] if self.voting is None else self.voting.peers
         return [one for one in peers if one != self._where()]
 

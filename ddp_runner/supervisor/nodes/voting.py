@@ -83,7 +83,7 @@ class Voting:
 
     @property
     def peers(self) -> list[tuple[str, int]]:
-        """Where those listen that this machine knew before it was restarted: one of them may coordinate by now."""
+        """Return the addresses of machines known before a restart: one of them may coordinate by now."""
         record = None if self.holds else self._known
         if record is None or is_over([record]):
             return []

@@ -48,7 +48,7 @@ class Evaluation:
 
 
 class Summing(OverRanks, Protocol):
-    """What an evaluation asks of the ranks among which the samples are divided."""
+    """Defines what an evaluation asks of the ranks among which the samples are divided."""
 
     @property
     def device(self) -> torch.device:

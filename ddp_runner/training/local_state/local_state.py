@@ -543,7 +543,7 @@ class LocalState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Said:
-    """What a rank says of its state when a generation begins. ``held``: ranks and steps that it keeps for others."""
+    """Says what a rank has of its state when a generation begins. ``held``: ranks and steps that it keeps for others."""
 
     names: str
     known: list[Any]
