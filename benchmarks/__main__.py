@@ -1,7 +1,7 @@
 """The figures that README claims, measured here: ``python -m benchmarks`` takes about a quarter of an hour.
 
 ``python -m benchmarks [recovery steps launch save goodput] [--quick] [--json FILE]``. Each row is a benchmark of its own in
-this folder, run with few rounds, contenders in turn; the table at the end is that of ``RESULTS.md``. torchft and
+this folder, run with few rounds, contenders in turn; the tables at the end have a column for each contender. torchft and
 NVIDIA's in-process restart take part in the recovery where they are installed. Nothing else should run beside it.
 """
 
@@ -177,18 +177,20 @@ def main() -> None:
     facts = machine()
     show_machine(facts)
     chosen = asked.rows or list(ROWS)
-    cells: list[tuple[str, str, str]] = []
+    tables: list[list[tuple[str, str, str]]] = []
     for number, name in enumerate(chosen, 1):
         row = ROWS[name]
         words = row.quick if asked.quick else row.words
         about = "" if asked.quick else f", about {row.minutes:g} minutes"
         began_s = time.monotonic()
         print(f"{number} of {len(chosen)}: python benchmarks/{words}{about}", flush=True)
-        cells += row.table(run(words))
+        tables.append(list(row.table(run(words))))
         print(f"  done in {time.monotonic() - began_s:.0f} s", flush=True)
-    show(cells)
+    for cells in tables:
+        show(cells)
     if asked.json:
-        asked.json.write_text(json.dumps({"machine": facts, "cells": cells}, indent=1) + "\n")
+        found = [cell for cells in tables for cell in cells]
+        asked.json.write_text(json.dumps({"machine": facts, "cells": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -148,8 +148,22 @@ class Faulted(ABC):
             time.sleep(POLL_S)
         raise NoComebackError(f"{self.name}: no step within {timeout_s:g} s")
 
+    def living_pid(self, rank: int) -> int:
+        """The process of a rank, once it lives: with some contenders the others train on before it is back.
+
+        Raises NoComebackError where it does not live in time.
+        """
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(self.pid_of(rank))
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    return process.pid
+            time.sleep(POLL_S)
+        raise NoComebackError(f"{self.name}: rank {rank} has no process")
+
     def harm(self, harm: Harm, rank: int) -> float:
-        """Harm a rank; returns the moment at which it happened."""
+        """Harm a rank; returns the moment at which it happened. Raises NoComebackError if there is no such rank."""
         if harm is Harm.ALL:
             pids = [self.pid_of(one) for one in range(self.job.world)]
             now_s = time.monotonic()
@@ -157,13 +171,16 @@ class Faulted(ABC):
                 os.kill(pid, signal.SIGKILL)
             return now_s
         if harm is not Harm.RAISE:
-            pid = self.pid_of(rank)
+            pid = self.living_pid(rank)
             now_s = time.monotonic()
             os.kill(pid, signal.SIGKILL if harm is Harm.KILL else signal.SIGSTOP)
             return now_s
         trouble = self.folder / f"{TROUBLE_NAME}{rank}"
+        deadline_s = time.monotonic() + START_TIMEOUT_S
         trouble.touch()
         while trouble.exists():
+            if time.monotonic() > deadline_s:
+                raise NoComebackError(f"{self.name}: rank {rank} takes no step")
             time.sleep(POLL_S / 4)
         return time.monotonic()
 

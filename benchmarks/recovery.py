@@ -96,11 +96,11 @@ def harm_all(
                 )
                 try:
                     cell.comebacks.append(run.comeback(harm, rank, timeout_s=within_s))
+                    done.append(cell)
+                    run.wait_past(run.mark().step + settled, timeout_s=START_TIMEOUT_S)
                 except NoComebackError:
                     cell.never += 1
                     return
-                done.append(cell)
-                run.wait_past(run.mark().step + settled, timeout_s=START_TIMEOUT_S)
         if isinstance(run, Ours):
             reported = run.finish()["faults"]
             if len(reported) == len(done):
