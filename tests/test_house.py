@@ -27,7 +27,7 @@ NEVER = {
     ("training", "observe"): 9,
     ("supervisor", "config"): 4,
     ("cli", "supervisor"): 5,
-    ("supervisor", "supervisor.nodes"): 3,
+    ("supervisor", "features.machines"): 5,
 }
 
 COUNTS = {

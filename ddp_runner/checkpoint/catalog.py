@@ -29,7 +29,7 @@ from ddp_runner.checkpoint.manifest import (
     stage_name,
     step_of,
 )
-from ddp_runner.core.machines.nodes import NewestCheckpoint
+from ddp_runner.features.machines.rules.nodes import NewestCheckpoint
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.disk import Disk, RealDisk

@@ -22,7 +22,7 @@ from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.config.foreign_values import is_fact
 from ddp_runner.config.sources import HOME_FILE, PRESETS_FOLDER, from_file
-from ddp_runner.core.machines.node_options import node_options
+from ddp_runner.features.machines.rules.node_options import node_options
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode

@@ -15,7 +15,7 @@ from ddp_runner.config.fields import ForeignNameError, find_key, key_of, known_f
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.sources import named_file, preset_file
 from ddp_runner.config.suggest import nearest
-from ddp_runner.core.machines.node_options import ENGINE, VARIABLES
+from ddp_runner.features.machines.rules.node_options import ENGINE, VARIABLES
 from ddp_runner.core.settings.declaration import SWITCH, TEXT, Option, OptionGroup
 from ddp_runner.kernel.rules.errors import BadInputError
 

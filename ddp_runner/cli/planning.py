@@ -32,7 +32,7 @@ from ddp_runner.config.foreign_values import machines_said
 from ddp_runner.core.batch_sizes import refuse_wrong_parts
 from ddp_runner.core.injection import InjectKind, parse_injection, refuse_of_tasks
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
-from ddp_runner.core.machines.node_options import (
+from ddp_runner.features.machines.rules.node_options import (
     VARIABLES,
     NodeOptions,
     node_options,

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand
-from ddp_runner.cli.engines import OnEach, by_engine
+from ddp_runner.features.machines.engines import OnEach, by_engine
 from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.hardware.machine import allow_open_files, core_count
 from ddp_runner.cli.parser import INSTEAD, TrainArguments, parse_train
@@ -18,7 +18,7 @@ from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import (
     refuse_without_supervisor,
 )
-from ddp_runner.core.machines.node_options import ENGINE
+from ddp_runner.features.machines.rules.node_options import ENGINE
 from ddp_runner.core.modes import refuse_of_processes
 from ddp_runner.core.plain_rank import PlainRank, launched_part, plain_rank
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -63,7 +63,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
         return int(_rank_module(rank).main(plan, rank, cores=core_count()))
     allow_open_files(plan.world_size)
     if plan.nodes is not None:
-        from ddp_runner.cli.nodes import train_on_several  # noqa: PLC0415 - as below
+        from ddp_runner.features.machines.launching import train_on_several  # noqa: PLC0415 - as below
 
         return train_on_several(plan, token_file=dict(arguments.nodes).get("--token-file", ""))
     # Imported here, so that --help and wrong input answer without loading the supervisor.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ddp_runner.core.machines.node_options import NodeOptions
+    from ddp_runner.features.machines.rules.node_options import NodeOptions
     from ddp_runner.core.settings import Settings
     from ddp_runner.kernel.rules.stopping import TimeLimit
 

@@ -40,21 +40,21 @@ from ddp_runner.supervisor.beside.folders import FolderKeeper
 from ddp_runner.supervisor.beside.saver_keeper import SaverKeeper
 from ddp_runner.supervisor.beside.stage_change import StageChange
 from ddp_runner.supervisor.node_plans import node_plan
-from ddp_runner.supervisor.nodes.coordinator import (
+from ddp_runner.features.machines.parent.coordinator import (
     CoordinatorSupervisor,
     HearsNodes,
     Heir,
     NodeTraffic,
     missing_nodes,
 )
-from ddp_runner.supervisor.nodes.other_nodes import Coordinates, Door, OtherNodes, Place
-from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.features.machines.parent.other_nodes import Coordinates, Door, OtherNodes, Place
+from ddp_runner.features.machines.parent.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_begin import RunBegin
 from ddp_runner.supervisor.reporting.run_screen import RunScreen, Shown, run_summary
 from ddp_runner.supervisor.reporting.start_progress import Start
-from ddp_runner.system.folder_probe import FolderProbe
+from ddp_runner.features.machines.links.folder_probe import FolderProbe
 from ddp_runner.system.run_directories import RunDirectories
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddp_runner.core.machines.nodes import who_completes
+from ddp_runner.features.machines.rules.nodes import who_completes
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.errors import BadInputError

@@ -32,7 +32,7 @@ from ddp_runner.config import resolve
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.relations import device_problems, unwritable_reason
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
-from ddp_runner.core.machines.node_options import endpoint_of
+from ddp_runner.features.machines.rules.node_options import endpoint_of
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 from ddp_runner.features.doctor.gpu_checks import check_collectives, gpu_checks
@@ -96,7 +96,7 @@ def _of_several(arguments: Arguments) -> Iterator[Check]:
     values = arguments.values
     if _ENDPOINT not in values:
         return iter(())
-    from ddp_runner.features.doctor.node_checks import Asked, node_checks  # noqa: PLC0415 - it needs psutil
+    from ddp_runner.features.machines.node_checks import Asked, node_checks  # noqa: PLC0415 - it needs psutil
 
     host, port = endpoint_of(values[_ENDPOINT])
     asked = Asked(

@@ -50,12 +50,12 @@ from ddp_runner.kernel.rules.exits import (
     StopReason,
 )
 from ddp_runner.kernel.system.folder_owner import OWNER_NAME
-from ddp_runner.system.moving_endpoint import endpoint_bytes
+from ddp_runner.features.machines.links.moving_endpoint import endpoint_bytes
 
 if TYPE_CHECKING:
-    from ddp_runner.cli.engines import OnEach
+    from ddp_runner.features.machines.engines import OnEach
     from ddp_runner.cli.parser import TrainArguments
-    from ddp_runner.core.machines.node_options import NodeOptions
+    from ddp_runner.features.machines.rules.node_options import NodeOptions
     from ddp_runner.core.settings import Settings
 
 TICK_S = 0.25

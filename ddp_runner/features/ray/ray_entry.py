@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ddp_runner.cli import commands
 from ddp_runner.kernel.system import parent_death
-from ddp_runner.system import moving_endpoint
+from ddp_runner.features.machines.links import moving_endpoint
 
 
 def main(words: Sequence[str]) -> int:

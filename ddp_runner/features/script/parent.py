@@ -95,8 +95,8 @@ def supervise(plan: LaunchPlan, script: ScriptPlan | None, *, token_file: str = 
         agent = None if script is None else partial(ScriptAgent, script=script)
         return assembly.supervise(plan, agent=agent)
     # What no other run needs.
-    several = import_module("ddp_runner.cli.nodes")
-    coordinator = import_module("ddp_runner.features.script.script_coordinator").ScriptCoordinator
+    several = import_module("ddp_runner.features.machines.launching")
+    coordinator = import_module("ddp_runner.features.machines.parent.script_coordinator").ScriptCoordinator
     agent = None if script is None else partial(coordinator, script=script)
     return int(several.train_on_several(plan, token_file=token_file, agent=agent))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand, option_lines
-from ddp_runner.cli.engines import OnEach, by_engine
+from ddp_runner.features.machines.engines import OnEach, by_engine
 from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.hardware.machine import allow_open_files
 from ddp_runner.cli.parser import LONG_OF_SHORT, OPTIONS, is_config_name, parse_train
@@ -24,7 +24,7 @@ from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.config.sources import named_file
 from ddp_runner.core.launch_plan import OpaqueProgram
-from ddp_runner.core.machines.node_options import ENGINE, OF_MASTER
+from ddp_runner.features.machines.rules.node_options import ENGINE, OF_MASTER
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.script.accelerate_config import ON_CPU, accelerate_variables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.core.machines.node_options import VARIABLES
+from ddp_runner.features.machines.rules.node_options import VARIABLES
 from ddp_runner.core.settings.declaration import Option
 
 # As torchrun has it: stdout, stderr, both or none of all ranks, or of some.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.core.machines.local_places import BETWEEN, STEPS
+from ddp_runner.core.local_places import BETWEEN, STEPS
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.group.waiting import waiting_for_peers
 from ddp_runner.kernel.rules.classify import lacks_memory

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ddp_runner.core.launch_plan import OpaqueProgram
 from ddp_runner.features.script.parent import ScriptAgent
 from ddp_runner.features.script.rules import RANK, ScriptPlan
-from ddp_runner.features.script.script_coordinator import ScriptCoordinator
+from ddp_runner.features.machines.parent.script_coordinator import ScriptCoordinator
 from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.rules.phases import Phase
@@ -30,7 +30,7 @@ from tests.supervisor.simulated import (
     System,
     _Unclaimed,
 )
-from tests.supervisor.simulated_nodes import NodesSimulation
+from tests.features.machines.simulated_nodes import NodesSimulation
 
 
 class ScriptRanks:

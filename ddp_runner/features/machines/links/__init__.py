@@ -1,0 +1,1 @@
+"""What leads from one machine to another: connections, and files in folders that they may share."""
