@@ -14,14 +14,31 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from ddp_runner import installed
 from ddp_runner.config import to_record
 from ddp_runner.config.fields import known_fields
 from ddp_runner.config.identity import is_sealed, shared_settings
-from ddp_runner.features.machines.rules.majority import is_over, others_of, why_no_vote_holds
+from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import OnResume
+from ddp_runner.features.machines.ballot_file import BallotFile, unreadable
+from ddp_runner.features.machines.letters import WrongTokenError, ask
+from ddp_runner.features.machines.node_link import ENDPOINT_VARIABLE
+from ddp_runner.features.machines.parent.admission import Meeting
+from ddp_runner.features.machines.parent.coordinating import coordinate, take_over
+from ddp_runner.features.machines.parent.follower_loop import follow
+from ddp_runner.features.machines.parent.other_nodes import Place
+from ddp_runner.features.machines.rules.majority import is_over, others_of, why_no_vote_holds
+from ddp_runner.features.machines.rules.node_options import ENGINE
+from ddp_runner.features.machines.token_file import (
+    TOKEN_NAME,
+    given_token_in,
+    make_token,
+    shared_token,
+)
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.secrets import HIDDEN, masked_words
@@ -33,12 +50,6 @@ from ddp_runner.kernel.system.interfaces import (
     is_loopback,
 )
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
-from ddp_runner.supervisor.assembly import supervise, take_over
-from ddp_runner.features.machines.parent.admission import Meeting
-from ddp_runner.features.machines.parent.follower_loop import follow
-from ddp_runner.features.machines.parent.other_nodes import Place
-from ddp_runner.features.machines.links import moving_endpoint
-from ddp_runner.features.machines.links.ballot_file import BallotFile, unreadable
 from ddp_runner.system.code_files import (
     digest_of,
     own_code,
@@ -46,16 +57,15 @@ from ddp_runner.system.code_files import (
     task_code,
     version_of,
 )
-from ddp_runner.features.machines.links.question import WrongTokenError, ask
 from ddp_runner.system.run_directories import RunDirectories
-from ddp_runner.features.machines.links.token_file import TOKEN_NAME, given_token_in, make_token, shared_token
 from ddp_runner.system.torch_versions import torch_build
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
-    from ddp_runner.core.launch_plan import LaunchPlan
-    from ddp_runner.features.machines.rules.node_options import NodeOptions
-    from ddp_runner.supervisor.assembly import MakesCoordinator
+    from ddp_runner.cli.parser import TrainArguments
+    from ddp_runner.cli.several import OnEach
+    from ddp_runner.core.launch_plan import LaunchPlan, NodeOptions
+    from ddp_runner.features.script.rules import ScriptPlan
 
 TOKEN_VARIABLE = "DDP_RUNNER_TOKEN"  # noqa: S105 - a name
 TOKEN_BYTES_MIN = 16
@@ -82,19 +92,41 @@ class Door:
     address: str
 
 
-def train_on_several(
-    plan: LaunchPlan, *, token_file: str, agent: MakesCoordinator | None = None
-) -> int:
-    """Train as the coordinator, or as its follower, and return the exit code. Raises BadInputError.
+def by_engine(on_each: OnEach, arguments: TrainArguments) -> int:
+    """Let the engine that the arguments name run ``on_each``; return the exit code. Raises BadInputError.
 
-    ``agent``: makes who decides on the coordinator in place of its supervisor.
+    Each machine checks the settings once more.
+    """
+    if arguments.instead:
+        raise BadInputError(arguments.instead, "", f"is for one machine: leave out {ENGINE}")
+    if plain_rank(os.environ) is not None:
+        raise BadInputError(ENGINE, "", "starts the ranks itself: start it without a launcher")
+    engines = {
+        name: module
+        for part in installed.parts("words")
+        for name, module in getattr(part, "ENGINES", {}).items()
+    }
+    engine = dict(arguments.nodes)[ENGINE]
+    if engine not in engines:
+        known = f"must be {' or '.join(engines)}" if engines else "is not installed"
+        expected = (
+            f"{known}; under SLURM, Kubernetes and ssh each machine starts the command itself"
+        )
+        raise BadInputError(ENGINE, engine, expected)
+    return int(import_module(engines[engine]).place(on_each, arguments))
+
+
+def run_on_several(plan: LaunchPlan, *, token_file: str, script: ScriptPlan | None = None) -> int:
+    """Run as the coordinator, or as its follower, and return the exit code. Raises BadInputError.
+
+    ``script``: what ``run`` runs as it is; None for a training.
     """
     options = plan.nodes
     assert options is not None
-    lead = partial(take_over, coordinator=agent)
+    lead = partial(take_over, script=script)
     given = given_token(os.environ, token_file)
     os.environ.pop(TOKEN_VARIABLE, None)  # no rank is to have it
-    if moving := os.environ.pop(moving_endpoint.VARIABLE, ""):
+    if moving := os.environ.pop(ENDPOINT_VARIABLE, ""):
         options = replace(options, moving_fd=int(moving))
         plan = replace(plan, nodes=options)
     options = _with_local_address(options)
@@ -135,7 +167,7 @@ def train_on_several(
         store_host=door.address,
         votes=votes,
     )
-    ended_with = supervise(replace(plan, code=code), place, coordinator=agent)
+    ended_with = coordinate(replace(plan, code=code), place, script=script)
     if votes.yields_to is not None and ended_with == ExitCode.PREEMPTED:
         return follow_at(votes.yields_to, found.token)
     return ended_with

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.cli.hardware.machine_checks import Check, Verdict
+from ddp_runner.features.machines.folder_probe import is_shared
 from ddp_runner.features.machines.launching import TOKEN_VARIABLE, given_token, versions_here
+from ddp_runner.features.machines.letters import WrongTokenError, ask
+from ddp_runner.features.machines.node_link import LinkLostError
 from ddp_runner.features.machines.rules.node_messages import Answer
+from ddp_runner.features.machines.rules.node_options import endpoint_of
+from ddp_runner.features.machines.token_file import shared_token
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.interfaces import address_towards, interface_of
-from ddp_runner.features.machines.links.folder_probe import is_shared
-from ddp_runner.features.machines.links.node_link import LinkLostError
-from ddp_runner.features.machines.links.question import WrongTokenError, ask
-from ddp_runner.features.machines.links.token_file import shared_token
 
+_ENDPOINT, _TOKEN_FILE, _LOCAL_ADDR = "--rdzv-endpoint", "--token-file", "--local-addr"
 _LIMIT_S = 5.0  # for a connection, and for the answer
 
 
@@ -38,6 +41,24 @@ class Asked:
     def endpoint(self) -> str:
         """The endpoint for people."""
         return f"{self.host}:{self.port}"
+
+
+def checks_asked(values: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[Check]:
+    """Return the checks that options of ``doctor`` ask for. Raises BadInputError."""
+    for name in (_TOKEN_FILE, _LOCAL_ADDR):
+        if name in values and _ENDPOINT not in values:
+            expected = f"is for {_ENDPOINT}, which is not given"
+            raise BadInputError(name, values[name], expected)
+    host, port = endpoint_of(values[_ENDPOINT])
+    asked = Asked(
+        host=host,
+        port=port,
+        local_addr=values.get(_LOCAL_ADDR, ""),
+        token_file=values.get(_TOKEN_FILE, ""),
+        checkpoint_dir=values.get("--checkpoint-dir", ""),
+        log_dir=values.get("--log-dir", ""),
+    )
+    return node_checks(asked, environment)
 
 
 def node_checks(asked: Asked, environment: Mapping[str, str]) -> Iterator[Check]:

@@ -16,15 +16,8 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-from ddp_runner.features.machines.rules.node_options import NodeOptions
-from ddp_runner.kernel.parent.loop import Loop
-from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.processes.resources import StorePlace
-from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.supervisor.assembly import assembled
-from ddp_runner.supervisor.node_plans import node_plan
+from ddp_runner.core.launch_plan import NodeOptions
+from ddp_runner.features.machines.node_link import NodeLink
 from ddp_runner.features.machines.parent import follower_loop
 from ddp_runner.features.machines.parent.admission import Meeting
 from ddp_runner.features.machines.parent.coordinator import (
@@ -34,7 +27,14 @@ from ddp_runner.features.machines.parent.coordinator import (
 )
 from ddp_runner.features.machines.parent.other_nodes import Door, OtherNodes
 from ddp_runner.features.machines.parent.remote_node import RemoteNode
-from ddp_runner.features.machines.links.node_link import NodeLink
+from ddp_runner.kernel.parent.loop import Loop
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.resources import StorePlace
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.system.folder_owner import FolderOwner, new_term
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.supervisor.assembly import assembled
+from ddp_runner.supervisor.node_plans import node_plan
 from tests.supervisor.simulated import (
     FORM_S,
     Directory,

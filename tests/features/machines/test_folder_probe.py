@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.features.machines.folder_probe import FolderProbe, is_shared
 from ddp_runner.kernel.system.folder_owner import new_term
-from ddp_runner.features.machines.links.folder_probe import FolderProbe, is_shared
 
 
 def test_a_folder_with_the_probe_in_it_is_the_coordinators(tmp_path):

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from ddp_runner.checkpoint.slot_header import SlotHeader
-from ddp_runner.core.launch_plan import DevicePlan, OpaqueProgram
+from ddp_runner.core.launch_plan import DevicePlan, NodeOptions, OpaqueProgram
+from ddp_runner.features.machines.parent.follower import Follower
 from ddp_runner.features.machines.rules.node_messages import (
     STACKS_BYTES_MAX,
     Beat,
@@ -19,7 +20,6 @@ from ddp_runner.features.machines.rules.node_messages import (
     Parked,
     StartRank,
 )
-from ddp_runner.features.machines.rules.node_options import NodeOptions
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_start import RankStart
 from ddp_runner.kernel.rank.fenced_disk import may_not_publish
@@ -30,7 +30,6 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import Faulted, RepairedInPlace
 from ddp_runner.kernel.wire.messages import Metrics, Ready, decode, encode
 from ddp_runner.supervisor.node_plans import node_plan
-from ddp_runner.features.machines.parent.follower import Follower
 from tests.supervisor import simulated
 
 

@@ -12,16 +12,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ddp_runner.features.machines import launching
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config.identity import with_shared
-from ddp_runner.core.launch_plan import DevicePlan
-from ddp_runner.features.machines.rules.node_options import NodeOptions
+from ddp_runner.core.launch_plan import DevicePlan, NodeOptions
+from ddp_runner.features.machines import launching
+from ddp_runner.features.machines.parent.admission import why_not
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.system.interfaces import address_leading_out, is_loopback
-from ddp_runner.features.machines.parent.admission import why_not
 from ddp_runner.system.run_directories import RunDirectories
 from tests.features.machines.whole_runs.conftest import free_port
 from tests.test_identity import other_value
@@ -40,8 +39,8 @@ def late_name(monkeypatch):
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return real("127.0.0.1", *arguments, **named)
 
-    monkeypatch.setattr(nodes.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(nodes, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(launching.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(launching, "_LOOK_AGAIN_S", 0.01)
     return asked
 
 
@@ -52,7 +51,7 @@ def _options(**how):
 def test_the_coordinator_waits_for_its_own_name(late_name):
     """Which a pod may get some seconds after it has been started."""
     options = _options(node_rank=0, local_addr="127.0.0.1")
-    door = nodes.coordinators_door(options)
+    door = launching.coordinators_door(options)
     with door.listening:
         assert (door.address, len(late_name)) == ("127.0.0.1", 3)
 
@@ -61,7 +60,7 @@ def test_the_coordinator_waits_for_its_own_name(late_name):
 def test_a_name_that_nobody_knows_is_wrong_input(late_name, how):
     """At once where it may be misspelled, for it may be any machine's; else when the time is over."""
     with pytest.raises(BadInputError, match="is no name that this machine can resolve"):
-        nodes.coordinators_door(_options(**how))
+        launching.coordinators_door(_options(**how))
     assert len(late_name) == 1
 
 
@@ -74,8 +73,8 @@ def resolves(monkeypatch):
             (socket.AF_INET6 if ":" in one else socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0))
             for one in addresses
         ]
-        monkeypatch.setattr(nodes.socket, "getaddrinfo", lambda *_, **__: found)
-        monkeypatch.setattr(nodes, "address_leading_out", lambda: "10.1.2.3")
+        monkeypatch.setattr(launching.socket, "getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr(launching, "address_leading_out", lambda: "10.1.2.3")
 
     return so
 
@@ -85,23 +84,23 @@ def test_a_name_that_is_loopback_at_home_is_listened_at_everywhere(resolves, cap
     """As Debian's /etc/hosts has a machine's own name; others hear of an address that they reach."""
     resolves("127.0.1.1")
     options = _options(node_rank=node_rank)
-    door = nodes.coordinators_door(options)
+    door = launching.coordinators_door(options)
     with door.listening:
         assert door.listening.getsockname() == ("0.0.0.0", options.port)
         assert door.address == "10.1.2.3"
         (line,) = capsys.readouterr().out.splitlines()
         assert "train-0.train is 127.0.1.1 here" in line
         if node_rank is None:  # another process of this machine has the door: it is followed
-            assert nodes.coordinators_door(options) is None
+            assert launching.coordinators_door(options) is None
         else:
             with pytest.raises(BadInputError, match="cannot be listened on"):
-                nodes.coordinators_door(options)
+                launching.coordinators_door(options)
 
 
 def test_a_given_local_address_is_listened_at_alone(resolves, capsys):
     """Where the endpoint's name would lead nobody here."""
     resolves("127.0.1.1")
-    door = nodes.coordinators_door(_options(local_addr="127.0.0.2"))
+    door = launching.coordinators_door(_options(local_addr="127.0.0.2"))
     with door.listening:
         assert door.listening.getsockname()[0] == door.address == "127.0.0.2"
     assert not capsys.readouterr().out
@@ -109,23 +108,23 @@ def test_a_given_local_address_is_listened_at_alone(resolves, capsys):
 
 def test_a_local_address_may_be_a_name(late_name):
     """This machine is bound to an address of it, and the others look the name up."""
-    options = nodes._with_local_address(_options(local_addr="train-0.train"))
+    options = launching._with_local_address(_options(local_addr="train-0.train"))
     assert (options.local_addr, options.local_name) == ("127.0.0.1", "train-0.train")
     for given in ("", "127.0.0.1"):
-        assert nodes._with_local_address(_options(local_addr=given)).local_name == ""
+        assert launching._with_local_address(_options(local_addr=given)).local_name == ""
 
 
 def test_a_local_address_of_another_machine_is_refused():
     """In one line that names the option."""
     with pytest.raises(BadInputError, match="is no address of this machine"):
-        nodes._with_local_address(_options(local_addr="192.0.2.7"))
+        launching._with_local_address(_options(local_addr="192.0.2.7"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "localhost.localdomain"])
 def test_who_names_loopback_gets_loopback(resolves, capsys, host):
     """That is a run of several supervisors on this machine alone."""
     resolves("127.0.0.1" if host.startswith("local") else host)
-    door = nodes.coordinators_door(replace(_options(), host=host))
+    door = launching.coordinators_door(replace(_options(), host=host))
     with door.listening:
         assert door.listening.getsockname()[0] == door.address
         assert door.address.startswith("127.")
@@ -134,13 +133,13 @@ def test_who_names_loopback_gets_loopback(resolves, capsys, host):
 
 def test_each_address_of_the_name_may_be_this_machines(resolves, monkeypatch):
     """Not only the first; and with none of them it is another machine."""
-    monkeypatch.setattr(nodes, "is_loopback", lambda address: False)
+    monkeypatch.setattr(launching, "is_loopback", lambda address: False)
     resolves("192.0.2.7", "2001:db8::7", "127.0.0.3")
-    door = nodes.coordinators_door(_options())
+    door = launching.coordinators_door(_options())
     with door.listening:
         assert door.listening.getsockname()[0] == door.address == "127.0.0.3"
     resolves("192.0.2.7", "192.0.2.8")
-    assert nodes.coordinators_door(_options()) is None
+    assert launching.coordinators_door(_options()) is None
 
 
 def test_a_service_of_ipv6_alone_is_listened_at_by_both_families(resolves):
@@ -149,7 +148,7 @@ def test_a_service_of_ipv6_alone_is_listened_at_by_both_families(resolves):
         pytest.skip("this machine has no IPv6")
     resolves("2001:db8::7")
     options = _options(node_rank=0, local_addr="::1")
-    door = nodes.coordinators_door(options)
+    door = launching.coordinators_door(options)
     with door.listening, socket.socket() as plain:
         plain.connect(("127.0.0.1", options.port))
         assert (door.listening.getsockname()[0], door.address) == ("::", "::1")
@@ -174,9 +173,9 @@ def _plan(*words):
 
 def test_machines_need_the_same_threads_for_the_same_sums():
     """Which follow from the cores of each where they are not given: then the line names the option."""
-    mine = nodes.meeting(_plan("--cpu", "-n", "2"), token=TOKEN, silent_s=1.0)
+    mine = launching.meeting(_plan("--cpu", "-n", "2"), token=TOKEN, silent_s=1.0)
     plan = _plan("--cpu", "-n", "2")
-    other = nodes.meeting(
+    other = launching.meeting(
         replace(plan, threads_per_rank=plan.threads_per_rank + 1), token=TOKEN, silent_s=1.0
     )
     hello = _says_hello(other)
@@ -186,7 +185,7 @@ def test_machines_need_the_same_threads_for_the_same_sums():
     assert why_not(hello, mine) is None
     on_gpus = [DevicePlan(device="cuda:0", name="GPU", visible_index=0)]
     plans = [replace(plan, devices=(*on_gpus,) * 4, threads_per_rank=count) for count in (1, 8)]
-    meanings = [nodes.meeting(one, token=TOKEN, silent_s=1.0).meaning for one in plans]
+    meanings = [launching.meeting(one, token=TOKEN, silent_s=1.0).meaning for one in plans]
     assert meanings[0] == meanings[1]
 
 
@@ -194,7 +193,7 @@ def test_machines_compare_secrets_without_showing_them():
     """Equal ones fit whatever salt each machine draws; others are refused, and no line has either."""
     words = ("--cpu", "-n", "2", "task.api_key=hunter22", "task.service={password: hunter23}")
     mine, same, other, nested = (
-        nodes.meeting(_plan(*words, *more), token=TOKEN, silent_s=1.0)
+        launching.meeting(_plan(*words, *more), token=TOKEN, silent_s=1.0)
         for more in ((), (), ("task.api_key=other24",), ("task.service={password: other25}",))
     )
     hello = _says_hello(same)
@@ -222,7 +221,7 @@ def task_in(tmp_path, monkeypatch):
         (folder / "parts" / "deep.py").write_text(f"import random, helper\n{deep}\n")
         monkeypatch.chdir(folder)
         plan = _plan("--cpu", "-n", "2", "--task", "vision.py", *words)
-        return nodes.meeting(plan, token=TOKEN, silent_s=1.0)
+        return launching.meeting(plan, token=TOKEN, silent_s=1.0)
 
     return written
 
@@ -278,7 +277,7 @@ def test_settings_that_hold_for_all_are_the_coordinators():
     """A machine that was given none takes them; one that was asked for something else is refused."""
     words = ("--cpu", "-n", "2")
     plain = _plan(*words)
-    mine = nodes.meeting(plain, token=TOKEN, silent_s=1.0)
+    mine = launching.meeting(plain, token=TOKEN, silent_s=1.0)
     of_all = sorted(mine.shared)
     assert {"log.evaluate_every_steps", "recovery.replica_check_steps", "run.resume"} <= {*of_all}
     assert mine.asked == {}
@@ -292,7 +291,7 @@ def test_settings_that_hold_for_all_are_the_coordinators():
             other = _plan(*words, *more)
         except BadInputError:  # it needs another setting beside it
             continue
-        asked = nodes.meeting(other, token=TOKEN, silent_s=1.0)
+        asked = launching.meeting(other, token=TOKEN, silent_s=1.0)
         refused = why_not(_says_hello(asked), mine)
         assert refused.name in {one.partition("=")[0] for one in more}, key
         assert refused.expected.startswith("the coordinator has "), key
@@ -313,9 +312,9 @@ def test_a_machine_has_its_own_paths_cores_and_memory(tmp_path):
         "display=none",
         "warm_spare=off",
     )
-    mine = nodes.meeting(_plan("--cpu", "-n", "2"), token=TOKEN, silent_s=1.0)
+    mine = launching.meeting(_plan("--cpu", "-n", "2"), token=TOKEN, silent_s=1.0)
     plan = _plan("--cpu", "-n", "2", *own)
-    assert why_not(_says_hello(nodes.meeting(plan, token=TOKEN, silent_s=1.0)), mine) is None
+    assert why_not(_says_hello(launching.meeting(plan, token=TOKEN, silent_s=1.0)), mine) is None
     assert with_shared(plan.settings, mine.shared) == plan.settings
 
 
@@ -325,8 +324,8 @@ def test_a_machine_has_its_own_paths_cores_and_memory(tmp_path):
 )
 def test_another_number_of_machines_is_refused_by_its_option(words, name):
     """Which a follower's own plan of the world follows from."""
-    mine = nodes.meeting(_plan("--cpu", "-n", "2"), token=TOKEN, silent_s=1.0)
-    theirs = nodes.meeting(_plan("--cpu", "-n", "2", *words), token=TOKEN, silent_s=1.0)
+    mine = launching.meeting(_plan("--cpu", "-n", "2"), token=TOKEN, silent_s=1.0)
+    theirs = launching.meeting(_plan("--cpu", "-n", "2", *words), token=TOKEN, silent_s=1.0)
     refused = why_not(_says_hello(theirs), mine)
     assert (refused.name, refused.value) == (name, words[1])
     assert refused.expected == "the coordinator has 2: give all nodes the same settings"
@@ -347,7 +346,7 @@ def test_a_start_waits_shortly_for_a_successor_that_is_none(
         "ANSWER": 0.1,
         "LOOK_AGAIN": 0.01,
     }.items():
-        monkeypatch.setattr(nodes, f"_{name}_S", seconds)
+        monkeypatch.setattr(launching, f"_{name}_S", seconds)
     folder = tmp_path / "kept"
     plan = _plan("--cpu", "-n", "2", "-c", str(folder), "-l", str(tmp_path / "logs"))
     folder.mkdir()
@@ -360,6 +359,6 @@ def test_a_start_waits_shortly_for_a_successor_that_is_none(
         if is_held:
             assert holder.hold_checkpoints()
         began_s = time.monotonic()
-        assert not nodes.leads_elsewhere(plan, TOKEN)
+        assert not launching.leads_elsewhere(plan, TOKEN)
         assert waits_s <= time.monotonic() - began_s < waits_s + 0.8
     holder.release()

@@ -86,11 +86,11 @@ def test_machines_compare_what_a_script_is_and_is_given(planned):
     words = ["--nnodes=2", "--rdzv-endpoint=a:7", "--token-file=t"]
     found = planned(words)
     assert (found.script.path, found.token_file) == ("train.py", "t")
-    ours = nodes.meeting(found.plan, token=b"t" * 16, silent_s=1.0)
+    ours = launching.meeting(found.plan, token=b"t" * 16, silent_s=1.0)
     assert ours.meaning["run"] == "train.py --lr 1"
     assert len(ours.code["train.py"]) == 12
     assert "numpy" in ours.code
     secret = planned(words, behind=("train.py", "--api-key", "abc"))
-    assert "abc" not in nodes.meeting(secret.plan, token=b"t" * 16, silent_s=1.0).meaning["run"]
+    assert "abc" not in launching.meeting(secret.plan, token=b"t" * 16, silent_s=1.0).meaning["run"]
     program = planned(words, behind=("--no-python", "cat", "x"))
-    assert nodes.meeting(program.plan, token=b"t" * 16, silent_s=1.0).meaning["run"] == "cat x"
+    assert launching.meeting(program.plan, token=b"t" * 16, silent_s=1.0).meaning["run"] == "cat x"

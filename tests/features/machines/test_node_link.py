@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ddp_runner.features.machines.links.node_link import (
+from ddp_runner.features.machines.node_link import (
     FRAME_BYTES_MAX,
     MAGIC,
     NONCE_BYTES,

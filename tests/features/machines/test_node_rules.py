@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_runner.core.launch_plan import NodeOptions
+from ddp_runner.features.machines.node_link import FRAME_BYTES_MAX
 from ddp_runner.features.machines.rules.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
@@ -18,7 +20,7 @@ from ddp_runner.features.machines.rules.node_messages import (
     Said,
     shortened_stack,
 )
-from ddp_runner.features.machines.rules.node_options import NodeOptions, node_options
+from ddp_runner.features.machines.rules.node_options import node_options
 from ddp_runner.features.machines.rules.nodes import (
     NodesFacts,
     NodesPlan,
@@ -29,7 +31,6 @@ from ddp_runner.features.machines.rules.nodes import (
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.packets import WireError
-from ddp_runner.features.machines.links.node_link import FRAME_BYTES_MAX
 
 TWO = {"--nnodes": "2", "--rdzv-endpoint": "node0"}
 POD = {

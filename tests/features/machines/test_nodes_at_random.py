@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddp_runner.kernel.rules.exits import RunStatus
-from tests.supervisor.judging import assert_generations_grow
 from tests.features.machines.simulated_nodes import NodesSimulation
+from tests.supervisor.judging import assert_generations_grow
 
 RANKS = 2  # a machine
 EXAMPLES = int(os.environ.get("NODES_EXAMPLES", "15"))  # by hand: hundreds

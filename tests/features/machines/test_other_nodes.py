@@ -13,36 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.core.launch_plan import DevicePlan
-from ddp_runner.features.machines.rules.node_messages import (
-    FROM_COORDINATOR,
-    FROM_FOLLOWER,
-    Answer,
-    FenceRank,
-    Folders,
-    Hello,
-    OverNoted,
-    Parked,
-    Question,
-    RankGone,
-    RunOver,
-    Said,
-)
-from ddp_runner.features.machines.rules.node_options import NodeOptions
-from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.processes.resources import StorePlace
-from ddp_runner.kernel.rules.election import EMPTY_STEP
-from ddp_runner.kernel.rules.exits import RunStatus, StopReason
-from ddp_runner.kernel.rules.faults import Fault, FaultKind
-from ddp_runner.kernel.rules.lifecycle import RankEvent
-from ddp_runner.kernel.rules.recovery import GiveUp
-from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner, new_term
-from ddp_runner.kernel.wire import packets as wire
-from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.events import RunEnds
-from ddp_runner.kernel.wire.messages import Ready
-from ddp_runner.supervisor.assembly import assembled
-from ddp_runner.supervisor.node_plans import node_plan
+from ddp_runner.core.launch_plan import DevicePlan, NodeOptions
+from ddp_runner.features.machines.letters import ask
+from ddp_runner.features.machines.node_link import QUEUE_BYTES_MAX, NodeLink
 from ddp_runner.features.machines.parent import other_nodes
 from ddp_runner.features.machines.parent.admission import Meeting
 from ddp_runner.features.machines.parent.coordinator import CoordinatorSupervisor
@@ -57,8 +30,34 @@ from ddp_runner.features.machines.parent.other_nodes import (
     OtherNodes,
 )
 from ddp_runner.features.machines.parent.remote_node import RemoteNode
-from ddp_runner.features.machines.links.node_link import QUEUE_BYTES_MAX, NodeLink
-from ddp_runner.features.machines.links.question import ask
+from ddp_runner.features.machines.rules.node_messages import (
+    FROM_COORDINATOR,
+    FROM_FOLLOWER,
+    Answer,
+    FenceRank,
+    Folders,
+    Hello,
+    OverNoted,
+    Parked,
+    Question,
+    RankGone,
+    RunOver,
+    Said,
+)
+from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.resources import StorePlace
+from ddp_runner.kernel.rules.election import EMPTY_STEP
+from ddp_runner.kernel.rules.exits import RunStatus, StopReason
+from ddp_runner.kernel.rules.faults import Fault, FaultKind
+from ddp_runner.kernel.rules.lifecycle import RankEvent
+from ddp_runner.kernel.rules.recovery import GiveUp
+from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner, new_term
+from ddp_runner.kernel.wire import packets as wire
+from ddp_runner.kernel.wire.board import Cell
+from ddp_runner.kernel.wire.events import RunEnds
+from ddp_runner.kernel.wire.messages import Ready
+from ddp_runner.supervisor.assembly import assembled
+from ddp_runner.supervisor.node_plans import node_plan
 from tests.supervisor import simulated
 
 TOKEN = b"0123456789abcdef"

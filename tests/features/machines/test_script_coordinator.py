@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ddp_runner.features.machines.ballot_file import BallotFile
+from ddp_runner.features.machines.parent.successor import Succession
 from ddp_runner.features.machines.rules.majority import Peer, Record
 from ddp_runner.features.machines.rules.node_messages import Elected
 from ddp_runner.features.script.rules import GRACE_AFTER_FAULT_S
@@ -16,8 +18,6 @@ from ddp_runner.kernel.rules.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.kernel.wire.events import Faulted
-from ddp_runner.features.machines.parent.successor import Succession
-from ddp_runner.features.machines.links.ballot_file import BallotFile
 from tests.features.script.simulated_script import ScriptNodesSimulation
 
 

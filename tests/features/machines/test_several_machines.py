@@ -11,8 +11,8 @@ import pytest
 from ddp_runner.kernel.recovery.zygote_keeper import ZYGOTES_LOST_MAX
 from ddp_runner.kernel.rules.exits import ExitCode, StopReason
 from ddp_runner.kernel.system.folder_owner import FolderOwner
-from tests.supervisor.judging import assert_generations_grow, lost, plans
 from tests.features.machines.simulated_nodes import NodesSimulation
+from tests.supervisor.judging import assert_generations_grow, lost, plans
 
 SILENT_S, LEASE_S = 3.0, 2.4  # of the settings that all of these have
 

@@ -9,11 +9,16 @@ import time
 
 import pytest
 
+from ddp_runner.core.launch_plan import NodeOptions
+from ddp_runner.features.machines import token_file
 from ddp_runner.features.machines.launching import TOKEN_BYTES_MIN, await_token, given_token
-from ddp_runner.features.machines.rules.node_options import NodeOptions
+from ddp_runner.features.machines.token_file import (
+    TOKEN_NAME,
+    make_token,
+    shared_token,
+    why_not_secret,
+)
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.features.machines.links import token_file
-from ddp_runner.features.machines.links.token_file import TOKEN_NAME, make_token, shared_token, why_not_secret
 
 NOBODY_LISTENS = NodeOptions(least=2, most=2, host="127.0.0.1", port=1, join_timeout_s=0.2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.cli import train
-from ddp_runner.features.machines.rules.node_options import NodeOptions
+from ddp_runner.core.launch_plan import NodeOptions
 from ddp_runner.features.ray.rules import (
     RESTARTS_MAX,
     Ended,

@@ -7,10 +7,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddp_runner.features.machines.rules.node_messages import Hello, Refused
-from ddp_runner.features.machines.rules.node_options import NodeOptions
-from ddp_runner.kernel.rules.secrets import HIDDEN
+from ddp_runner.core.launch_plan import NodeOptions
 from ddp_runner.features.machines.parent.remote_node import RemoteNode
+from ddp_runner.features.machines.rules.node_messages import Hello, Refused
+from ddp_runner.kernel.rules.secrets import HIDDEN
 
 # A machine that was lost so often within LOSSES_WINDOW_S is left out for LEFT_OUT_S, where the run has enough others.
 LOSSES_MAX = 3

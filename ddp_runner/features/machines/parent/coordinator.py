@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Protocol
 
 from ddp_runner.checkpoint.catalog import Catalog
-from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.launch_plan import LaunchPlan, NodeOptions
+from ddp_runner.features.machines.folder_probe import FolderProbe
+from ddp_runner.features.machines.node_link import NodeLink
+from ddp_runner.features.machines.parent.majority_keeper import MajorityKeeper, Quorum
+from ddp_runner.features.machines.parent.node_events import MissingNodes, NodeEvents
+from ddp_runner.features.machines.parent.other_nodes import NodeEvent, NodeJoined, OtherNodes, Place
+from ddp_runner.features.machines.parent.remote_node import RemoteNode
 from ddp_runner.features.machines.rules.majority import Record
 from ddp_runner.features.machines.rules.node_messages import Beat, Elected, Hello, Parked
-from ddp_runner.features.machines.rules.node_options import NodeOptions
 from ddp_runner.features.machines.rules.nodes import ReturnFacts, keeps_memory, loads_own
 from ddp_runner.features.machines.rules.succession import GoingOn
 from ddp_runner.kernel.parent.rank_handle import RankHandle
@@ -45,14 +50,7 @@ from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed
 from ddp_runner.kernel.wire.messages import Ready
-from ddp_runner.features.machines.parent.majority_keeper import MajorityKeeper, Quorum
-from ddp_runner.features.machines.parent.missing_nodes import MissingNodes
-from ddp_runner.features.machines.parent.node_events import NodeEvents
-from ddp_runner.features.machines.parent.other_nodes import NodeEvent, NodeJoined, OtherNodes, Place
-from ddp_runner.features.machines.parent.remote_node import RemoteNode
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.features.machines.links.folder_probe import FolderProbe
-from ddp_runner.features.machines.links.node_link import NodeLink
 from ddp_runner.system.run_directories import RunDirectories
 
 OWNER_EVERY_S = 0.5

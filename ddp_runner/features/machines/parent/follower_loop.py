@@ -15,6 +15,18 @@ from pathlib import Path
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.config.identity import digest, with_shared
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.features.machines.folder_probe import is_shared
+from ddp_runner.features.machines.node_link import (
+    LinkLostError,
+    NodeLink,
+    UnprovedError,
+    read_endpoint,
+)
+from ddp_runner.features.machines.parent.admission import Meeting
+from ddp_runner.features.machines.parent.coordinator import Heir
+from ddp_runner.features.machines.parent.follower import Follower
+from ddp_runner.features.machines.parent.successor import Succession, listen
+from ddp_runner.features.machines.parent.voting import NotFormedError, Voting
 from ddp_runner.features.machines.rules.node_messages import (
     FROM_COORDINATOR,
     EndWanted,
@@ -47,16 +59,8 @@ from ddp_runner.kernel.wire.events import RunEnds
 from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.observe.display import Display, make_display
 from ddp_runner.supervisor.node_plans import node_plan
-from ddp_runner.features.machines.parent.admission import Meeting
-from ddp_runner.features.machines.parent.coordinator import Heir
-from ddp_runner.features.machines.parent.follower import Follower
-from ddp_runner.features.machines.parent.successor import Succession, listen
-from ddp_runner.features.machines.parent.voting import NotFormedError, Voting
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
-from ddp_runner.features.machines.links.folder_probe import is_shared
 from ddp_runner.system.followed_run import FollowedRun
-from ddp_runner.features.machines.links.moving_endpoint import read_endpoint
-from ddp_runner.features.machines.links.node_link import LinkLostError, NodeLink, UnprovedError
 
 TICK_S = 0.1
 DIAL_S = 1.0  # for one attempt to connect, and for the wait to the next

@@ -11,6 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.features.machines.ballot_file import BallotFile, unreadable
+from ddp_runner.features.machines.letters import Letters
+from ddp_runner.features.machines.parent.other_nodes import Place
+from ddp_runner.features.machines.parent.remote_node import RemoteNode
 from ddp_runner.features.machines.rules.majority import (
     Ballot,
     Peer,
@@ -27,15 +31,17 @@ from ddp_runner.features.machines.rules.majority import (
     others_of,
     why_no_vote_holds,
 )
-from ddp_runner.features.machines.rules.node_messages import Elected, Generation, Hello, RunOver, Vote
+from ddp_runner.features.machines.rules.node_messages import (
+    Elected,
+    Generation,
+    Hello,
+    RunOver,
+    Vote,
+)
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.rules.lifecycle import IN_WORLD
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire.packets import by_name
-from ddp_runner.features.machines.links.letters import Letters
-from ddp_runner.features.machines.parent.other_nodes import Place
-from ddp_runner.features.machines.parent.remote_node import RemoteNode
-from ddp_runner.features.machines.links.ballot_file import BallotFile, unreadable
 
 SAYS_EVERY_S = 1.0  # to machines that are not there, who coordinates
 # For a coordinator that was elected meanwhile to say so, before one that others have left takes them back.

@@ -11,7 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
 
+from ddp_runner.core.gpu_reading import Watched
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.features.machines.ballot_file import BallotFile
+from ddp_runner.features.machines.node_link import LinkLostError, NodeLink
+from ddp_runner.features.machines.parent.admission import (
+    LossCount,
+    Meeting,
+    number_is_taken,
+    other_code,
+    place_for,
+    why_not,
+)
+from ddp_runner.features.machines.parent.remote_node import SPARE, RemoteNode, machine_of
 from ddp_runner.features.machines.rules.majority import Record
 from ddp_runner.features.machines.rules.node_messages import (
     FROM_FOLLOWER,
@@ -33,7 +45,6 @@ from ddp_runner.features.machines.rules.node_messages import (
     Said,
     SaveWanted,
     StopWanted,
-    Watched,
     Welcome,
 )
 from ddp_runner.kernel.rules.election import EMPTY_STEP
@@ -43,17 +54,6 @@ from ddp_runner.kernel.wire.events import OfFault, RunEnds
 from ddp_runner.kernel.wire.messages import Leaving, Message, decode
 from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.observe.view import NodeView
-from ddp_runner.features.machines.parent.admission import (
-    LossCount,
-    Meeting,
-    number_is_taken,
-    other_code,
-    place_for,
-    why_not,
-)
-from ddp_runner.features.machines.parent.remote_node import SPARE, RemoteNode, machine_of
-from ddp_runner.features.machines.links.ballot_file import BallotFile
-from ddp_runner.features.machines.links.node_link import LinkLostError, NodeLink
 
 GREETING_TIME_S = 10.0  # for whoever connects to prove what it is
 LAST_WORDS_S = 2.0  # for nodes to hear that the run has ended

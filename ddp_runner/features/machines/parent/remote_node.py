@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
+from ddp_runner.checkpoint.catalog import NewestCheckpoint
+from ddp_runner.features.machines.folder_probe import FolderProbe
+from ddp_runner.features.machines.node_link import LinkLostError, NodeLink
 from ddp_runner.features.machines.rules.node_messages import (
     AskRank,
     EndRank,
@@ -18,14 +21,13 @@ from ddp_runner.features.machines.rules.node_messages import (
     StartRank,
     ToRank,
 )
-from ddp_runner.features.machines.rules.nodes import NewestCheckpoint
 from ddp_runner.kernel.processes.rank_start import RankStart, StartedBy
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.system.folder_owner import FolderOwner
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.wire.messages import Message, encode
-from ddp_runner.features.machines.links.node_link import LinkLostError, NodeLink
 
 SPARE = -1  # the number of each machine that waits for a place
 # Cells with a time of the clock of their machine, and those that are not the rank's to write.
@@ -286,3 +288,12 @@ class RemoteNode:
     def resident_bytes(self, rank: int) -> int:
         """Memory of the process of this rank by the newest look."""
         return self._processes[rank].resident_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherMachines:
+    """The other machines of a run, and the names of its coordinator in the folders that they may share."""
+
+    nodes: tuple[RemoteNode, ...]
+    owner: FolderOwner
+    probes: tuple[FolderProbe, ...]

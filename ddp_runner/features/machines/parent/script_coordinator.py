@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ddp_runner.features.machines.parent.script_machines import LEFT, ScriptMachines
 from ddp_runner.features.machines.rules.node_messages import Beat, Parked
 from ddp_runner.features.script.live_attempt import LiveAttempt
 from ddp_runner.features.script.parent import ScriptAgent
 from ddp_runner.features.script.rules import GRACE_AFTER_FAULT_S, Attempt
-from ddp_runner.features.machines.parent.script_machines import LEFT, ScriptMachines
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.kernel.rules.lifecycle import RankState, RunEvent, RunState
@@ -17,6 +17,10 @@ from ddp_runner.kernel.wire.board import Cell
 
 if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
+    from ddp_runner.features.machines.parent.coordinator import Heir
+    from ddp_runner.features.machines.parent.majority_keeper import MajorityKeeper
+    from ddp_runner.features.machines.parent.other_nodes import NodeEvent, NodeJoined, Place
+    from ddp_runner.features.machines.parent.remote_node import OtherMachines, RemoteNode
     from ddp_runner.features.machines.rules.majority import Record
     from ddp_runner.features.machines.rules.node_messages import Elected, Hello
     from ddp_runner.features.script.rules import ScriptPlan
@@ -25,11 +29,6 @@ if TYPE_CHECKING:
     from ddp_runner.kernel.processes.node import Node
     from ddp_runner.kernel.processes.rank_process import WhatItWrote
     from ddp_runner.kernel.system.clock import Clock
-    from ddp_runner.supervisor.assembly import OtherMachines
-    from ddp_runner.features.machines.parent.coordinator import Heir
-    from ddp_runner.features.machines.parent.majority_keeper import MajorityKeeper
-    from ddp_runner.features.machines.parent.other_nodes import NodeEvent, NodeJoined, Place
-    from ddp_runner.features.machines.parent.remote_node import RemoteNode
     from ddp_runner.supervisor.reporting.outputs import Outputs
     from ddp_runner.system.run_directories import RunDirectories
 

@@ -6,21 +6,24 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ddp_runner.features.machines.parent.coordinator import LEAVES, OWNER_EVERY_S, missing_nodes
+from ddp_runner.features.machines.parent.majority_keeper import Quorum
+from ddp_runner.features.machines.parent.node_events import (
+    MissingNodes,
+    NodeEvents,
+    TakesNodes,
+    Verdict,
+)
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
 from ddp_runner.kernel.rules.lifecycle import IN_WORLD, Membership, MembershipEvent, RankEvent
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.features.machines.parent.coordinator import LEAVES, OWNER_EVERY_S, missing_nodes
-from ddp_runner.features.machines.parent.majority_keeper import Quorum
-from ddp_runner.features.machines.parent.missing_nodes import MissingNodes, Verdict
-from ddp_runner.features.machines.parent.node_events import NodeEvents, TakesNodes
 
 if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
+    from ddp_runner.features.machines.parent.remote_node import OtherMachines, RemoteNode
     from ddp_runner.kernel.parent.rank_handle import RankHandle
     from ddp_runner.kernel.parent.run_facts import Ending
     from ddp_runner.kernel.system.clock import Clock
-    from ddp_runner.supervisor.assembly import OtherMachines
-    from ddp_runner.features.machines.parent.remote_node import RemoteNode
 
 _BACK = (MembershipEvent.TRIED_AGAIN, MembershipEvent.TAKEN_BACK, MembershipEvent.TO_REPLACE)
 

@@ -9,6 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.features.machines.parent.admission import Meeting
+from ddp_runner.features.machines.parent.coordinator import Heir, Taken
+from ddp_runner.features.machines.parent.follower import Follower
+from ddp_runner.features.machines.parent.other_nodes import Place
+from ddp_runner.features.machines.parent.voting import Voting
 from ddp_runner.features.machines.rules.succession import (
     Act,
     Arbiter,
@@ -24,11 +29,6 @@ from ddp_runner.kernel.processes.resources import StorePlace
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner, new_term
-from ddp_runner.features.machines.parent.admission import Meeting
-from ddp_runner.features.machines.parent.coordinator import Heir, Taken
-from ddp_runner.features.machines.parent.follower import Follower
-from ddp_runner.features.machines.parent.other_nodes import Place
-from ddp_runner.features.machines.parent.voting import Voting
 from ddp_runner.system import followed_run
 from ddp_runner.system.code_files import digest_of
 from ddp_runner.system.run_directories import RunDirectories

@@ -7,6 +7,10 @@ import socket
 from pathlib import Path
 
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.features.machines.ballot_file import BallotFile
+from ddp_runner.features.machines.letters import Letters
+from ddp_runner.features.machines.node_link import LinkLostError
+from ddp_runner.features.machines.parent.follower import Follower
 from ddp_runner.features.machines.rules.majority import (
     NEVER,
     Ballot,
@@ -32,10 +36,6 @@ from ddp_runner.features.machines.rules.node_messages import (
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import new_term
 from ddp_runner.kernel.wire.packets import by_name
-from ddp_runner.features.machines.parent.follower import Follower
-from ddp_runner.features.machines.links.letters import Letters
-from ddp_runner.features.machines.links.ballot_file import BallotFile
-from ddp_runner.features.machines.links.node_link import LinkLostError
 
 # From the loss of a coordinator to a machine's own ballot, and from one to the next: so that seldom two stand at once. A
 # machine that is dialling one that is gone answers within the latter.

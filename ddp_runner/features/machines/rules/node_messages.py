@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddp_runner.core.gpu_reading import Watched
 from ddp_runner.features.machines.rules.majority import Peer, Record
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.wire.events import RunEnds
@@ -227,20 +228,6 @@ class Look:
     has_spare: bool
     round_trip_s: float
     ranks: dict[str, RankLook]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """Follower -> coordinator, each ``log.gpu_watch_s``: what its ranks and GPUs use.
-
-    ``cpu_share``: cores, by rank. ``gpus``: records of a GpuReading, the newest of ``gpus_count`` looks,
-    ``gpus_age_s`` old; None: there was no look.
-    """
-
-    cpu_share: dict[str, float]
-    gpus: list[dict[str, Any]]
-    gpus_count: int
-    gpus_age_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddp_runner.core.launch_plan import NO_ID, NodeOptions
 from ddp_runner.kernel.rules.errors import BadInputError
 
 DEFAULT_PORT = 29400  # torchrun's
-NO_ID = "none"
 ENGINE = "--engine"  # has a cluster place the machines
 # Option -> the variables that stand for it, of which the first that is set counts.
 VARIABLES: Mapping[str, tuple[str, ...]] = {
@@ -40,32 +40,6 @@ _BACKENDS = ("c10d", "static")
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 _PORT_MAX = 65_535
 _NONE: Mapping[str, tuple[str, str]] = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
-    """A run on several machines, as it was asked for on this one.
-
-    ``node_rank``: the number of this machine; None: by the order of joining. ``host`` and ``port``:
-    where the coordinator listens; ``is_host``: whether that is this machine; None: the one that has
-    the address. ``join_timeout_s``: for ``least`` machines to come; ``last_call_s``: for more of
-    them, once so many are there. ``local_addr``: the address of this machine for the others; empty:
-    the one that leads to the coordinator. ``local_name``: the name that it was given as, which others look up each time
-    that they connect; empty: none. ``moving_fd``: a descriptor that says where the coordinator now is.
-    """
-
-    least: int
-    most: int
-    host: str
-    port: int
-    node_rank: int | None = None
-    run_id: str = NO_ID
-    is_host: bool | None = None
-    join_timeout_s: float = 600.0
-    last_call_s: float = 30.0
-    local_addr: str = ""
-    local_name: str = ""
-    moving_fd: int | None = None
 
 
 def node_options(

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewestCheckpoint:
-    """The newest checkpoint in a machine's folder: its ``step`` and the run that wrote it."""
-
-    step: int
-    run_id: str
+if TYPE_CHECKING:
+    from ddp_runner.checkpoint.catalog import NewestCheckpoint
 
 
 def loads_own(
@@ -26,18 +21,6 @@ def loads_own(
     if resume != "auto" or theirs is None:
         return False
     return ours is None or (theirs.run_id == ours.run_id and theirs.step > ours.step)
-
-
-def who_completes(folders: Sequence[int], *, steps: Sequence[int]) -> dict[int, int]:
-    """Return for each log folder the rank that completes its records: the lowest one at the newest step.
-
-    ``folders`` and ``steps`` by rank. A folder whose ranks are all behind has none.
-    """
-    found: dict[int, int] = {}
-    for rank, (folder, step) in enumerate(zip(folders, steps, strict=True)):
-        if step == max(steps):
-            found.setdefault(folder, rank)
-    return found
 
 
 class NodesPlan(enum.Enum):

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
+from ddp_runner.features.machines.ballot_file import BallotFile
 from ddp_runner.features.machines.rules.majority import is_over
-from ddp_runner.features.machines.links.ballot_file import BallotFile
 from tests.features.machines.whole_runs.conftest import Nodes
 from tests.features.machines.whole_runs.test_two_nodes import SLOW
 from tests.scenarios.harness import poll

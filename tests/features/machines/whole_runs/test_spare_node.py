@@ -6,10 +6,10 @@ import signal
 
 import psutil
 
-from ddp_runner.features.machines.rules.node_messages import Hello, Parked
-from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.features.machines.parent.admission import LossCount, place_for
 from ddp_runner.features.machines.parent.remote_node import SPARE, RemoteNode
+from ddp_runner.features.machines.rules.node_messages import Hello, Parked
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from tests.scenarios.harness import poll
 
 SLOWER = "task.pace_s=0.15"  # a machine is started again before the run is over

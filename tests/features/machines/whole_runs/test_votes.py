@@ -12,21 +12,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.features.machines.rules.majority import Peer, Record, ended, is_over, why_no_vote_holds
-from ddp_runner.features.machines.rules.node_messages import Elected, EndRank, Generation
-from ddp_runner.features.machines.rules.node_options import NodeOptions
-from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
-from ddp_runner.kernel.wire import packets as wire
+from ddp_runner.core.launch_plan import NodeOptions
+from ddp_runner.features.machines import ballot_file
+from ddp_runner.features.machines.ballot_file import BallotFile
+from ddp_runner.features.machines.letters import Letters
+from ddp_runner.features.machines.node_link import LinkLostError, NodeLink
 from ddp_runner.features.machines.parent import follower_loop
-from ddp_runner.features.machines.parent import letters as letters_module
-from ddp_runner.features.machines.links.letters import Letters
+from ddp_runner.features.machines import letters as letters_module
 from ddp_runner.features.machines.parent.majority_keeper import DOUBTS_S, MajorityKeeper
 from ddp_runner.features.machines.parent.successor import listen
 from ddp_runner.features.machines.parent.voting import NotFormedError, Voting
-from ddp_runner.features.machines.links import ballot_file
-from ddp_runner.features.machines.links.ballot_file import BallotFile
-from ddp_runner.features.machines.links.node_link import LinkLostError, NodeLink
+from ddp_runner.features.machines.rules.majority import (
+    Peer,
+    Record,
+    ended,
+    is_over,
+    why_no_vote_holds,
+)
+from ddp_runner.features.machines.rules.node_messages import Elected, EndRank, Generation
+from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
+from ddp_runner.kernel.wire import packets as wire
 
 TOKEN = b"0123456789abcdef"
 OPTIONS = NodeOptions(least=2, most=3, host="127.0.0.1", port=1)

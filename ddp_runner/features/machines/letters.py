@@ -1,19 +1,22 @@
-"""Messages between machines that have no coordinator in common: to several at once, and in at a door. Never blocks."""
+"""Messages between machines outside of a run: between those without a coordinator, and a question to a coordinator."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import select
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ddp_runner.features.machines.node_link import LinkLostError, NodeLink, UnprovedError
 from ddp_runner.features.machines.rules.majority import Peer
+from ddp_runner.features.machines.rules.node_messages import FROM_COORDINATOR, Answer, Question
 from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.packets import WireError
-from ddp_runner.features.machines.links.node_link import LinkLostError, NodeLink
 
 _Where = tuple[str, int]
 _Address = tuple[socket.AddressFamily, Any]
@@ -30,7 +33,7 @@ def _addresses(where: _Where, flags: int = 0) -> list[_Address]:
 
 
 class Letters:
-    """Links of one supervisor, each for one message and its answer. Turned by its owner, which it wakes by nothing.
+    """Links of one supervisor, each for one message and its answer. Turned by its owner, which it wakes by nothing; never blocks.
 
     A name is looked up each time that something is sent there, by a thread: its address may be another one by then.
     """
@@ -167,3 +170,34 @@ class Letters:
             yield
         except (LinkLostError, WireError):
             self.drop(link)
+
+
+class WrongTokenError(Exception):
+    """It is one of ours, and has another token."""
+
+
+def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
+    """Return the answer of the coordinator at the other end. Blocks for at most ``limit_s``, and hangs up.
+
+    Raises WrongTokenError, or LinkLostError if the other end is not a coordinator of this version.
+    """
+    link = NodeLink(connection, token=token, listens=False)
+    give_up_s = time.monotonic() + limit_s
+    try:
+        link.send(wire.encode(Question()))
+        while (left_s := give_up_s - time.monotonic()) > 0:
+            ready = select.poll()  # which takes descriptors above 1,023 too
+            ready.register(link, select.POLLIN | select.POLLOUT * link.wants_to_write)
+            ready.poll(left_s * 1000)
+            link.flush()
+            for content in link.receive():
+                answer = wire.decode(content, FROM_COORDINATOR)
+                if isinstance(answer, Answer):
+                    return answer
+    except UnprovedError as error:
+        raise WrongTokenError from error
+    except WireError as error:
+        raise LinkLostError(str(error)) from error
+    finally:
+        link.close()
+    raise LinkLostError(f"it has not answered within {limit_s:g} s")
