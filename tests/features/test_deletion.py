@@ -70,7 +70,7 @@ for name in commands():
         assert main([name, "--help"]) == 0, name
     assert len(shown.getvalue()) > 100, name
 for words in json.loads(sys.argv[2]):
-    variables = dict(one.split("=") for one in words if one.partition("=")[0].isupper())
+    variables = dict(one.split("=") for one in words if one.partition("=")[0].isupper() and "=" in one)
     os.environ.update(variables)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert main(words[len(variables):]) == 2, words

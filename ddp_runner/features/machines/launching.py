@@ -25,8 +25,7 @@ from ddp_runner.config.identity import is_sealed, shared_settings
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import OnResume
 from ddp_runner.features.machines.ballot_file import BallotFile, unreadable
-from ddp_runner.features.machines.letters import WrongTokenError, ask
-from ddp_runner.features.machines.node_link import ENDPOINT_VARIABLE
+from ddp_runner.features.machines.letters import ENDPOINT_VARIABLE, WrongTokenError, ask
 from ddp_runner.features.machines.parent.admission import Meeting
 from ddp_runner.features.machines.parent.coordinating import coordinate, take_over
 from ddp_runner.features.machines.parent.follower_loop import follow

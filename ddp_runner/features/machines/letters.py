@@ -1,8 +1,9 @@
-"""Messages between machines outside of a run: between those without a coordinator, and a question to a coordinator."""
+"""Messages between machines outside of a run: between those without a coordinator, a question to one, and where it is."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import select
 import selectors
@@ -20,6 +21,10 @@ from ddp_runner.kernel.wire.packets import WireError
 
 _Where = tuple[str, int]
 _Address = tuple[socket.AddressFamily, Any]
+# Shared memory with the coordinator's address, which a launcher writes when the coordinator moves: its descriptor, in the
+# supervisor's environment, and its size: a name of 255, and a port.
+ENDPOINT_VARIABLE = "DDP_RUNNER_ENDPOINT_FD"
+_ENDPOINT_BYTES = 320
 LINKS_MAX = 64  # of a door: with one more, the oldest is dropped
 
 
@@ -201,3 +206,19 @@ def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
     finally:
         link.close()
     raise LinkLostError(f"it has not answered within {limit_s:g} s")
+
+
+def endpoint_bytes(host: str, port: int) -> bytes:
+    """Return the bytes to write at the start of the memory; their length never varies."""
+    return f"{host} {port}".encode().ljust(_ENDPOINT_BYTES)
+
+
+def read_endpoint(descriptor: int | None) -> tuple[str, int] | None:
+    """Return host and port; None if none were written, or there is no descriptor."""
+    if descriptor is None:
+        return None
+    try:
+        host, port = os.pread(descriptor, _ENDPOINT_BYTES, 0).decode().split()
+        return host, int(port)
+    except (OSError, ValueError):
+        return None

@@ -23,10 +23,6 @@ QUEUE_BYTES_MAX = 4 * 1024 * 1024  # what is not yet sent: a peer that reads so 
 _HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 _LENGTH_BYTES, _PROOF_BYTES = 4, 32
 _READ_BYTES = 256 * 1024
-# Shared memory with the coordinator's address, which a launcher writes when the coordinator moves: its descriptor, in the
-# supervisor's environment, and its size: a name of 255, and a port.
-ENDPOINT_VARIABLE = "DDP_RUNNER_ENDPOINT_FD"
-_ENDPOINT_BYTES = 320
 
 
 class LinkLostError(ConnectionError):
@@ -198,19 +194,3 @@ class NodeLink:
 
 def _proof(key: bytes, number: int, content: bytes) -> bytes:
     return hmac.digest(key, number.to_bytes(8, "big") + content, "sha256")
-
-
-def endpoint_bytes(host: str, port: int) -> bytes:
-    """Return the bytes to write at the start of the memory; their length never varies."""
-    return f"{host} {port}".encode().ljust(_ENDPOINT_BYTES)
-
-
-def read_endpoint(descriptor: int | None) -> tuple[str, int] | None:
-    """Return host and port; None if none were written, or there is no descriptor."""
-    if descriptor is None:
-        return None
-    try:
-        host, port = os.pread(descriptor, _ENDPOINT_BYTES, 0).decode().split()
-        return host, int(port)
-    except (OSError, ValueError):
-        return None

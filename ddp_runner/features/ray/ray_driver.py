@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner import start
 from ddp_runner.cli.planning import asked_settings, with_nproc
-from ddp_runner.features.machines.node_link import endpoint_bytes
+from ddp_runner.features.machines.letters import endpoint_bytes
 from ddp_runner.features.ray import ray_actor
 from ddp_runner.features.ray.ray_cluster import (
     Look,

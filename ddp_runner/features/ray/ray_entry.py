@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from ddp_runner.cli import commands
-from ddp_runner.features.machines.node_link import ENDPOINT_VARIABLE
+from ddp_runner.features.machines.letters import ENDPOINT_VARIABLE
 from ddp_runner.kernel.system import parent_death
 
 

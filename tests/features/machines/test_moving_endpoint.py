@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ddp_runner.features.machines.node_link import endpoint_bytes, read_endpoint
+from ddp_runner.features.machines.letters import endpoint_bytes, read_endpoint
 
 
 def test_what_was_written_last_is_read_whole():

@@ -16,12 +16,8 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.config.identity import digest, with_shared
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.features.machines.folder_probe import is_shared
-from ddp_runner.features.machines.node_link import (
-    LinkLostError,
-    NodeLink,
-    UnprovedError,
-    read_endpoint,
-)
+from ddp_runner.features.machines.letters import read_endpoint
+from ddp_runner.features.machines.node_link import LinkLostError, NodeLink, UnprovedError
 from ddp_runner.features.machines.parent.admission import Meeting
 from ddp_runner.features.machines.parent.coordinator import Heir
 from ddp_runner.features.machines.parent.follower import Follower

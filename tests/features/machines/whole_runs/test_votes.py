@@ -14,11 +14,11 @@ import pytest
 
 from ddp_runner.core.launch_plan import NodeOptions
 from ddp_runner.features.machines import ballot_file
+from ddp_runner.features.machines import letters as letters_module
 from ddp_runner.features.machines.ballot_file import BallotFile
 from ddp_runner.features.machines.letters import Letters
 from ddp_runner.features.machines.node_link import LinkLostError, NodeLink
 from ddp_runner.features.machines.parent import follower_loop
-from ddp_runner.features.machines import letters as letters_module
 from ddp_runner.features.machines.parent.majority_keeper import DOUBTS_S, MajorityKeeper
 from ddp_runner.features.machines.parent.successor import listen
 from ddp_runner.features.machines.parent.voting import NotFormedError, Voting
