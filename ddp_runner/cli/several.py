@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ddp_runner import installed
 
@@ -45,25 +45,12 @@ class OnEach:
         return self.owner_option == "--log-dir" or settings.run.resume == "auto"
 
 
-class Asked(Protocol):
-    """Finds out which machines are asked for."""
-
-    def __call__(
-        self,
-        options: Mapping[str, str],
-        environment: Mapping[str, str],
-        *,
-        settings: Mapping[str, tuple[str, str]],
-        own_host: str,
-    ) -> NodeOptions | None:
-        """Return them; None for this one alone. Raises BadInputError."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Several:
     """What the feature brings along beside its options of ``train``.
 
-    ``variables``: those that stand for each option. ``engine``: the option that has a cluster place the machines.
+    ``asked``: makes of options, environment and settings which machines are asked for; None for this one alone, and it raises
+    BadInputError. ``variables``: those that stand for each option. ``engine``: the option that has a cluster place the machines.
     ``of_run`` and ``of_doctor``: options of these two commands. ``unused``: a line on variables without a meaning for one
     machine. ``launching`` and ``checking``: modules with the functions that are called here.
     """
@@ -72,7 +59,7 @@ class Several:
     engine: str
     of_run: tuple[Option, ...]
     of_doctor: tuple[Option, ...]
-    asked: Asked
+    asked: Callable[..., NodeOptions | None]
     unused: Callable[[Mapping[str, str]], str]
     launching: str
     checking: str
