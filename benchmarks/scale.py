@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from contenders import machine, show_machine
 
-from ddp_runner.core.machines.node_messages import (
+from ddp_runner.features.machines.node_link import NodeLink
+from ddp_runner.features.machines.rules.node_messages import (
     FROM_COORDINATOR,
     LOOK_EVERY_S,
     FromRank,
@@ -45,9 +46,8 @@ from ddp_runner.kernel.wire import packets as wire
 from ddp_runner.kernel.wire.board import CELLS_PER_SLOT, Cell
 from ddp_runner.kernel.wire.events import Faulted, RankFormed
 from ddp_runner.kernel.wire.messages import Abort, Form, Message, Ready, decode, encode
-from ddp_runner.system.node_link import NodeLink
+from tests.features.machines.simulated_nodes import TOKEN, NodesSimulation, _Plain
 from tests.supervisor.simulated import Process
-from tests.supervisor.simulated_nodes import TOKEN, NodesSimulation, _Plain
 
 TICK_S = 0.1
 AT_ONCE = 32  # machines that join in one turn

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES_MAX = 12
-WHOLE_RUNS = ("gpu", "kubernetes", "nodes", "scenarios", "slurm", "soak", "strangers")
+WHOLE_RUNS = {"gpu", "kubernetes", "whole_runs", "scenarios", "slurm", "soak", "strangers"}
 ABOVE_ROOMS = {"kernel", "features"}  # their folders are rooms
 LEFT_OUT = "not whole_run and not slow and not soak and not gpu and not slurm and not ray"
 
@@ -51,7 +51,7 @@ def text_of(path: Path) -> str:
 def sources() -> tuple[Path, ...]:
     """Every file of the package and of the tests, without those of whole runs."""
     found = [*(ROOT / "ddp_runner").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    return tuple(path for path in found if path.relative_to(ROOT).parts[1] not in WHOLE_RUNS)
+    return tuple(path for path in found if WHOLE_RUNS.isdisjoint(path.relative_to(ROOT).parts))
 
 
 @functools.cache

@@ -37,7 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 sys.path.insert(0, "docs")
 import generate
-from ddp_runner.cli.nodes import _meaning
+from ddp_runner.features.machines.launching import _meaning
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import Surroundings, difference, from_flat, recipe, resolve, stage_digest

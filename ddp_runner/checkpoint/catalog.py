@@ -29,7 +29,6 @@ from ddp_runner.checkpoint.manifest import (
     stage_name,
     step_of,
 )
-from ddp_runner.core.machines.nodes import NewestCheckpoint
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.disk import Disk, RealDisk
@@ -56,6 +55,14 @@ NO_FILE = "a manifest without its file"
 _POINTER_BYTES_MAX = 4096
 _MANIFEST_BYTES_MAX = 4 * 1024 * 1024
 _NAMED_BY_PID = re.compile(r"\.step_\d{8,}\.pt\.tmp-\d+")  # as earlier versions named them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestCheckpoint:
+    """The newest checkpoint in a folder: its ``step`` and the run that wrote it."""
+
+    step: int
+    run_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

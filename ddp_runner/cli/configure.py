@@ -18,11 +18,11 @@ from ddp_runner.cli.hardware.devices import find_gpus, plan_devices
 from ddp_runner.cli.hardware.machine import core_count
 from ddp_runner.cli.hardware.machine_checks import check_gpus, check_memory
 from ddp_runner.cli.planning import preset_name
+from ddp_runner.cli.several import several_machines
 from ddp_runner.config import SettingsError, check_relations, resolve
 from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.config.foreign_values import is_fact
 from ddp_runner.config.sources import HOME_FILE, PRESETS_FOLDER, from_file
-from ddp_runner.core.machines.node_options import node_options
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
@@ -39,15 +39,18 @@ if TYPE_CHECKING:
 _EMPTY = "-"
 # No settings: a run has them from the command line, or from such a file. With what they are without a word.
 _MACHINES = {"nnodes": "1", "node_rank": "", "rdzv_endpoint": ""}
+_OF_MACHINES = {
+    "nnodes": "Machines: a number, or a range such as 2:4",
+    "node_rank": "Number of this machine, from 0; empty: in the order of joining",
+    "rdzv_endpoint": "Address where the machines meet: HOST or HOST:PORT, the same on all",
+}
 QUESTIONS: Mapping[str, str] = {
     "run.task": "Task: bytes, synthetic, FILE.py[:NAME] or module:NAME",
     "data.path": "File or folder of text to learn; empty: Python's own library",
     "run.device": "Device: auto, cpu or cuda",
     "run.gpus": "GPUs, such as 0,1; empty: all",
     "run.nproc_per_node": "Ranks of this machine: a number, or auto",
-    "nnodes": "Machines: a number, or a range such as 2:4",
-    "node_rank": "Number of this machine, from 0; empty: in the order of joining",
-    "rdzv_endpoint": "Address where the machines meet: HOST or HOST:PORT, the same on all",
+    **(_OF_MACHINES if several_machines().variables else {}),
     "data.batch_size": "Samples of each rank and step",
     "run.epochs": "Passes over the data",
     "optim.learning_rate": "Highest learning rate",
@@ -180,7 +183,7 @@ def _problems(machine: Machine, answers: Mapping[str, str], *, knows_place: bool
             if not knows_place:  # it is asked for next, or was checked
                 said["--rdzv-endpoint"] = ("rdzv_endpoint", "localhost")
             given = {option: one for option, one in said.items() if one[1]}
-            node_options({}, {}, settings=given)
+            several_machines().asked({}, {}, settings=given, own_host="")
         check_relations(machine.usual(answers))
     except BadInputError as problem:
         found = problem.problems if isinstance(problem, SettingsError) else (problem,)

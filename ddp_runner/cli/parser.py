@@ -15,7 +15,6 @@ from ddp_runner.config.fields import ForeignNameError, find_key, key_of, known_f
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.sources import named_file, preset_file
 from ddp_runner.config.suggest import nearest
-from ddp_runner.core.machines.node_options import ENGINE, VARIABLES
 from ddp_runner.core.settings.declaration import SWITCH, TEXT, Option, OptionGroup
 from ddp_runner.kernel.rules.errors import BadInputError
 
@@ -28,7 +27,6 @@ _ASSIGNMENT = re.compile(r"^([A-Za-z_][\w.-]*)=(.*)$", re.DOTALL)
 _NEGATIVE_NUMBER = re.compile(r"^-\.?\d")
 _SEE_HELP = "; --help lists the options"
 _DRY_RUN = "--dry-run"
-OF_NODES = (*VARIABLES, "--token-file", ENGINE)
 _PAGES = ("--help", "--help-settings", "--version")
 
 
@@ -50,61 +48,9 @@ _OF_FEATURES: tuple[Option, ...] = (
     *(option for words in installed.parts("words") for option in getattr(words, "OPTIONS", ())),
     *(one.option for one in INSTEAD.values()),
 )
+# Those that are neither a setting nor done instead of training: of a run on several machines.
+OF_NODES = tuple(one.long for one in _OF_FEATURES if not one.key and one.long not in INSTEAD)
 _OWN = (
-    Option(
-        "--nnodes",
-        metavar="N|MIN:MAX",
-        default="1",
-        aliases=("--num-machines", "--num-nodes"),
-        group=OptionGroup.MACHINES,
-        says="number of machines; with a range the run continues with fewer",
-    ),
-    Option(
-        "--rdzv-endpoint",
-        metavar="HOST[:PORT]",
-        group=OptionGroup.MACHINES,
-        says="address of one of the machines, where all meet; the port is 29400 by default",
-    ),
-    Option(
-        "--rdzv-id",
-        metavar="ID",
-        default="none",
-        group=OptionGroup.MACHINES,
-        says="name of the run, the same on each machine",
-    ),
-    Option(
-        "--node-rank",
-        metavar="R",
-        default="by the order of joining",
-        aliases=("--machine-rank",),
-        group=OptionGroup.MACHINES,
-        says="number of this machine; the machine of the endpoint is 0",
-    ),
-    Option(
-        "--rdzv-backend",
-        metavar="c10d",
-        group=OptionGroup.MACHINES,
-        says="accepted values are c10d and static, with the same meaning",
-    ),
-    Option(
-        "--rdzv-conf",
-        metavar="K=V,...",
-        group=OptionGroup.MACHINES,
-        says="rendezvous options: join_timeout=600, last_call_timeout=30, is_host=1",
-    ),
-    Option(
-        "--local-addr",
-        metavar="ADDR",
-        group=OptionGroup.MACHINES,
-        says="address or name of this machine [the address that leads to the endpoint]",
-    ),
-    Option(
-        "--token-file",
-        metavar="FILE",
-        group=OptionGroup.MACHINES,
-        says="file with the secret shared by all machines [DDP_RUNNER_TOKEN, or a file that "
-        "the coordinator creates in a shared checkpoint folder]",
-    ),
     Option(
         "--preset",
         metavar="NAME",

@@ -18,6 +18,7 @@ from ddp_runner.cli.extras import page_missing, refuse_missing
 from ddp_runner.cli.hardware.devices import choose, find_gpus, placed, plan_devices, with_shares
 from ddp_runner.cli.hardware.machine import core_count
 from ddp_runner.cli.parser import TrainArguments
+from ddp_runner.cli.several import several_machines
 from ddp_runner.cli.stage_choice import at_its_begin, checked, in_mode, refuse_stages
 from ddp_runner.config import (
     RunFacts,
@@ -31,12 +32,12 @@ from ddp_runner.config import (
 from ddp_runner.config.foreign_values import machines_said
 from ddp_runner.core.batch_sizes import refuse_wrong_parts
 from ddp_runner.core.injection import InjectKind, parse_injection, refuse_of_tasks
-from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
-from ddp_runner.core.machines.node_options import (
-    VARIABLES,
+from ddp_runner.core.launch_plan import (
+    NCCL_BACKENDS,
+    DevicePlan,
+    LaunchPlan,
     NodeOptions,
-    node_options,
-    unused_on_one_machine,
+    names_a_gpu_twice,
 )
 from ddp_runner.core.modes import mode_problems
 from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
@@ -85,7 +86,7 @@ class Starter:
         launcher = plain_rank(environment)
         several = None
         if launcher is None:  # who is one rank has its machines from its launcher
-            several = node_options(
+            several = several_machines().asked(
                 dict(arguments.nodes),
                 environment,
                 settings=_said_of_machines(arguments, environment),
@@ -321,7 +322,11 @@ def _held_against_run(
     facts: tuple[Assignment, ...], arguments: TrainArguments, environment: Mapping[str, str]
 ) -> tuple[Assignment, ...]:
     """``facts`` but for what options and variables of machines win over, as they do over settings."""
-    variables = {option for option, names in VARIABLES.items() if any(map(environment.get, names))}
+    variables = {
+        option
+        for option, names in several_machines().variables.items()
+        if any(map(environment.get, names))
+    }
     over = {*dict(arguments.nodes), *variables}
     if "--nnodes" in over:  # for so many the rest was not meant
         return tuple(one for one in facts if not machines_said([one]))
@@ -356,7 +361,7 @@ def with_nproc(
 
 def _of_environment(environment: Mapping[str, str], *, is_alone: bool) -> tuple[str, ...]:
     """Return notes on a launcher's variables, which a shell may have inherited: a line each."""
-    unused = unused_on_one_machine(environment) if is_alone else ""
+    unused = several_machines().unused(environment) if is_alone else ""
     return tuple(line for line in (what_is_ignored(environment), unused) if line)
 
 

@@ -10,15 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand
-from ddp_runner.cli.engines import OnEach, by_engine
 from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.hardware.machine import allow_open_files, core_count
 from ddp_runner.cli.parser import INSTEAD, TrainArguments, parse_train
 from ddp_runner.cli.planning import plan_launch
+from ddp_runner.cli.several import OnEach, several_machines
 from ddp_runner.config import (
     refuse_without_supervisor,
 )
-from ddp_runner.core.machines.node_options import ENGINE
 from ddp_runner.core.modes import refuse_of_processes
 from ddp_runner.core.plain_rank import PlainRank, launched_part, plain_rank
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -40,8 +39,8 @@ def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
     if arguments.page:
         print(_page(arguments.page))
         return 0
-    if ENGINE in dict(arguments.nodes):
-        return by_engine(OnEach(verb="train", options=tuple(words)), arguments)
+    if several_machines().engine in dict(arguments.nodes):
+        return several_machines().by_engine(OnEach(verb="train", options=tuple(words)), arguments)
     return _on_machines(arguments, words, ahead)
 
 
@@ -63,9 +62,8 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
         return int(_rank_module(rank).main(plan, rank, cores=core_count()))
     allow_open_files(plan.world_size)
     if plan.nodes is not None:
-        from ddp_runner.cli.nodes import train_on_several  # noqa: PLC0415 - as below
-
-        return train_on_several(plan, token_file=dict(arguments.nodes).get("--token-file", ""))
+        token_file = dict(arguments.nodes).get("--token-file", "")
+        return several_machines().run(plan, token_file=token_file)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
     from ddp_runner.supervisor.assembly import supervise  # noqa: PLC0415
 

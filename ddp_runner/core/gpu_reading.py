@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 # NVML's nvmlClocksEventReasons that slow a GPU down, bit by bit (nvml.h). Being idle is none.
 _REASONS = (
@@ -111,6 +112,20 @@ def _sum(ranks: list[Mapping[str, float]], name: str) -> int | None:
 def _mean(ranks: list[Mapping[str, float]], name: str) -> float | None:
     values = [rank[name] for rank in ranks if name in rank]
     return sum(values) / len(values) if values else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """What the ranks and GPUs of a machine use; a follower sends it each ``log.gpu_watch_s``.
+
+    ``cpu_share``: cores, by rank. ``gpus``: records of a GpuReading, the newest of ``gpus_count`` looks,
+    ``gpus_age_s`` old; None: there was no look.
+    """
+
+    cpu_share: dict[str, float]
+    gpus: list[dict[str, Any]]
+    gpus_count: int
+    gpus_age_s: float | None
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ddp_runner.core.machines.node_options import NodeOptions
     from ddp_runner.core.settings import Settings
     from ddp_runner.kernel.rules.stopping import TimeLimit
 
@@ -35,6 +34,7 @@ def names_a_gpu_twice(gpus: Sequence[int]) -> bool:
 
 # The module that is each rank: with our trainer, or with a loop that attaches.
 TRAINED, ATTACHED = "ddp_runner.rank.trained", "ddp_runner.rank.attached"
+NO_ID = "none"  # of a run on several machines that is given no name
 NCCL_BACKENDS = ("nccl", "nccl2")  # two classes of torch's for one library
 
 
@@ -90,6 +90,32 @@ class OpaqueProgram:
     preload: tuple[str, ...] = ()
     code: str = ""
     arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """A run on several machines, as it was asked for on this one.
+
+    ``node_rank``: the number of this machine; None: by the order of joining. ``host`` and ``port``:
+    where the coordinator listens; ``is_host``: whether that is this machine; None: the one that has
+    the address. ``join_timeout_s``: for ``least`` machines to come; ``last_call_s``: for more of
+    them, once so many are there. ``local_addr``: the address of this machine for the others; empty:
+    the one that leads to the coordinator. ``local_name``: the name that it was given as, which others look up each time
+    that they connect; empty: none. ``moving_fd``: a descriptor that says where the coordinator now is.
+    """
+
+    least: int
+    most: int
+    host: str
+    port: int
+    node_rank: int | None = None
+    run_id: str = NO_ID
+    is_host: bool | None = None
+    join_timeout_s: float = 600.0
+    last_call_s: float = 30.0
+    local_addr: str = ""
+    local_name: str = ""
+    moving_fd: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

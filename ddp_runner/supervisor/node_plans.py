@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner import config
-from ddp_runner.core.machines import local_places
 from ddp_runner.kernel.processes.node_plan import NodePlan
 from ddp_runner.kernel.wire.fork_specs import ForkKind, Program
 from ddp_runner.observe.logger import new_seal
+from ddp_runner.system import local_places
 from ddp_runner.system.environment import as_under_torchrun, training_environment
 
 if TYPE_CHECKING:

@@ -71,6 +71,18 @@ def audit_path(settings: Settings, slot: int) -> Path:
     return Path(settings.run.log_dir) / f"audit_rank_{slot}.jsonl"
 
 
+def who_completes(folders: Sequence[int], *, steps: Sequence[int]) -> dict[int, int]:
+    """Return for each log folder the rank that completes its records: the lowest one at the newest step.
+
+    ``folders`` and ``steps`` by rank. A folder whose ranks are all behind has none.
+    """
+    found: dict[int, int] = {}
+    for rank, (folder, step) in enumerate(zip(folders, steps, strict=True)):
+        if step == max(steps):
+            found.setdefault(folder, rank)
+    return found
+
+
 def complete_audits(
     settings: Settings,
     members: GenerationMembers | None,

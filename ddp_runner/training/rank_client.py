@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddp_runner.core.machines.nodes import who_completes
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.errors import BadInputError
@@ -21,7 +20,12 @@ from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.memory.reclaim import empty_device_cache
-from ddp_runner.training.audit import GenerationMembers, audit_path, complete_audits
+from ddp_runner.training.audit import (
+    GenerationMembers,
+    audit_path,
+    complete_audits,
+    who_completes,
+)
 from ddp_runner.training.components.tuning import Tuning, repair_tuning
 from ddp_runner.training.exactness.first_step import SideComparison
 from ddp_runner.training.figures.train_report import ready_message

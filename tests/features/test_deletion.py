@@ -18,11 +18,12 @@ pytestmark = pytest.mark.whole_run
 FEATURES = sorted(
     path.parent.name for path in (ROOT / "ddp_runner" / "features").glob("*/__init__.py")
 )
-IN_A_RUN = sorted(
+IN_A_RUN = sorted(  # a file, or a folder of that name
     {
         path.parent.name
         for name in ("parent", "child")
-        for path in (ROOT / "ddp_runner" / "features").glob(f"*/{name}.py")
+        for path in (ROOT / "ddp_runner" / "features").glob(f"*/{name}*")
+        if path.stem == name
     }
 )
 CHECK_S, TRAIN_S = 200, 300
@@ -37,8 +38,11 @@ SETTINGS = {
     "spare": "recovery.warm_spare=process",
     "trackers": "log.trackers=csv",
 }
-# What asks for one by variables of the environment, then words.
-VARIABLES = {"launchers": ["RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "train", "--cpu"]}
+# What asks for one by variables of the environment, if any, then words.
+VARIABLES = {
+    "launchers": ["RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "train", "--cpu"],
+    "ray": ["train", "--engine", "ray"],
+}
 # Imports each module that is left where all are deleted, shows the help of each command, and asks for what was deleted.
 CHECK = """
 import contextlib, importlib, io, json, os, pathlib, sys
@@ -66,7 +70,7 @@ for name in commands():
         assert main([name, "--help"]) == 0, name
     assert len(shown.getvalue()) > 100, name
 for words in json.loads(sys.argv[2]):
-    variables = dict(one.split("=") for one in words if one.partition("=")[0].isupper())
+    variables = dict(one.split("=") for one in words if one.partition("=")[0].isupper() and "=" in one)
     os.environ.update(variables)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert main(words[len(variables):]) == 2, words
@@ -86,6 +90,9 @@ def asked_for(features):
         yield from ([one.option.long] for one in getattr(words, "INSTEAD", ()))
         for option in getattr(words, "OPTIONS", ()):
             yield [option.long, *([option.metavar] if option.metavar else [])]
+        if several := getattr(words, "SEVERAL", None):
+            yield from (["run", one.long, "x", "x.py"] for one in several.of_run)
+            yield from (["doctor", one.long, "x"] for one in several.of_doctor)
     yield from ([SETTINGS[feature]] for feature in features if feature in SETTINGS)
     yield from (VARIABLES[feature] for feature in features if feature in VARIABLES)
 
@@ -134,3 +141,9 @@ def test_without_features_a_run_trains(tmp_path, without, deleted):
     few = ("--cpu", "-n", "1", "--max-steps", "3", "recovery.warm_spare=false")
     without(deleted)("-m", "ddp_runner", "train", "--test", *few, limit_s=TRAIN_S)
     assert (tmp_path / "logs").is_dir()
+
+
+def test_without_several_machines_a_script_runs(tmp_path, without):
+    """A feature that has a part for them needs them for that part alone."""
+    (tmp_path / "script.py").write_text("print('trained')\n")
+    without(["machines"])("-m", "ddp_runner", "run", "--cpu", "script.py", limit_s=TRAIN_S)

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
+from tests.features.machines.whole_runs.conftest import SETTINGS, STEPS, TOKEN, free_port
 from tests.kubernetes import manifests
 from tests.kubernetes.manifests import action_on, container_of, job_of
 from tests.kubernetes.test_manifests import INDEXED, TRAIN_JOB
-from tests.nodes.conftest import SETTINGS, STEPS, TOKEN, free_port
 from tests.scenarios.conftest import made_once
 from tests.scenarios.harness import ONE_THREAD, Run
 

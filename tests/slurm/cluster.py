@@ -12,7 +12,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from tests.nodes.conftest import free_port
+from tests.features.machines.whole_runs.conftest import free_port
 from tests.processes import poll
 from tests.scenarios.leftovers import processes_with
 

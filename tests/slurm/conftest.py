@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.conftest import SETTINGS, free_port
+from tests.features.machines.whole_runs.conftest import SETTINGS, free_port
 from tests.processes import poll
 from tests.scenarios.conftest import made_once
 from tests.scenarios.harness import NO_DRILLS, ROOT, WORKLOAD, Outputs

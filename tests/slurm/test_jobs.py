@@ -8,8 +8,8 @@ import signal
 
 import torch
 
-from tests.nodes.conftest import SETTINGS, STEPS, TOKEN
-from tests.nodes.test_scripts import SCRIPT
+from tests.features.machines.whole_runs.conftest import SETTINGS, STEPS, TOKEN
+from tests.features.machines.whole_runs.test_scripts import SCRIPT
 from tests.processes import poll
 from tests.scenarios.harness import ONE_THREAD
 

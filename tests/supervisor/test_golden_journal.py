@@ -21,8 +21,8 @@ from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.kernel.wire import events, messages
 from ddp_runner.observe.journal import Journal
+from tests.features.machines.simulated_nodes import NodesSimulation
 from tests.supervisor.simulated import DRILL, SPARE, Simulation
-from tests.supervisor.simulated_nodes import NodesSimulation
 
 GOLDEN = Path(__file__).with_name("golden_journal.jsonl")
 SUMMARY = (

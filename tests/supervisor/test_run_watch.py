@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core.gpu_reading import EpochTally, GpuReading
-from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
-from ddp_runner.core.machines.node_messages import FROM_FOLLOWER, Watched
-from ddp_runner.core.machines.node_options import NodeOptions
+from ddp_runner.core.gpu_reading import EpochTally, GpuReading, Watched
+from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, NodeOptions
 from ddp_runner.core.settings import LogSettings, Settings
+from ddp_runner.features.machines.rules.node_messages import FROM_FOLLOWER
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK
 from ddp_runner.kernel.wire import packets as wire

@@ -14,6 +14,7 @@ from ddp_runner.training.audit import (
     audit_path,
     complete_audits,
     open_audit,
+    who_completes,
 )
 
 ORDER = SampleOrder(seed=3, dataset_size=24, global_batch_size=6)
@@ -123,3 +124,19 @@ def test_a_step_that_is_done_once_more_is_marked(settings):
     marks = [(one["step"], one.get("again", False)) for one in records(settings, 0)]
     once, again = [6, 7, 8], [7, 7, 8]
     assert marks == [(n, False) for n in once] + [(n, True) for n in again] + [(9, False)]
+
+
+@pytest.mark.parametrize(
+    ("folders", "steps", "expected"),
+    [
+        ((0, 0, 0, 0), (7, 7, -1, 7), {0: 0}),
+        ((0, 0, 0, 0), (-1, 7, 7, 7), {0: 1}),  # who is the source
+        ((0, 0, 1, 1), (7, 7, -1, 7), {0: 0, 1: 3}),
+        ((0, 0, 1, 1), (6, -1, 7, 7), {1: 2}),
+        ((0, 0, 1, 1), (7, 7, -1, -1), {0: 0}),
+        ((0, 0, 1, 0), (7, 7, 7, 7), {0: 0, 1: 2}),  # some share a folder
+    ],
+)
+def test_each_folder_of_logs_has_one_rank_that_completes_it(folders, steps, expected):
+    """The lowest that is at the newest step: it has made that, and nobody else writes there."""
+    assert who_completes(folders, steps=steps) == expected

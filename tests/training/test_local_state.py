@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.core.machines.local_places import STEPS
 from ddp_runner.kernel.rules.errors import BadInputError
+from ddp_runner.system.local_places import STEPS
 from ddp_runner.training.local_state import by_value, gathering, rank_memory
 from ddp_runner.training.local_state.by_value import KeptLocally
 from ddp_runner.training.local_state.local_state import LOCAL, LocalState, packed, unpacked

@@ -28,15 +28,14 @@ from ddp_runner.cli.hardware.machine_checks import (
     probe,
 )
 from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
+from ddp_runner.cli.several import several_machines
 from ddp_runner.config import resolve
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.relations import device_problems, unwritable_reason
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
-from ddp_runner.core.machines.node_options import endpoint_of
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 from ddp_runner.features.doctor.gpu_checks import check_collectives, gpu_checks
-from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.observe.format import byte_size
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-_ENDPOINT, _TOKEN_FILE, _LOCAL_ADDR = "--rdzv-endpoint", "--token-file", "--local-addr"
 _CPU, _QUICK = "--cpu", "--quick"
 _CPU_RANKS = 2  # that are tried
 _SHARED_MEMORY_NAME = "/dev/shm"  # noqa: S108 - the mount that loader workers use
@@ -68,10 +66,7 @@ _OPEN_FILES_MIN = 1024
 
 def _run(arguments: Arguments) -> int:
     """Print every check; 1 if one fails. Raises BadInputError."""
-    for name in (_ENDPOINT, _TOKEN_FILE, _LOCAL_ADDR):
-        if name in arguments.values and _ENDPOINT not in arguments.values:
-            expected = f"is for {_ENDPOINT}, which is not given"
-            raise BadInputError(name, arguments.values[name], expected)
+    of_several = _of_several(arguments)
     folders = {
         "logs": arguments.values.get("--log-dir", LOGS),
         "checkpoints": arguments.values.get("--checkpoint-dir", CHECKPOINTS),
@@ -81,7 +76,7 @@ def _run(arguments: Arguments) -> int:
     tried = _tried(arguments, seen)
     has_failed = False
     checks = all_checks(folders, seen, build, tried=tried)
-    for check in itertools.chain(checks, _of_several(arguments)):
+    for check in itertools.chain(checks, of_several):
         has_failed = has_failed or check.verdict is Verdict.FAIL
         if JSON.long in arguments.switches:
             print(json.dumps({**asdict(check), "verdict": check.verdict.value}))
@@ -92,22 +87,11 @@ def _run(arguments: Arguments) -> int:
 
 
 def _of_several(arguments: Arguments) -> Iterator[Check]:
-    """Return the checks for a run on several machines, if an endpoint is given."""
-    values = arguments.values
-    if _ENDPOINT not in values:
+    """Return the checks for a run on several machines, if they are asked for. Raises BadInputError."""
+    several, given = several_machines(), arguments.values
+    if not any(option.long in given for option in several.of_doctor):
         return iter(())
-    from ddp_runner.features.doctor.node_checks import Asked, node_checks  # noqa: PLC0415 - it needs psutil
-
-    host, port = endpoint_of(values[_ENDPOINT])
-    asked = Asked(
-        host=host,
-        port=port,
-        local_addr=values.get(_LOCAL_ADDR, ""),
-        token_file=values.get(_TOKEN_FILE, ""),
-        checkpoint_dir=values.get("--checkpoint-dir", ""),
-        log_dir=values.get("--log-dir", ""),
-    )
-    return node_checks(asked, os.environ)
+    return several.checks(given, os.environ)
 
 
 def _lines(check: Check) -> list[str]:
@@ -400,22 +384,7 @@ forms a new group and repeats the sum.""",
         Option(_QUICK, says="skip that last check, which takes some seconds"),
         replace(LOG_DIR, says="folder of logs to check [logs]"),
         replace(CHECKPOINT_DIR, says="folder of checkpoints to check [checkpoints]"),
-        Option(
-            _ENDPOINT,
-            metavar="HOST[:PORT]",
-            says="endpoint of a run on several machines: check that it answers, the token, the "
-            "local address and shared folders, without disturbing a run there",
-        ),
-        Option(
-            _TOKEN_FILE,
-            metavar="FILE",
-            says="file with the token, as for training [DDP_RUNNER_TOKEN, or the folder's]",
-        ),
-        Option(
-            _LOCAL_ADDR,
-            metavar="ADDR",
-            says="address of this machine, as for training [the one that leads to the endpoint]",
-        ),
+        *several_machines().of_doctor,
         JSON,
     ),
     perform=_run,

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, TextIO, TypedDict
 
 from ddp_runner import start
-from ddp_runner.core.machines.node_options import ENGINE
+from ddp_runner.features.machines.rules.node_options import ENGINE
 from ddp_runner.features.ray.rules import RAY, Machine
 from ddp_runner.kernel.rules.errors import BadInputError
 

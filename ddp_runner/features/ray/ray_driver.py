@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner import start
 from ddp_runner.cli.planning import asked_settings, with_nproc
+from ddp_runner.features.machines.letters import endpoint_bytes
 from ddp_runner.features.ray import ray_actor
 from ddp_runner.features.ray.ray_cluster import (
     Look,
@@ -50,12 +51,11 @@ from ddp_runner.kernel.rules.exits import (
     StopReason,
 )
 from ddp_runner.kernel.system.folder_owner import OWNER_NAME
-from ddp_runner.system.moving_endpoint import endpoint_bytes
 
 if TYPE_CHECKING:
-    from ddp_runner.cli.engines import OnEach
     from ddp_runner.cli.parser import TrainArguments
-    from ddp_runner.core.machines.node_options import NodeOptions
+    from ddp_runner.cli.several import OnEach
+    from ddp_runner.core.launch_plan import NodeOptions
     from ddp_runner.core.settings import Settings
 
 TICK_S = 0.25

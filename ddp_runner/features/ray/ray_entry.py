@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from ddp_runner.cli import commands
+from ddp_runner.features.machines.letters import ENDPOINT_VARIABLE
 from ddp_runner.kernel.system import parent_death
-from ddp_runner.system import moving_endpoint
 
 
 def main(words: Sequence[str]) -> int:
@@ -18,5 +18,5 @@ def main(words: Sequence[str]) -> int:
     # Guarded by: test_it_begins_with_few_and_ends_with_its_driver.
     parent_death.die_with_parent(int(parent_pid))
     os.set_inheritable(int(endpoint_fd), False)  # for no other process
-    os.environ[moving_endpoint.VARIABLE] = endpoint_fd
+    os.environ[ENDPOINT_VARIABLE] = endpoint_fd
     return commands.main(rest)

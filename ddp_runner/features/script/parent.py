@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.cli.several import several_machines
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.features.script.attempt_files import AttemptFiles
 from ddp_runner.features.script.hangs import ScriptHangs
@@ -94,11 +94,7 @@ def supervise(plan: LaunchPlan, script: ScriptPlan | None, *, token_file: str = 
     if plan.nodes is None:
         agent = None if script is None else partial(ScriptAgent, script=script)
         return assembly.supervise(plan, agent=agent)
-    # What no other run needs.
-    several = import_module("ddp_runner.cli.nodes")
-    coordinator = import_module("ddp_runner.features.script.script_coordinator").ScriptCoordinator
-    agent = None if script is None else partial(coordinator, script=script)
-    return int(several.train_on_several(plan, token_file=token_file, agent=agent))
+    return several_machines().run(plan, token_file=token_file, script=script)
 
 
 class ScriptAgent:

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand, option_lines
-from ddp_runner.cli.engines import OnEach, by_engine
 from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.hardware.machine import allow_open_files
 from ddp_runner.cli.parser import LONG_OF_SHORT, OPTIONS, is_config_name, parse_train
 from ddp_runner.cli.planning import asked_settings, plan_launch
+from ddp_runner.cli.several import OnEach, several_machines
 from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.config.sources import named_file
 from ddp_runner.core.launch_plan import OpaqueProgram
-from ddp_runner.core.machines.node_options import ENGINE, OF_MASTER
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.script.accelerate_config import ON_CPU, accelerate_variables
@@ -60,12 +59,13 @@ if TYPE_CHECKING:
 
 _WIDTH = 79
 OWN = {option.long: option for option in OWN_OPTIONS}
-_SHARED = (*SHARED, *({ENGINE} & set(OPTIONS)))  # an engine is a feature, which may be absent
 _LONG_OF_SHORT = {
     **{option.short: long for long, option in OWN.items() if option.short},
-    **{short: long for short, long in LONG_OF_SHORT.items() if long in _SHARED},
+    **{short: long for short, long in LONG_OF_SHORT.items() if long in SHARED},
     "-r": "--redirects",
 }
+# Host and port of rank 0, as launchers name them that know no endpoint.
+_OF_MASTER = ("--master-addr", "--master-port")
 _OF_DEVICE = ("--cpu", "--gpus", "device=", "run.device=", "gpus=", "run.gpus=")
 _OF_ALL = "--num-processes"  # accelerate's word for the ranks of all machines together
 _CPU_WORDS = ("--cpu", "device=cpu", "run.device=cpu")
@@ -102,8 +102,9 @@ def run(words: Sequence[str]) -> int:
     said = _take_of_accelerate(sorted_words, script)
     arguments = _with_master(parse_train(_settings(sorted_words, script)), sorted_words.own)
     script = replace(script, rdzv_id=_rdzv_id(arguments, os.environ))
-    if ENGINE in dict(arguments.nodes):
-        return by_engine(_on_each(words, sorted_words, is_loop=attaches(script)), arguments)
+    if several_machines().engine in dict(arguments.nodes):
+        on_each = _on_each(words, sorted_words, is_loop=attaches(script))
+        return several_machines().by_engine(on_each, arguments)
     keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words, has_modes=False)
     refuse_stages(plan.settings, "are for a task")
@@ -190,7 +191,7 @@ def _supervise(
 
 def _with_master(arguments: TrainArguments, own: Mapping[str, str]) -> TrainArguments:
     """``arguments`` with what torchrun's static rendezvous is given, for a run on several machines."""
-    given = tuple((option, own[option]) for option in OF_MASTER if own.get(option))
+    given = tuple((option, own[option]) for option in _OF_MASTER if own.get(option))
     return replace(arguments, nodes=(*arguments.nodes, *given))
 
 
@@ -314,11 +315,11 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     if long in ("--help", "-h", "--version"):
         found.own["--help" if long == "-h" else long] = ""
         return True
-    if long in REFUSED or (is_fact(long[2:]) and long not in (*OWN, *_SHARED)):
+    if long in REFUSED or (is_fact(long[2:]) and long not in (*OWN, *SHARED)):
         _take_of_others(long, attached, rest, found)
         return False
     is_of_all = name.replace("_", "-").lower() == _OF_ALL
-    option = OWN.get(long) or (OPTIONS[long] if long in _SHARED else None)
+    option = OWN.get(long) or (OPTIONS[long] if long in SHARED else None)
     if option is None:
         unknown = "unknown option; run --help lists them. The script's own words follow it"
         raise BadInputError(word, "", OF_TASKS.get(long, unknown))
@@ -507,7 +508,7 @@ def run_help() -> str:
         "",
         "Options:",
     ]
-    for option in (*(OPTIONS[long] for long in _SHARED), *OWN.values()):
+    for option in (*(OPTIONS[long] for long in SHARED), *OWN.values()):
         lines += option_lines(option, SAYS_OF_SHARED.get(option.long, ""))
     lines += ["", "Examples:"]
     for words, says in EXAMPLES:

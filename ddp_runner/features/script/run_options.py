@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ddp_runner.core.machines.node_options import VARIABLES
+from ddp_runner.cli.parser import OF_NODES
+from ddp_runner.cli.several import several_machines
 from ddp_runner.core.settings.declaration import Option
 
 # As torchrun has it: stdout, stderr, both or none of all ranks, or of some.
@@ -12,8 +13,7 @@ SHARED = (
     *("--nproc-per-node", "--gpus", "--cpu", "--name", "--log-dir"),
     *("--config", "--max-restarts", "--debug"),
     *("--resume", "--checkpoint-dir", "--inject"),
-    *VARIABLES,
-    *("--token-file", "--allow-different-code"),
+    *(*OF_NODES, "--allow-different-code"),
 )
 # Of these, what needs a loop that calls ddp_runner.attach(): a script has its own checkpoints.
 OF_ATTACHED = ("--resume", "--checkpoint-dir", "--inject")
@@ -56,12 +56,7 @@ OWN_OPTIONS = (
         "--in-place",
         says="repair transformers' Trainer in place, in a script that imports it by its name",
     ),
-    Option(
-        "--master-addr",
-        metavar="HOST",
-        says="host of the endpoint on several machines; with --master-port PORT the same as "
-        "--rdzv-endpoint HOST:PORT",
-    ),
+    *several_machines().of_run,
     Option(
         "--master-port",
         key="ddp.port",

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from ddp_runner.core.gpu_reading import Watched
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.machines.node_messages import Watched
 from ddp_runner.kernel.parent.loop import Agent
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.parent.signal_box import STOP_SIGNALS, SignalBox
@@ -59,7 +59,7 @@ class Shown(Protocol):
 
 
 class Machines(Protocol):
-    """The other machines of a run: :class:`~ddp_runner.supervisor.nodes.other_nodes.OtherNodes`."""
+    """The other machines of a run, which a feature knows."""
 
     @property
     def has_successor(self) -> bool:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ddp_runner.core.batch_sizes import global_batch, proposed_shares
-from ddp_runner.core.gpu_reading import EpochTally, GpuReading, GpuTally, Tally
+from ddp_runner.core.gpu_reading import EpochTally, GpuReading, GpuTally, Tally, Watched
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.machines.node_messages import Watched
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.system.clock import Clock

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.core.machines.local_places import BETWEEN, STEPS
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.group.waiting import waiting_for_peers
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.rules.faults import rank_list
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.wire.board import Slot
+from ddp_runner.system.local_places import BETWEEN, STEPS
 from ddp_runner.training.local_state.by_value import KeptLocally, Pickled
 from ddp_runner.training.local_state.elsewhere import Elsewhere, Guest, Seat
 from ddp_runner.training.local_state.rank_memory import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_runner.core.machines.local_places import CELL_BYTES, PLACE_BYTES, PLACES, begin_of
+from ddp_runner.system.local_places import CELL_BYTES, PLACE_BYTES, PLACES, begin_of
 from ddp_runner.training.local_state.by_value import Pickled
 
 _HEADER = struct.Struct("<8sqqqqqq")  # the mark, and the fields of a header

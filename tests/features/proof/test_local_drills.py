@@ -10,9 +10,9 @@ from ddp_runner.features.proof.local_drills import LocalDrills
 from ddp_runner.features.proof.rules import folder_name
 from ddp_runner.kernel.wire.events import Drill
 from ddp_runner.kernel.wire.messages import DrillPart
+from tests.features.machines.simulated_nodes import NodesSimulation
+from tests.features.machines.test_several_machines import assert_done
 from tests.supervisor.simulated import DRILL
-from tests.supervisor.simulated_nodes import NodesSimulation
-from tests.supervisor.test_several_machines import assert_done
 
 THERE = 2  # the first of the other machine's ranks
 STEP = 12

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 
-from tests.nodes.conftest import SETTINGS
-from tests.nodes.test_scripts import SCRIPT
+from tests.features.machines.whole_runs.conftest import SETTINGS
+from tests.features.machines.whole_runs.test_scripts import SCRIPT
 from tests.scenarios.harness import (
     GONE_WITHIN_S,
     PYTHON_M,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.cli import train
-from ddp_runner.core.machines.node_options import NodeOptions
+from ddp_runner.core.launch_plan import NodeOptions
+from ddp_runner.features.machines import launching
 from ddp_runner.features.ray.rules import (
     RESTARTS_MAX,
     Ended,
@@ -149,7 +150,7 @@ def test_a_machine_gets_the_driver_s_command_and_where_to_meet():
 def test_of_a_script_the_machine_s_words_come_first(words, options, program, monkeypatch, tmp_path):
     """A script's own words are left alone, be they called as ours."""
     placed = []
-    monkeypatch.setattr(run_command, "by_engine", lambda on_each, _: placed.append(on_each) or 0)
+    monkeypatch.setattr(launching, "by_engine", lambda on_each, _: placed.append(on_each) or 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     assert run_command.run(["--engine", "ray", *words]) == 0

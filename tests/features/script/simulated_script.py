@@ -9,9 +9,10 @@ import signal
 from dataclasses import replace
 
 from ddp_runner.core.launch_plan import OpaqueProgram
+from ddp_runner.features.machines.parent.remote_node import OtherMachines
+from ddp_runner.features.machines.parent.script_coordinator import ScriptCoordinator
 from ddp_runner.features.script.parent import ScriptAgent
 from ddp_runner.features.script.rules import RANK, ScriptPlan
-from ddp_runner.features.script.script_coordinator import ScriptCoordinator
 from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.rules.phases import Phase
@@ -19,8 +20,8 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed
 from ddp_runner.kernel.wire.fork_specs import ForkKind, ProgramSpec
 from ddp_runner.kernel.wire.messages import Form, Leaving
-from ddp_runner.supervisor.assembly import OtherMachines
 from ddp_runner.supervisor.node_plans import node_plan
+from tests.features.machines.simulated_nodes import NodesSimulation
 from tests.supervisor.simulated import (
     FORM_S,
     STARTUP_S,
@@ -30,7 +31,6 @@ from tests.supervisor.simulated import (
     System,
     _Unclaimed,
 )
-from tests.supervisor.simulated_nodes import NodesSimulation
 
 
 class ScriptRanks:

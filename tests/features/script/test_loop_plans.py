@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_runner.cli import nodes
 from ddp_runner.core.launch_plan import OpaqueProgram
+from ddp_runner.features.machines import launching
+from ddp_runner.features.machines.parent.admission import why_not
 from ddp_runner.features.script import parent, run_command
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.supervisor.nodes.admission import why_not
 
 PROGRAM = "import ddp_runner\nimport layers\nrun = ddp_runner.attach()\n"
 WHERE = ("--nnodes", "2", "--rdzv-endpoint", "node0:29400", "--token-file", "token")
@@ -40,7 +40,8 @@ def plan_in(tmp_path, monkeypatch):
 def refused(theirs, mine):
     """What the machine is refused with whose plan is ``theirs``; None where it is let in."""
     theirs, mine = (
-        nodes.meeting(plan, token=b"of this test alone", silent_s=1.0) for plan in (theirs, mine)
+        launching.meeting(plan, token=b"of this test alone", silent_s=1.0)
+        for plan in (theirs, mine)
     )
     hello = SimpleNamespace(
         run_id=theirs.options.run_id,

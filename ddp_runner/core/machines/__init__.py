@@ -1,1 +1,0 @@
-"""The rules and messages of several machines."""

@@ -1,0 +1,1 @@
+"""Several machines: a coordinator decides, and a follower on each other one performs."""

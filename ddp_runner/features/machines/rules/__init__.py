@@ -1,0 +1,1 @@
+"""The rules of a run on several machines, and their messages. Pure."""
