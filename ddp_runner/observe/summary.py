@@ -109,6 +109,16 @@ class TimeShares:
     lost: float = 0.0
 
 
+def time_parts(time_s: TimeShares | Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the parts of the time that are above 0, by the names that people see, in the order of a run.
+
+    ``time_s``: also as a file has it, with whatever stands there.
+    """
+    given = asdict(time_s) if isinstance(time_s, TimeShares) else time_s
+    parts = ((shown, given.get(name)) for name, shown in TIME_NAMES.items())
+    return [(shown, float(s)) for shown, s in parts if isinstance(s, (int, float)) and s > 0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Describes a failed drill of ``rank`` at ``step``, with the first difference in ``first_in``.

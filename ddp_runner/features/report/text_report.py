@@ -10,9 +10,8 @@ from typing import Any
 from ddp_runner.core.monitor import LOSS, is_of_evaluation, parts_of
 from ddp_runner.features.report.improvements import Improvement
 from ddp_runner.observe.format import bar, byte_size, count, duration, figure, percent, sparkline
-from ddp_runner.observe.history.figures import time_parts
 from ddp_runner.observe.history.metrics_history import Curves
-from ddp_runner.observe.summary import TimeShares
+from ddp_runner.observe.summary import TimeShares, time_parts
 
 CURVE_COLUMNS, BAR_COLUMNS = 40, 30
 IMPROVEMENTS_SHOWN_MAX = 3

@@ -5,16 +5,14 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
 from ddp_runner.core.monitor import ALONE, LOSS, figure_name, is_of_evaluation, parts_of
-from ddp_runner.observe.history.json_lines import number
 from ddp_runner.observe.history.metrics_history import Curves, Series
 from ddp_runner.observe.history.table_rows import MARK_KINDS, Mark
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Span, Timeline
-from ddp_runner.observe.summary import TIME_NAMES, TimeShares
 
 Figure = dict[str, Any]
 POINTS_MAX = 2_000  # of a curve: more than a screen has columns
@@ -497,13 +495,3 @@ def smoothed(ys: Sequence[float], share: float) -> list[float]:
         weight = share * weight + (1 - share)
         found.append(total / weight)
     return found
-
-
-def time_parts(time_s: TimeShares | Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The parts of the time that there were, by the names that people are shown, in the order of a run.
-
-    ``time_s``: also as a file has it, with whatever stands there.
-    """
-    given = asdict(time_s) if isinstance(time_s, TimeShares) else time_s
-    parts = [(shown, number(given.get(name)) or 0.0) for name, shown in TIME_NAMES.items()]
-    return [(shown, seconds) for shown, seconds in parts if seconds > 0]
