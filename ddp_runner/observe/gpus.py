@@ -39,7 +39,6 @@ found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_co
 print(json.dumps([{"name": one.name, "memory": one.total_memory} for one in found]))
 """
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
-CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +61,7 @@ class VisibleGpus:
     is_unsupported: bool = False  # torch was built for GPUs that this runner cannot use
 
 
-def visible(
-    present: Sequence[Gpu], mask: str | None, *, variable: str = CUDA_VISIBLE
-) -> VisibleGpus:
+def visible(present: Sequence[Gpu], mask: str | None, *, variable: str = CUDA) -> VisibleGpus:
     """Apply such a variable as CUDA does: indices or UUID prefixes, up to the first bad."""
     if mask is None:
         return VisibleGpus(gpus=tuple(present))
