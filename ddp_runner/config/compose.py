@@ -165,14 +165,7 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
         from_mapping(PRESETS[preset] if preset is not None else {}, prefix="", origin="preset")
     )
     given = list(from_mapping(config, prefix="", origin="command line"))
-    if any(one.name == STAGES for one in given):
-        return _resolved([*below, *given], (), preset=preset).settings
-    values, origin = _merge([*below, *given])
-    _lay_recipe(values, origin, preset=preset)
-    _choose_cadence(values, origin)
-    _choose_workers(values, origin)
-    name_the_run(values, origin)
-    return build_settings(values)
+    return _resolved([*below, *given], (), preset=preset).settings
 
 
 def refuse_untrue(config: Mapping[str, object], facts: RunFacts) -> None:

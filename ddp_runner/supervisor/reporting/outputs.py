@@ -171,7 +171,7 @@ class Outputs:
         self._display.line(without_secrets(line.text, self.hidden), level=line.level)
 
     def keep(self, text: str) -> None:
-        """A line in the supervisor's log only: it stands on the console, as far as there is room."""
+        """Write a line to supervisor.log only."""
         self._log("INFO", without_secrets(text, self.hidden))
 
     def announce(self, text: str) -> None:
@@ -184,10 +184,6 @@ class Outputs:
             file = LineFile(Path(self._settings.run.log_dir) / f"rank_{rank}.log")
             file.append(text.encode() + b"\n")
             file.close()
-
-    def note(self, text: str) -> None:
-        """A line for supervisor.log only."""
-        self._log("INFO", without_secrets(text, self.hidden))
 
     def warn_console(self, text: str) -> None:
         """A warning about the very files that would hold it."""
