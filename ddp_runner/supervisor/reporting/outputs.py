@@ -285,18 +285,12 @@ class StatusFile:
         """True if another process has replaced the file since this one wrote it."""
         return self._written is not None and _mark(self._path) not in (None, self._written)
 
-    @property
-    def writes_lost(self) -> int:
-        """The number of writes that a failing disk has cost."""
-        return self._outage.lost_total
-
-    def write(self, record: Mapping[str, object]) -> bool:
-        """Replace the file by ``record``; False where the old one had to stay."""
+    def write(self, record: Mapping[str, object]) -> None:
+        """Replace the file by ``record``; the old one stays if the disk fails."""
         try:
             replace_file(self._path, encode_record(record))
         except OSError as error:
             self._outage.failed(error)
-            return False
+            return
         self._outage.ended()
         self._written = _mark(self._path)
-        return True

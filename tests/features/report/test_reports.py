@@ -14,7 +14,7 @@ from ddp_runner.config.fields import known_fields
 from ddp_runner.features.report.html_page import html_report
 from ddp_runner.features.report.improvements import EndedRun, improvements
 from ddp_runner.features.report.report_comparison import compared, differing_settings
-from ddp_runner.features.report.text_report import (
+from ddp_runner.features.report.run_report import (
     curve_lines,
     improvement_lines,
     time_lines,
