@@ -22,7 +22,7 @@ KERNEL = ("kernel", "start", "installed")
 
 # Rooms that are to know nothing of the other: how many imports still do.
 NEVER = {
-    ("supervisor", "observe"): 28,
+    ("supervisor", "observe"): 27,
     ("rank", "observe"): 1,
     ("training", "observe"): 9,
     ("supervisor", "config"): 4,
@@ -35,7 +35,7 @@ COUNTS = {
     "files with one importer and under 120 lines": 15,
     "functions of more than 60 lines": 1,
     "functions of nine parameters or more": 3,
-    "files": 577,
+    "files": 576,
 }
 
 

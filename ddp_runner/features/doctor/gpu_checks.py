@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.hardware.machine_checks import Check, Probed, failure, ok, warning
 from ddp_runner.observe.format import byte_size
+from ddp_runner.observe.gpus import run_tool
 from ddp_runner.system.torch_versions import installed_nccl, nccl_trouble, version_numbers
 
 if TYPE_CHECKING:
@@ -53,17 +54,8 @@ def gpu_checks(
 
 def ask(words: Sequence[str]) -> str:
     """Return the answer of nvidia-smi; "" if it fails."""
-    try:
-        answer = subprocess.run(  # noqa: S603 - fixed commands
-            (_COMMAND, *words),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_ASK_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
+    answer = run_tool((_COMMAND, *words), os.environ, timeout_s=_ASK_TIMEOUT_S)
+    return "" if answer is None or answer.returncode else answer.stdout
 
 
 def judge_driver(banner: str, *, cuda: str) -> Check:

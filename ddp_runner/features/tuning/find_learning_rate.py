@@ -243,26 +243,17 @@ _LABEL = 9  # columns of the losses at the left
 _HEADROOM = 1.3  # above the first loss, in units of what the loss falls; what is higher is cut
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glyphs:
-    """The characters that the curve is drawn with."""
-
-    point: str
-    side: str
-    floor: str
-    corner: str
-
-
-UNICODE = Glyphs(point="•", side="│", floor="─", corner="└")
-ASCII = Glyphs(point="*", side="|", floor="-", corner="+")
+# The characters of a point, of the left side, of the floor and of the corner between.
+UNICODE, ASCII = tuple("•│─└"), tuple("*|-+")
 
 
 def chart(
-    points: Sequence[tuple[float, float]], *, marks: Mapping[str, float], glyphs: Glyphs
+    points: Sequence[tuple[float, float]], *, marks: Mapping[str, float], glyphs: Sequence[str]
 ) -> list[str]:
     """Lines of at most 79 columns: ``points`` are rates, growing, and losses; ``marks``: a letter for a rate."""
     if not points:
         return []
+    point, side, floor_line, corner = glyphs
     low, high = math.log10(points[0][0]), math.log10(points[-1][0])
     losses = [loss for _, loss in points]
     bottom = min(losses)
@@ -280,16 +271,16 @@ def chart(
 
     grid = [[" "] * COLUMNS for _ in range(ROWS)]
     for rate, loss in points:
-        grid[row(loss)][column(rate)] = glyphs.point
+        grid[row(loss)][column(rate)] = point
     labels = {0: figure(top), ROWS - 1: figure(bottom)}
     lines = [
-        f"{labels.get(number, ''):>{_LABEL}} {glyphs.side}{''.join(cells)}".rstrip()
+        f"{labels.get(number, ''):>{_LABEL}} {side}{''.join(cells)}".rstrip()
         for number, cells in enumerate(grid)
     ]
-    floor = [glyphs.floor] * COLUMNS
+    floor = [floor_line] * COLUMNS
     for letter, rate in marks.items():
         floor[column(rate)] = letter
-    lines.append(f"{'loss':>{_LABEL}} {glyphs.corner}{''.join(floor)}")
+    lines.append(f"{'loss':>{_LABEL}} {corner}{''.join(floor)}")
     lines.append(" " * (_LABEL + 2) + _scale(low, high, column))
     return lines
 

@@ -316,19 +316,17 @@ def _mark_traces(marks: Sequence[Mark], look: Look, origin_s: float) -> list[Fig
 
 def _through(marks: Sequence[Mark], look: Look, origin_s: float) -> list[Figure]:
     return [
-        {
-            "type": "line",
-            "xref": "x",
-            "yref": "paper",
-            "x0": (at := _place_of(mark, look, origin_s)),
-            "x1": at,
-            "y0": 0,
-            "y1": 1,
-            "line": {"color": MARK_STYLES[kind][0], "width": 1, "dash": "dot"},
-        }
+        _upright(_place_of(mark, look, origin_s), MARK_STYLES[kind][0], "dot")
         for kind in _DRAWN_THROUGH
         for mark in [mark for mark in marks if mark.kind == kind][-MARKS_MAX:]
     ]
+
+
+def _upright(x: float, colour: str, dash: str) -> Figure:
+    """A line over all panels."""
+    ends = {"x0": x, "x1": x, "y0": 0, "y1": 1}
+    line = {"color": colour, "width": 1, "dash": dash}
+    return {"type": "line", "xref": "x", "yref": "paper", **ends, "line": line}
 
 
 def hover_text(text: str) -> str:
@@ -389,7 +387,10 @@ def timeline_figure(
     }
     firsts = [i for i in range(1, len(ranks)) if of_rank.get(ranks[i]) != of_rank.get(ranks[i - 1])]
     layout["shapes"] = [
-        *(_at(at_s - origin_s) for at_s, _ in timeline.generations[-MARKS_MAX:]),
+        *(
+            _upright(at_s - origin_s, _GREY, "dash")
+            for at_s, _ in timeline.generations[-MARKS_MAX:]
+        ),
         *(_between(len(ranks) - first - 0.5, look) for first in firsts),
     ]
     bars = [
@@ -428,32 +429,11 @@ def _bars(
     }
 
 
-def _at(at_s: float) -> Figure:
-    """A line at the begin of a generation."""
-    return {
-        "type": "line",
-        "xref": "x",
-        "yref": "paper",
-        "x0": at_s,
-        "x1": at_s,
-        "y0": 0,
-        "y1": 1,
-        "line": {"color": _GREY, "width": 1, "dash": "dash"},
-    }
-
-
 def _between(row: float, look: Look) -> Figure:
     """A line between two machines' ranks."""
-    return {
-        "type": "line",
-        "xref": "paper",
-        "yref": "y",
-        "x0": 0,
-        "x1": 1,
-        "y0": row,
-        "y1": row,
-        "line": {"color": "#E6E6E6" if look.dark else "#222222", "width": 1.5},
-    }
+    ends = {"x0": 0, "x1": 1, "y0": row, "y1": row}
+    line = {"color": "#E6E6E6" if look.dark else "#222222", "width": 1.5}
+    return {"type": "line", "xref": "paper", "yref": "y", **ends, "line": line}
 
 
 # Fewer points that look the same, and smooth ones. Pure.
