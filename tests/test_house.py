@@ -22,7 +22,7 @@ KERNEL = ("kernel", "start", "installed")
 
 # Rooms that are to know nothing of the other: how many imports still do.
 NEVER = {
-    ("supervisor", "observe"): 25,
+    ("supervisor", "observe"): 24,
     ("rank", "observe"): 1,
     ("training", "observe"): 9,
     ("supervisor", "config"): 3,
@@ -31,10 +31,10 @@ NEVER = {
 
 COUNTS = {
     "imports by the kernel of what is outside it": 0,
-    "files with one importer and under 120 lines": 16,
+    "files with one importer and under 120 lines": 15,
     "functions of more than 60 lines": 1,
     "functions of nine parameters or more": 3,
-    "files": 579,
+    "files": 576,
 }
 
 

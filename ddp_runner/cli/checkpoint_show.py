@@ -43,34 +43,40 @@ def chosen(catalog: Catalog, which: str) -> Entry:
     return found[0]
 
 
-def record_of(catalog: Catalog, entry: Entry) -> dict[str, object]:
-    """All of it as plain values, for ``--json``. Reads the whole file to verify it."""
+def short_record(entry: Entry, *, problem: str | None, is_best: bool) -> dict[str, object]:
+    """Return what a list shows of a checkpoint, as plain values."""
     manifest = entry.manifest
-    best = catalog.best()
-    found: dict[str, object] = {
+    return {
         "step": entry.step,
         "path": str(entry.path),
-        "problem": catalog.verify(entry),
-        "best": best is not None and best.step == entry.step,
+        "size_bytes": manifest.size_bytes if manifest else None,
+        "epoch": manifest.epoch if manifest else None,
+        **({"stage": stage} if (stage := stage_name(manifest)) else {}),
+        "monitored": manifest.monitored if manifest else None,
+        "monitor": manifest.monitor if manifest else "",
+        "created_utc": manifest.created_utc if manifest else None,
+        "best": is_best,
+        "problem": problem,
     }
+
+
+def record_of(catalog: Catalog, entry: Entry) -> dict[str, object]:
+    """All of it as plain values, for ``--json``. Reads the whole file to verify it."""
+    manifest, best = entry.manifest, catalog.best()
+    is_best = best is not None and best.step == entry.step
+    found = short_record(entry, problem=catalog.verify(entry), is_best=is_best)
     if manifest is None:
         return found
     return found | {
-        "epoch": manifest.epoch,
         "samples": manifest.samples,
-        "size_bytes": manifest.size_bytes,
         "sha256": manifest.sha256,
         "hashed": manifest.hashed,
-        "created_utc": manifest.created_utc,
         "reason": manifest.reason,
         "run_id": manifest.run_id,
-        "monitored": manifest.monitored,
-        "monitor": manifest.monitor,
         "mode": manifest.mode,
         "versions": dict(manifest.versions),
         "leaves_out": bool(manifest.start_sha256),
         **{name: manifest.about.get(name) for name in ("tokens", "loss", "figures", "trackers")},
-        **({"stage": stage} if (stage := stage_name(manifest)) else {}),
         "best_so_far": _best_so_far(manifest),
         "settings": changed_settings(manifest),
         "task": task_facts(manifest),
@@ -110,7 +116,7 @@ def lines_of(record: Mapping[str, object]) -> Iterator[str]:
     """A record for people."""
     yield _line("checkpoint", str(record["path"]))
     problem = record["problem"]
-    if "epoch" not in record:
+    if record["epoch"] is None:  # without a manifest
         yield _line("verified", f"BAD: {problem}" if problem else "by its archive; no manifest")
         return
     of_stage = f" of stage {record['stage']}" if "stage" in record else ""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ddp_runner import start
 from ddp_runner.checkpoint.catalog import Catalog, Entry
 from ddp_runner.checkpoint.manifest import manifest_name, stage_name
-from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of
+from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of, short_record
 from ddp_runner.cli.command import CHECKPOINT_DIR, JSON, NAME, Arguments, SmallCommand, show
 from ddp_runner.cli.runs import checkpoint_dir_of
 from ddp_runner.core.settings.declaration import Option
@@ -139,28 +139,12 @@ def _list(catalog: Catalog, action: str, *, as_json: bool) -> int:
         reason = catalog.verify(entry) if action == "verify" else entry.problem
         has_bad = has_bad or (action == "verify" and reason is not None)
         is_best = best is not None and best.step == entry.step
-        record = _record(entry, reason=reason, is_best=is_best)
+        record = short_record(entry, problem=reason, is_best=is_best)
         if as_json:
             print(json.dumps(record))
         else:
             show(_line(entry, reason=reason, is_best=is_best, verified=action == "verify"))
     return ExitCode.FAILED if has_bad else ExitCode.DONE
-
-
-def _record(entry: Entry, *, reason: str | None, is_best: bool) -> dict[str, object]:
-    manifest = entry.manifest
-    return {
-        "step": entry.step,
-        "path": str(entry.path),
-        "size_bytes": manifest.size_bytes if manifest else None,
-        "epoch": manifest.epoch if manifest else None,
-        **({"stage": stage} if (stage := stage_name(manifest)) else {}),
-        "monitored": manifest.monitored if manifest else None,
-        "monitor": manifest.monitor if manifest else "",
-        "created_utc": manifest.created_utc if manifest else None,
-        "best": is_best,
-        "problem": reason,
-    }
 
 
 def _line(entry: Entry, *, reason: str | None, is_best: bool, verified: bool) -> str:

@@ -68,16 +68,8 @@ class Arguments:
 class TrainCommand:
     """A command whose options are settings: its module parses the words and makes the help of their tables."""
 
-    make_help: Callable[[], str]
-    perform: Callable[[Sequence[str]], int]
-
-    def help(self) -> str:
-        """Return the text of ``--help``."""
-        return self.make_help()
-
-    def run(self, words: Sequence[str]) -> int:
-        """Do what the words ask for, and return the exit code. Raises BadInputError."""
-        return self.perform(words)
+    help: Callable[[], str]
+    run: Callable[[Sequence[str]], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

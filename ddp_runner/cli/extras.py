@@ -52,7 +52,7 @@ def refuse_missing(settings: Settings, environment: Mapping[str, str]) -> None:
     names = settings.log.trackers
     needs = {name: _needs(name, environment) for name in names}
     problems = [
-        BadInputError(KEY, name, _how_to_install(name, needed))
+        BadInputError(KEY, name, how_to_install(name, *needed.values(), extra=name))
         for name, needed in needs.items()
         if any(find_spec(module) is None for module in needed)
     ]
@@ -69,21 +69,19 @@ def _needs(name: str, environment: Mapping[str, str]) -> Mapping[str, str]:
     return {**_NEEDS.get(name, {}), **more}
 
 
-def _how_to_install(name: str, needed: Mapping[str, str]) -> str:
-    wanted = f"`pip install 'ddp_runner[{name}]'`"
+def how_to_install(what: str, *packages: str, extra: str) -> str:
+    """Return that ``what`` is not installed, with the commands that install it."""
+    wanted = f"`pip install 'ddp_runner[{extra}]'`"
     if start.IS_CHECKOUT:
-        wanted = f"`{start.COMMAND} environment --extra {name}`, or `pip install {shlex.join(needed.values())}`"
-    return f"{name} is not installed for {sys.executable}: {wanted}"
+        wanted = f"`{start.COMMAND} environment --extra {extra}`, or `pip install {shlex.join(packages)}`"
+    return f"{what} is not installed for {sys.executable}: {wanted}"
 
 
 def page_missing() -> str:
     """Return the package that the live page lacks, with the command that installs it; empty if it is there."""
     if find_spec("nicegui") is not None:
         return ""
-    wanted = "`pip install 'ddp_runner[page]'`"
-    if start.IS_CHECKOUT:
-        wanted = f"`{start.COMMAND} environment --extra page`, or `pip install 'nicegui>=3,<4'`"
-    return f"NiceGUI is not installed for {sys.executable}: {wanted}"
+    return how_to_install("NiceGUI", "nicegui>=3,<4", extra="page")
 
 
 def _can_log_in(environment: Mapping[str, str]) -> bool:

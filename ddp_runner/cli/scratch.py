@@ -26,9 +26,10 @@ def in_temporary_folder(
     work: Callable[[Path], ExitCode],
     *,
     keep: bool,
+    keeps_failed: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> ExitCode:
-    """Return the result of ``work`` in a temporary folder, which is kept on request or after a failure.
+    """Return the result of ``work`` in a temporary folder, which is kept on request, or if it ``keeps_failed``.
 
     Ctrl-C, SIGTERM and SIGHUP end it: the result is 130, and the folder is removed unless it is to be kept.
     """
@@ -38,7 +39,7 @@ def in_temporary_folder(
         kept = keep
         try:
             exit_code = _perform(work, folder, came)
-            kept = keep or exit_code is ExitCode.FAILED
+            kept = keep or (keeps_failed and exit_code is ExitCode.FAILED)
         except KeyboardInterrupt:
             exit_code = ExitCode.INTERRUPTED
         finally:

@@ -93,4 +93,4 @@ def _page(option: str) -> str:
     return str(usage.train_help() if option == "--help" else usage.settings_help())
 
 
-DECLARATION = TrainCommand(make_help=partial(_page, "--help"), perform=run)
+DECLARATION = TrainCommand(help=partial(_page, "--help"), run=run)

@@ -165,14 +165,7 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
         from_mapping(PRESETS[preset] if preset is not None else {}, prefix="", origin="preset")
     )
     given = list(from_mapping(config, prefix="", origin="command line"))
-    if any(one.name == STAGES for one in given):
-        return _resolved([*below, *given], (), preset=preset).settings
-    values, origin = _merge([*below, *given])
-    _lay_recipe(values, origin, preset=preset)
-    _choose_cadence(values, origin)
-    _choose_workers(values, origin)
-    name_the_run(values, origin)
-    return build_settings(values)
+    return _resolved([*below, *given], (), preset=preset).settings
 
 
 def refuse_untrue(config: Mapping[str, object], facts: RunFacts) -> None:
@@ -275,24 +268,25 @@ def _choose_cadence(values: dict[str, object], origin: dict[str, Origin]) -> Non
     """Epochs or steps, whichever a later source has chosen; one source that gives both has both."""
     for epochs, steps in CADENCES:
         by_steps = values.get(steps, 0)
-        has_steps = isinstance(by_steps, int) and by_steps > 0
-        if not has_steps or values.get(epochs, 1) == 0:
-            continue
-        if STRENGTH[origin[epochs]] < STRENGTH[origin[steps]]:
-            values[epochs], origin[epochs] = 0, "preset"
-        elif STRENGTH[origin[epochs]] > STRENGTH[origin[steps]]:
-            values[steps], origin[steps] = known_fields()[steps].default, "preset"
+        if isinstance(by_steps, int) and by_steps > 0 and values.get(epochs, 1) != 0:
+            off = {epochs: 0, steps: known_fields()[steps].default}
+            _weaker_is_off(values, origin, off)
 
 
 def _choose_workers(values: dict[str, object], origin: dict[str, Origin]) -> None:
     """Choose between workers per rank and per machine by the strength of their sources, as above."""
     each, total = WORKERS
-    if values.get(total) is None:
-        return
-    if STRENGTH[origin[each]] < STRENGTH[origin[total]]:
-        values[each], origin[each] = known_fields()[each].default, "preset"
-    elif STRENGTH[origin[each]] > STRENGTH[origin[total]]:
-        values[total], origin[total] = None, "preset"
+    if values.get(total) is not None:
+        _weaker_is_off(values, origin, {each: known_fields()[each].default, total: None})
+
+
+def _weaker_is_off(
+    values: dict[str, object], origin: dict[str, Origin], off: Mapping[str, object]
+) -> None:
+    """Give the one of two settings that the weaker source has chosen its value of ``off``."""
+    weaker, stronger = sorted(off, key=lambda key: STRENGTH[origin[key]])
+    if STRENGTH[origin[weaker]] < STRENGTH[origin[stronger]]:
+        values[weaker], origin[weaker] = off[weaker], "preset"
 
 
 @cache

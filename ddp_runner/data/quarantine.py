@@ -87,38 +87,17 @@ class Quarantine:
 
         Raises :class:`QuarantineFullError` beyond ``bad_max``.
         """
-        if not self._is_new(index):
-            return self.stand_in(index)
-        self._bad[index] = reason
-        replacement = self.stand_in(index)
-        self._write(
-            {
-                "run_id": self._run_id,
-                **({"stage": self._stage} if self._stage else {}),
-                "index": index,
-                "reason": reason,
-                "step": step,
-                "rank": rank,
-                "replacement": replacement,
-            }
-        )
-        return replacement
+        if self._is_new(index):
+            self._bad[index] = reason
+            self._write(index, reason, step, rank, self.stand_in(index))
+        return self.stand_in(index)
 
     def leave_out(self, index: int, *, reason: str, step: int, rank: int) -> bool:
         """Record an item of a stream like :meth:`add`; the next item takes its place. False: known before."""
         if not self._is_new(index):
             return False
         self._bad[index] = reason
-        self._write(
-            {
-                "run_id": self._run_id,
-                "index": index,
-                "reason": reason,
-                "step": step,
-                "rank": rank,
-                "replacement": None,
-            }
-        )
+        self._write(index, reason, step, rank, None)
         return True
 
     def _is_new(self, index: int) -> bool:
@@ -132,9 +111,20 @@ class Quarantine:
             raise QuarantineFullError(f"data.max_bad_samples={self.bad_max} are replaced already")
         return True
 
-    def _write(self, record: Mapping[str, object]) -> None:
+    def _write(
+        self, index: int, reason: str, step: int, rank: int, replacement: int | None
+    ) -> None:
         if self._path is None:
             return
+        record = {
+            "run_id": self._run_id,
+            **({"stage": self._stage} if self._stage else {}),
+            "index": index,
+            "reason": reason,
+            "step": step,
+            "rank": rank,
+            "replacement": replacement,
+        }
         # One write to a file opened for appending: lines of several ranks do not mix.
         line = (json.dumps(record) + "\n").encode()
         with (

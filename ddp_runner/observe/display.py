@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from ddp_runner import installed
 from ddp_runner.observe.console import hidden_levels
@@ -30,24 +30,20 @@ _STILL_AT_S = (2.0, 10.0, 30.0)  # how long a part of the start has lasted when 
 _STILL_EVERY_S = 60.0  # and from then on
 
 
-class Display(Protocol):
-    """The interface that the supervisor calls, from one thread: start, then update and line, then finish."""
+class Display:
+    """What the supervisor calls, from one thread: start, then update and line, then finish. This one shows nothing."""
 
     def start(self) -> None:
         """Begin to show."""
-        ...
 
     def update(self, view: RunView) -> None:
         """Show ``view``; may be called far more often than the screen changes."""
-        ...
 
     def line(self, text: str, *, level: str) -> None:
         """Show a line (or several) that stays; ``level`` as in the log, RAW for raw output."""
-        ...
 
     def finish(self, summary: RunSummary | None) -> None:
         """Show how it ended (nothing for None) and give the terminal back. Harmless twice."""
-        ...
 
 
 def make_display(mode: Mode, *, stream: TextIO, settings: Settings | None = None) -> Display:
@@ -57,7 +53,7 @@ def make_display(mode: Mode, *, stream: TextIO, settings: Settings | None = None
     """
     hidden = frozenset() if settings is None else hidden_levels(settings)
     if mode == "none":
-        return NoDisplay()
+        return Display()
     if "INFO" in hidden:
         return PlainDisplay(stream, hidden=hidden)
     if mode == "live" or (mode == "auto" and _suits_live(stream)):
@@ -83,23 +79,7 @@ def _suits_live(stream: TextIO) -> bool:
         return True  # a terminal that controls nobody: no one else draws on it
 
 
-class NoDisplay:
-    """Shows nothing."""
-
-    def start(self) -> None:
-        """Show nothing."""
-
-    def update(self, view: RunView) -> None:
-        """Show nothing of ``view``."""
-
-    def line(self, text: str, *, level: str) -> None:
-        """Show nothing of ``text``."""
-
-    def finish(self, summary: RunSummary | None) -> None:
-        """Show nothing of ``summary``."""
-
-
-class PlainDisplay:
+class PlainDisplay(Display):
     """Writes lines for files, pipes and CI: no control characters, a progress line every few seconds, at level INFO."""
 
     def __init__(
@@ -120,9 +100,6 @@ class PlainDisplay:
         self._last: RunView | None = None
         self._still = ("", 0)  # what the start is at, and how often that was said
         self._finished = False
-
-    def start(self) -> None:
-        """Do nothing: there is nothing to prepare."""
 
     def update(self, view: RunView) -> None:
         """Write a progress line if a step was logged and the last line is old enough."""

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import psutil
 
 from ddp_runner.core.gpu_reading import GpuReading, GpuTally, Tally, throttling
-from ddp_runner.observe.gpus import AmdReader, NoAmdToolError
+from ddp_runner.observe.gpus import AmdReader, Gpu, NoAmdToolError, visible
 from ddp_runner.system.torch_versions import torch_build
 
 _T = TypeVar("_T")
@@ -165,12 +165,15 @@ class NvmlReader:
             count = int(self._nvml.nvmlDeviceGetCount())
         except self._nvml.NVMLError as error:
             raise NoDriverError(f"NVML: {error}") from None
-        self._uuids = [self._uuid(number) for number in range(count)]
+        self._present = [
+            Gpu(index=number, uuid=self._uuid(number), name="", memory="")
+            for number in range(count)
+        ]
 
     def read(self) -> tuple[GpuReading, ...]:
         """Read each GPU."""
-        chosen = visible(self._uuids, self._mask)
-        return tuple(self._read_one(index, which) for index, which in enumerate(chosen))
+        chosen = visible(self._present, self._mask).gpus
+        return tuple(self._read_one(index, gpu) for index, gpu in enumerate(chosen))
 
     def close(self) -> None:
         """Let go of the driver."""
@@ -178,13 +181,9 @@ class NvmlReader:
             self._nvml.nvmlShutdown()
 
     def _uuid(self, number: int) -> str:
-        return self._ask(lambda: str(self._nvml.nvmlDeviceGetUUID(self._handle(number)))) or ""
-
-    def _handle(self, which: int | str) -> Any:
         nvml = self._nvml
-        if isinstance(which, str):
-            return nvml.nvmlDeviceGetHandleByUUID(which)
-        return nvml.nvmlDeviceGetHandleByIndex(which)
+        handle = nvml.nvmlDeviceGetHandleByIndex
+        return self._ask(lambda: str(nvml.nvmlDeviceGetUUID(handle(number)))) or ""
 
     def _ask(self, call: Callable[[], _T]) -> _T | None:
         """Return the result of ``call``; None if this device or driver lacks it."""
@@ -193,14 +192,17 @@ class NvmlReader:
         except (self._nvml.NVMLError, AttributeError):  # an older nvidia-ml-py lacks some names
             return None
 
-    def _read_one(self, index: int, which: int | str) -> GpuReading:
+    def _read_one(self, index: int, known: Gpu) -> GpuReading:
         nvml, ask = self._nvml, self._ask
         try:
-            gpu = self._handle(which)
+            gpu = (
+                nvml.nvmlDeviceGetHandleByUUID(known.uuid)  # a part of a GPU has no number
+                if known.index < 0
+                else nvml.nvmlDeviceGetHandleByIndex(known.index)
+            )
             uuid = str(nvml.nvmlDeviceGetUUID(gpu))
         except nvml.NVMLError as error:
-            known = which if isinstance(which, str) else self._uuids[which]
-            return GpuReading(index=index, uuid=known, problems=(str(error),))
+            return GpuReading(index=index, uuid=known.uuid, problems=(str(error),))
         use = ask(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
         memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
         power = ask(lambda: nvml.nvmlDeviceGetPowerUsage(gpu))  # in milliwatts, as its limit
@@ -254,29 +256,6 @@ class NvmlReader:
         _, _, is_pending, has_failed = rows
         found = ["memory rows wait to be remapped: reset the GPU"] if is_pending else []
         return (*found, "memory rows cannot be remapped any more") if has_failed else tuple(found)
-
-
-def visible(uuids: Sequence[str], mask: str | None) -> list[int | str]:
-    """Return the GPUs that CUDA counts under ``mask``, in its order: NVML's number, or the UUID of a MIG part.
-
-    The mask is read like CUDA does: numbers or beginnings of UUIDs, up to the first that is invalid or repeated.
-    """
-    if mask is None:
-        return list(range(len(uuids)))
-    found: list[int | str] = []
-    for entry in (part.strip() for part in mask.split(",")):
-        one: int | str | None = None
-        if entry.isdecimal():
-            one = int(entry) if int(entry) < len(uuids) else None
-        elif entry.startswith("MIG-"):
-            one = entry
-        elif entry:
-            fits = [n for n, uuid in enumerate(uuids) if uuid.lower().startswith(entry.lower())]
-            one = fits[0] if len(fits) == 1 else None
-        if one is None or one in found:
-            break
-        found.append(one)
-    return found
 
 
 def _torch_in_use() -> Any | None:

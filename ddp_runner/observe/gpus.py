@@ -39,7 +39,6 @@ found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_co
 print(json.dumps([{"name": one.name, "memory": one.total_memory} for one in found]))
 """
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
-CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +61,7 @@ class VisibleGpus:
     is_unsupported: bool = False  # torch was built for GPUs that this runner cannot use
 
 
-def visible(
-    present: Sequence[Gpu], mask: str | None, *, variable: str = CUDA_VISIBLE
-) -> VisibleGpus:
+def visible(present: Sequence[Gpu], mask: str | None, *, variable: str = CUDA) -> VisibleGpus:
     """Apply such a variable as CUDA does: indices or UUID prefixes, up to the first bad."""
     if mask is None:
         return VisibleGpus(gpus=tuple(present))
@@ -266,7 +263,7 @@ def _by_rocm_smi(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 def _by_torch(environment: Mapping[str, str]) -> VisibleGpus:
     """Ask torch in a separate process: no fork of this one could use a device that torch has started."""
-    answer = _run((sys.executable, "-c", _BY_TORCH), environment, timeout_s=_TORCH_TIMEOUT_S)
+    answer = run_tool((sys.executable, "-c", _BY_TORCH), environment, timeout_s=_TORCH_TIMEOUT_S)
     lines = answer.stdout.strip().splitlines() if answer is not None else []
     found = _json(lines[-1]) if lines else None
     if answer is None or answer.returncode != 0 or not isinstance(found, list):
@@ -381,13 +378,14 @@ def _ask(
     command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = _ASK_TIMEOUT_S
 ) -> Any:
     """Return the command's answer from JSON; None if the command is missing, fails, or has no JSON."""
-    answer = _run(command, environment, timeout_s=timeout_s)
+    answer = run_tool(command, environment, timeout_s=timeout_s)
     return _json(answer.stdout) if answer is not None and answer.returncode == 0 else None
 
 
-def _run(
+def run_tool(
     command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float
 ) -> subprocess.CompletedProcess[str] | None:
+    """Run a tool of a driver's; None if it is missing or does not end in time."""
     try:
         return subprocess.run(  # noqa: S603 - fixed commands
             command,

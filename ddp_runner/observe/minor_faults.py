@@ -79,22 +79,12 @@ class MinorFaults:
 
     def repair(self, event: events.RepairedInPlace, now_s: float) -> None:
         """A rank has repaired a fault within its generation; it counts in no budget."""
-        fault, seconds = event.fault, event.seconds
-        record = FaultRecord(
-            kind=fault.kind.value,
-            rank=fault.rank,
-            step=fault.step,
-            cause=fault.cause,
-            detected_s=round(now_s - seconds - self._began_s, 3),
+        record = replace(
+            self._record(event, at_s=now_s - event.seconds),
             recovered_s=round(now_s - self._began_s, 3),
             steps_lost=event.steps_lost,
-            generation=event.generation,
-            detail=fault.detail,
-            seconds={"total": round(seconds, 4)},
-            phase=fault.phase,
-            action=event.action,
-            injected=self._injections.noticed(fault.kind, fault.rank),
-            host=fault.host,
+            detail=event.fault.detail,
+            seconds={"total": round(event.seconds, 4)},
         )
         if len(self._first) < REPAIRED_KEPT:
             self._first.append(record)
@@ -104,27 +94,12 @@ class MinorFaults:
 
     def tolerate(self, event: events.FaultTolerated, now_s: float) -> None:
         """The run goes on in spite of a fault. One trouble of a disk may cost several saves."""
-        fault = event.fault
-        fails = fault.kind is FaultKind.STORAGE_FAILED
+        fails = event.fault.kind is FaultKind.STORAGE_FAILED
         if fails and self._failing_saves is not None:
             times = self._failing_saves.times + 1
             self._failing_saves = replace(self._failing_saves, times=times)
             return
-        record = FaultRecord(
-            kind=fault.kind.value,
-            rank=fault.rank,
-            step=fault.step,
-            cause=fault.cause,
-            detected_s=round(now_s - self._began_s, 3),
-            recovered_s=None,
-            steps_lost=0,
-            generation=event.generation,
-            detail=event.detail,
-            phase=fault.phase,
-            action=event.action,
-            injected=self._injections.noticed(fault.kind, fault.rank),
-            host=fault.host,
-        )
+        record = replace(self._record(event, at_s=now_s), detail=event.detail)
         if fails:
             self._failing_saves = record
         else:
@@ -136,3 +111,23 @@ class MinorFaults:
             over_s = round(now_s - self._began_s, 3)
             self._tolerated.append(replace(self._failing_saves, recovered_s=over_s))
             self._failing_saves = None
+
+    def _record(
+        self, event: events.RepairedInPlace | events.FaultTolerated, *, at_s: float
+    ) -> FaultRecord:
+        """Return a fault that was detected at ``at_s``, and that has cost nothing so far."""
+        fault = event.fault
+        return FaultRecord(
+            kind=fault.kind.value,
+            rank=fault.rank,
+            step=fault.step,
+            cause=fault.cause,
+            detected_s=round(at_s - self._began_s, 3),
+            recovered_s=None,
+            steps_lost=0,
+            generation=event.generation,
+            phase=fault.phase,
+            action=event.action,
+            injected=self._injections.noticed(fault.kind, fault.rank),
+            host=fault.host,
+        )

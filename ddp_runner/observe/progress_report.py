@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe import format as fmt
+from ddp_runner.observe.summary import time_parts
 from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
@@ -70,6 +71,16 @@ def epoch_text(view: RunView, epoch: int) -> str:
 def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]:
     """The last lines of a run, for people, on a terminal of ``width`` columns; broken between words."""
     rows = [
+        *summary_rows(summary, faults_max=FAULTS_SHOWN_MAX),
+        ("logs", log_dir),
+        ("report", f"{COMMAND} report -l {shlex.quote(log_dir)}"),
+    ]
+    return rows_block(rows, width=width)
+
+
+def summary_rows(summary: RunSummary, *, faults_max: int) -> list[tuple[str, str]]:
+    """Return labels and values on how a run ended; an empty label continues the one before it."""
+    return [
         ("status", headline(summary)),
         ("run", summary.called),
         ("steps", _steps(summary)),
@@ -79,14 +90,16 @@ def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]
         *_time_row(summary),
         *_memory_row(summary),
         ("faults", _faults_total(summary)),
-        *(("", line) for line in _fault_lines(summary)),
+        *(("", line) for line in _fault_lines(summary, faults_max)),
         *_machines_row(summary),
         ("exact", _exact(summary)),
         ("weights", "-" if summary.weights_sha256 is None else summary.weights_sha256[:12]),
         ("checkpoint", summary.checkpoint or "none"),
-        ("logs", log_dir),
-        ("report", f"{COMMAND} report -l {shlex.quote(log_dir)}"),
     ]
+
+
+def rows_block(rows: Sequence[tuple[str, str]], *, width: int) -> list[str]:
+    """Return ``rows`` as lines for a terminal of ``width`` columns, broken between words."""
     columns = max(BLOCK_COLUMNS_MIN, min(width - 1, BLOCK_COLUMNS_MAX))
     # A label that would take more than half of the line gets one of its own.
     beside = (len(label) + 2 for label, _ in rows if len(label) + 2 <= columns // 2)
@@ -121,21 +134,7 @@ def _steps(summary: RunSummary) -> str:
 
 
 def _time_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
-    spent = summary.time_s
-    parts = [
-        (name, seconds)
-        for name, seconds in (
-            ("start-up", spent.startup),
-            ("training", spent.productive),
-            ("data wait", spent.data_wait),
-            ("checkpoints", spent.checkpoint),
-            ("comparisons", spent.comparison),
-            ("evaluation", spent.evaluation),
-            ("recovery", spent.recovery),
-            ("lost", spent.lost),
-        )
-        if seconds >= 0.05
-    ]
+    parts = [(name, seconds) for name, seconds in time_parts(summary.time_s) if seconds >= 0.05]
     if parts:
         yield "", ", ".join(f"{name} {fmt.duration(seconds)}" for name, seconds in parts)
 
@@ -174,10 +173,10 @@ def _machines_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
         yield "machines", ", ".join(lost)
 
 
-def _fault_lines(summary: RunSummary) -> Iterable[str]:
-    for fault in summary.faults[:FAULTS_SHOWN_MAX]:
+def _fault_lines(summary: RunSummary, most: int) -> Iterable[str]:
+    for fault in summary.faults[:most]:
         yield fault_sentence(fault)
-    more = len(summary.faults) - FAULTS_SHOWN_MAX + summary.faults_left_out
+    more = len(summary.faults) - most + summary.faults_left_out
     if more > 0:
         yield f"and {more} more, in events.jsonl"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -107,6 +107,16 @@ class TimeShares:
     evaluation: float = 0.0
     recovery: float = 0.0
     lost: float = 0.0
+
+
+def time_parts(time_s: TimeShares | Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the parts of the time that are above 0, by the names that people see, in the order of a run.
+
+    ``time_s``: also as a file has it, with whatever stands there.
+    """
+    given = asdict(time_s) if isinstance(time_s, TimeShares) else time_s
+    parts = ((shown, given.get(name)) for name, shown in TIME_NAMES.items())
+    return [(shown, float(s)) for shown, s in parts if isinstance(s, (int, float)) and s > 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,31 +261,18 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 def read_summary(path: Path) -> RunSummary:
     """Read ``path`` back. Raises OSError, or ValueError where the file is no summary."""
+    from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415 - a display needs neither
+
     record = from_json(read_small(path))
+    if isinstance(record, dict) and isinstance(figures := record.get("figures"), dict):
+        # What is not finite is null in the file.
+        record["figures"] = {name: one for name, one in figures.items() if one is not None}
     try:
-        known = {f.name: record[f.name] for f in fields(RunSummary) if f.name in record}
-        known["status"] = RunStatus(known["status"])
-        known["time_s"] = TimeShares(**known["time_s"])
-        known["faults"] = tuple(map(_fault_record, known["faults"]))
-        known["tolerated"] = tuple(map(_fault_record, known.get("tolerated", ())))
-        known["injected"] = tuple(InjectedRecord(**one) for one in known.get("injected", ()))
-        known["inexact_reasons"] = tuple(known["inexact_reasons"])
-        proof = known.pop("exact_proof", {})
-        known["exact_proof"] = ExactProof(
-            repeated=int(proof.get("repeated", 0)),
-            drilled=tuple(proof.get("drilled", ())),
-            repairs_proved=str(proof.get("repairs_proved", "")),
-            differences=tuple(
-                Difference(**{**one, "places": tuple(one.get("places", ()))})
-                for one in proof.get("differences", ())
-            ),
-        )
-        known["stages"] = tuple(StageRecord(**one) for one in known.get("stages", ()))
-        known["gpu_epochs"] = tuple(known.get("gpu_epochs", ()))
-        known["suspected_leaks"] = tuple(known.get("suspected_leaks", ()))
-        return RunSummary(**known)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a run summary: {error}") from error
+        return TypeAdapter(RunSummary).validate_python(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path} is not a run summary: {where}: {first['msg']}") from error
 
 
 def other_report(path: Path) -> OtherReport | None:
@@ -293,12 +290,6 @@ class OtherReport:
 
     what: str  # of what it is the run, in words
     lines: tuple[str, ...]
-
-
-def _fault_record(fault: Mapping[str, Any]) -> FaultRecord:
-    injected = tuple(InjectedRecord(**one) for one in fault.get("injected", ()))
-    victims = tuple(fault.get("victims", ()))
-    return FaultRecord(**{**fault, "victims": victims, "injected": injected})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,15 +57,7 @@ class BytesTask:
 
     def build_model(self) -> nn.Module:
         """A fresh :class:`TransformerLM` over bytes."""
-        shape = self._model
-        return TransformerLM(
-            vocab_size=BYTE_VALUES,
-            seq_len=shape.seq_len,
-            hidden_size=shape.hidden_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            dropout=shape.dropout,
-        )
+        return TransformerLM.shaped(self._model, vocab_size=BYTE_VALUES)
 
     @property
     def tokens_per_sample(self) -> int:

@@ -128,15 +128,7 @@ class SyntheticTask:
 
     def build_model(self) -> nn.Module:
         """A fresh :class:`TransformerLM`."""
-        shape = self._model
-        return TransformerLM(
-            vocab_size=shape.vocab_size,
-            seq_len=shape.seq_len,
-            hidden_size=shape.hidden_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            dropout=shape.dropout,
-        )
+        return TransformerLM.shaped(self._model, vocab_size=self._model.vocab_size)
 
     @property
     def tokens_per_sample(self) -> int:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name every torch user reads)
 from torch import Tensor, nn
 
+from ddp_runner.core.settings import ModelSettings
+
 INIT_STD = 0.02
 MLP_RATIO = 4
 
@@ -99,6 +101,18 @@ class TransformerLM(nn.Module):
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    @classmethod
+    def shaped(cls, shape: ModelSettings, *, vocab_size: int) -> TransformerLM:
+        """Return a fresh model of the settings' shape."""
+        return cls(
+            vocab_size=vocab_size,
+            seq_len=shape.seq_len,
+            hidden_size=shape.hidden_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            dropout=shape.dropout,
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens int64 ``[B, T]`` with ``T <= seq_len`` to logits ``[B, T, vocab_size]``."""

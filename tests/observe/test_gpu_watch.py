@@ -8,8 +8,7 @@ import time
 import pytest
 
 from ddp_runner.core.gpu_reading import GpuReading, GpuTally, Tally, throttling
-from ddp_runner.observe import gpu_watch
-from ddp_runner.observe.gpu_watch import GpuWatch, visible
+from ddp_runner.observe.gpu_watch import GpuWatch
 from tests.observe.nvml import FOLDER, H100, Driver
 
 
@@ -72,23 +71,6 @@ def test_an_older_driver_has_the_same_reasons_by_their_former_name(driver, monke
     monkeypatch.delattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons")
     monkeypatch.setattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", newer, raising=False)
     assert watch.read().gpus[0].throttling == ("power cap", "hardware thermal slowdown")
-
-
-@pytest.mark.parametrize(
-    ("mask", "found"),
-    [
-        (None, [0, 1, 2]),
-        ("2,0", [2, 0]),
-        ("GPU-b,1", [1]),
-        ("GPU-a,7,0", [0]),
-        ("", []),
-        ("MIG-xy,0", ["MIG-xy", 0]),
-        ("GPU-", []),
-    ],
-)
-def test_gpus_are_counted_as_cuda_counts_them(mask, found):
-    """By number or by the begin of a UUID, up to the first that is none or is there twice."""
-    assert visible(["GPU-a1", "GPU-b2", "GPU-c3"], mask) == found
 
 
 def test_readings_are_of_the_gpus_that_the_mask_shows(driver, monkeypatch):
@@ -219,4 +201,4 @@ def test_a_real_gpu_is_read():
     assert 0 <= gpu.use <= 1
     assert 10 < gpu.temperature_c < 110
     assert 0 < gpu.memory_efficiency <= 1
-    assert gpu_watch.visible([gpu.uuid], gpu.uuid) == [0]
+    assert gpu.uuid.startswith(("GPU-", "MIG-"))

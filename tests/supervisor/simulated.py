@@ -132,7 +132,7 @@ class Outputs:
     def say(self, text, *, level="INFO"):
         self.said.append((level, text))
 
-    def note(self, text):
+    def keep(self, text):
         pass
 
     def metrics(self, step, rank, values, *, stage=""):

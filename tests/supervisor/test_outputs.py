@@ -89,7 +89,7 @@ def test_nothing_is_written_before_the_directories_are_ours(logs, capsys):
     assert not records.may_write
     assert records.write(happened.Forming(generation=1)) == -1
     records.say("a line")
-    records.note("a note")
+    records.keep("a note")
     records.show(view())
     records.status(view())
     records.metrics(1, 0, {"loss": 0.5})

@@ -64,9 +64,9 @@ def test_a_plain_trainer_writes_metrics_and_summary(tmp_path, capsys):
     train(tmp_path)  # complete: nothing is trained, and the account of before stands
     assert read_summary(tmp_path / "logs" / "summary.json") == second
     assert main(["report", "-l", str(tmp_path / "logs")]) == 0
-    shown = capsys.readouterr().out
-    assert "completed (exit 0)" in shown
-    assert "events      none: there is no events.jsonl" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "status completed" in shown
+    assert "events none: there is no events.jsonl" in shown
 
 
 def test_an_error_of_the_task_stands_in_the_summary(tmp_path):

@@ -17,7 +17,7 @@ from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.figures.phase_times import phase_values, timed
-from ddp_runner.training.figures.profiling import NoProfile, first_only, step_profile
+from ddp_runner.training.figures.profiling import StepProfile, first_only, step_profile
 
 CPU = torch.device("cpu")
 
@@ -91,12 +91,12 @@ def test_a_stage_that_ends_before_the_steps_profiles_nothing(tmp_path, capsys):
     """The next one does; where the last one ends too early that is a warning, as stages were trained before."""
     names = ("pre", "tune")
     first, last = StagePlace(names=names, number=0), StagePlace(names=names, number=1)
-    assert isinstance(profile_of(tmp_path, "steps=10:12", total_steps=3, stage=first), NoProfile)
+    assert type(profile_of(tmp_path, "steps=10:12", total_steps=3, stage=first)) is StepProfile
     profile = profile_of(tmp_path, "steps=10:12", total_steps=33, stage=last)
     train(profile, range(3, 33))
     assert steps_in(tmp_path) == ["step 10", "step 11", "step 12"]
     assert "beyond" not in capsys.readouterr().err
-    assert isinstance(profile_of(tmp_path, "steps=34:35", total_steps=33, stage=last), NoProfile)
+    assert type(profile_of(tmp_path, "steps=34:35", total_steps=33, stage=last)) is StepProfile
     assert "steps=34:35: is beyond the end of the run, which has 33" in capsys.readouterr().err
     with pytest.raises(BadInputError, match="which has 33 steps"):
         profile_of(tmp_path, "steps=34:35", total_steps=33)
@@ -134,7 +134,7 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capsys):
 
 def test_without_the_option_nothing_is_made(tmp_path):
     """The control; and steps beyond the end are refused before the first one."""
-    assert isinstance(profile_of(tmp_path, None), NoProfile)
+    assert type(profile_of(tmp_path, None)) is StepProfile
     with pytest.raises(BadInputError, match="beyond the end"):
         profile_of(tmp_path, "steps=3:21")
 

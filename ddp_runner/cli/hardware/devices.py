@@ -26,7 +26,7 @@ from ddp_runner.core.modes import (
 from ddp_runner.core.threads import AUTO_CPU_RANKS
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.run_files import from_json, read_lines
-from ddp_runner.observe.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, find_amd_gpus, visible
+from ddp_runner.observe.gpus import CUDA, Gpu, VisibleGpus, find_amd_gpus, visible
 from ddp_runner.system.torch_versions import installed_nccl, torch_build
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def find_gpus(environment: Mapping[str, str], build: TorchBuild | None) -> Visib
     present = _present()
     if isinstance(present, VisibleGpus):
         return present
-    return visible(present, environment.get(CUDA_VISIBLE))
+    return visible(present, environment.get(CUDA))
 
 
 def _present() -> tuple[Gpu, ...] | VisibleGpus:

@@ -54,26 +54,40 @@ class Check:
     cure: str = ""
 
 
+def ok(name: str, found: str) -> Check:
+    """Return a check that has found nothing wrong."""
+    return Check(name=name, verdict=Verdict.OK, found=found)
+
+
+def warning(name: str, found: str, cure: str) -> Check:
+    """Return a check of something that trains, but worse or not everywhere."""
+    return Check(name=name, verdict=Verdict.WARN, found=found, cure=cure)
+
+
+def failure(name: str, found: str, cure: str) -> Check:
+    """Return a check of something that does not train."""
+    return Check(name=name, verdict=Verdict.FAIL, found=found, cure=cure)
+
+
 def graded(name: str, value: float, *, least: float, shown: str, cure: str) -> Check:
     """OK from ``least`` on, a warning below."""
     if value >= least:
-        return Check(name=name, verdict=Verdict.OK, found=shown)
-    return Check(name=name, verdict=Verdict.WARN, found=shown, cure=cure)
+        return ok(name, shown)
+    return warning(name, shown, cure)
 
 
 def check_gpus(seen: VisibleGpus) -> Check:
     """The GPUs that ranks would see."""
     if seen.gpus:
         shown = [f"{i}: {gpu.name} {gpu.memory}".strip() for i, gpu in enumerate(seen.gpus)]
-        found = ", ".join(shown)
-        return Check(name="GPUs", verdict=Verdict.OK, found=found)
+        return ok("GPUs", ", ".join(shown))
     if seen.is_unsupported:
         cure = "install a torch for CUDA or ROCm, or train with --cpu"
-        return Check(name="GPUs", verdict=Verdict.FAIL, found=seen.why_none, cure=cure)
+        return failure("GPUs", seen.why_none, cure)
     if seen.is_surprising:
         cure = "repair the tool that lists GPUs, or train with --cpu"
-        return Check(name="GPUs", verdict=Verdict.WARN, found=seen.why_none, cure=cure)
-    return Check(name="GPUs", verdict=Verdict.OK, found=f"none, trains on the CPU: {seen.why_none}")
+        return warning("GPUs", seen.why_none, cure)
+    return ok("GPUs", f"none, trains on the CPU: {seen.why_none}")
 
 
 def check_memory() -> Check:

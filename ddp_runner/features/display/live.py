@@ -15,6 +15,7 @@ from rich.segment import Segment, SegmentLines, Segments
 
 from ddp_runner.features.display.frame import frame
 from ddp_runner.features.display.rank_table import BAD, CARE, PLAIN, QUIET
+from ddp_runner.observe.display import Display
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.progress_report import summary_block
 from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, fitted
@@ -38,7 +39,7 @@ class _Console(Console):
         return False
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A frame that is redrawn in place, with the log lines above it."""
 
     def __init__(

@@ -98,7 +98,7 @@ def rank_table(view: RunView, *, width: int, lines_max: int) -> list[Text]:
     if len(view.ranks) <= room:
         labels = [str(rank.rank) for rank in view.ranks]
         columns, gap = _fitting(width, labels, view, gpus)
-        rows = [_row(rank, gpus.get(rank.rank)) for rank in view.ranks]
+        rows = [_row(rank, gpus) for rank in view.ranks]
         return [_titles(columns, gap), *(_line(row, columns, gap) for row in rows)]
     return _summed_up(view, gpus, width=width, room=room)
 
@@ -122,7 +122,7 @@ def _summed_up(view: RunView, gpus: Mapping[int, GpuView], *, width: int, room: 
         title += f"; {more} more than are shown" if shown else f": {_kinds(odd)}"
     lines.append(line((title, CARE)))
     for rank, why in sorted(shown, key=lambda one: one[0].rank):
-        lines.append(_line(_row(rank, gpus.get(rank.rank), why=why), columns, 0))
+        lines.append(_line(_row(rank, gpus, why=why), columns, 0))
     return lines
 
 
@@ -130,25 +130,9 @@ def _kinds(odd: Sequence[tuple[RankView, str]]) -> str:
     return ", ".join(dict.fromkeys(why for _, why in odd))
 
 
-def _row(rank: RankView, gpu: GpuView | None, why: str = "") -> dict[str, Cell]:
-    # The age of a start is that of all its stages; the bar has the seconds of each.
-    aged = rank.phase_age_s >= AGE_SHOWN_FROM_S and not rank.building
-    rate = "-" if rank.samples_per_s is None else fmt.rate(rank.samples_per_s)
-    return {
-        "rank": (str(rank.rank), STRONG),
-        "device": (rank.device, QUIET),
-        "state": (rank.state, STYLE_OF_STATE.get(rank.state, PLAIN)),
-        "step": (fmt.count(rank.step), PLAIN),
-        "phase": (_phase(rank), PLAIN),
-        "": (_age(rank.phase_age_s) if aged else "", CARE),
-        "loss": ("-" if rank.loss is None else fmt.figure(rank.loss), PLAIN),
-        "samples/s": (rate, PLAIN),
-        "data": _data_cell(rank.data_wait_share),
-        "memory": (fmt.byte_size(rank.rss_bytes) if rank.rss_bytes else "-", PLAIN),
-        "cpu": _cpu_cell(rank.cpu_share),
-        **_gpu_cells([] if gpu is None else [gpu]),
-        _WHY.title: (why, CARE),
-    }
+def _row(rank: RankView, gpus: Mapping[int, GpuView], why: str = "") -> dict[str, Cell]:
+    found = _group_row(str(rank.rank), [rank], gpus)
+    return {**found, "device": (rank.device, QUIET), _WHY.title: (why, CARE)}
 
 
 def _group_row(
@@ -162,6 +146,7 @@ def _group_row(
     rates = [rank.samples_per_s for rank in group if rank.samples_per_s is not None]
     waits = [rank.data_wait_share for rank in group if rank.data_wait_share is not None]
     shares = [rank.cpu_share for rank in group if rank.cpu_share is not None]
+    # The age of a start is that of all its stages; the bar has the seconds of each.
     youngest_s = min(rank.phase_age_s for rank in group)
     is_aged = youngest_s >= AGE_SHOWN_FROM_S and not any(rank.building for rank in group)
     devices = {rank.device.partition(":")[0] for rank in group}

@@ -24,8 +24,11 @@ from ddp_runner.cli.hardware.machine_checks import (
     Verdict,
     check_gpus,
     check_memory,
+    failure,
     graded,
+    ok,
     probe,
+    warning,
 )
 from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
 from ddp_runner.cli.several import several_machines
@@ -154,8 +157,8 @@ def check_python() -> Check:
     """The interpreter that ranks run with."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info >= PYTHON_MIN:
-        return Check(name="Python", verdict=Verdict.OK, found=found)
-    return Check(name="Python", verdict=Verdict.FAIL, found=found, cure="use Python 3.10 or newer")
+        return ok("Python", found)
+    return failure("Python", found, "use Python 3.10 or newer")
 
 
 def check_packages() -> Check:
@@ -163,15 +166,9 @@ def check_packages() -> Check:
     wanted = wanted_packages()
     problems = unmet(wanted)
     if not problems:
-        found = f"all {len(wanted)} requirements are met"
-        return Check(name="packages", verdict=Verdict.OK, found=found)
+        return ok("packages", f"all {len(wanted)} requirements are met")
     names = " ".join(f"'{line}'" for line in wanted if unmet([line]))
-    return Check(
-        name="packages",
-        verdict=Verdict.FAIL,
-        found="; ".join(problems),
-        cure=f"{sys.executable} -m pip install {names}",
-    )
+    return failure("packages", "; ".join(problems), f"{sys.executable} -m pip install {names}")
 
 
 def wanted_packages() -> list[str]:
@@ -190,7 +187,7 @@ def check_torch() -> Check:
     """The torch build that ranks would import."""
     build = torch_build()
     if build is None:
-        return Check(name="torch", verdict=Verdict.FAIL, found="missing", cure="pip install torch")
+        return failure("torch", "missing", "pip install torch")
     kind = build.other or (f"CUDA {build.cuda}" if build.cuda else "without CUDA")
     if build.hip:
         kind = f"ROCm {build.hip}"
@@ -201,8 +198,8 @@ def check_torch() -> Check:
         found += f", {f'NCCL {nccl}, ' if nccl else ''}backend nccl is {named}"
     if said := untested(build.version):
         cure = "it is used; a tested one: pip install 'torch<=" + TESTED[-1] + "'"
-        return Check(name="torch", verdict=Verdict.WARN, found=f"{found}; {said}", cure=cure)
-    return Check(name="torch", verdict=Verdict.OK, found=found)
+        return warning("torch", f"{found}; {said}", cure)
+    return ok("torch", found)
 
 
 def check_together(tried: Tried, seen: VisibleGpus, build: TorchBuild) -> Iterator[Check]:
@@ -240,7 +237,7 @@ def check_shared_memory() -> Check:
     """Room for the locks of loader workers; their batches are in memory files without a name."""
     if not _SHARED_MEMORY.is_dir():
         cure = "data is loaded in the rank itself: num_workers=0"
-        return Check(name=_SHARED_MEMORY_NAME, verdict=Verdict.WARN, found="missing", cure=cure)
+        return warning(_SHARED_MEMORY_NAME, "missing", cure)
     free_bytes = shutil.disk_usage(_SHARED_MEMORY).free
     return graded(
         _SHARED_MEMORY_NAME,
@@ -268,9 +265,8 @@ def check_loopback() -> Check:
     """Ranks of one machine meet on 127.0.0.1."""
     if why := why_unreachable(LOOPBACK):
         what, _, cure = why.partition("; ")
-        found = f"{LOOPBACK} {what}"
-        return Check(name="loopback", verdict=Verdict.FAIL, found=found, cure=cure)
-    return Check(name="loopback", verdict=Verdict.OK, found=f"{LOOPBACK} answers")
+        return failure("loopback", f"{LOOPBACK} {what}", cure)
+    return ok("loopback", f"{LOOPBACK} answers")
 
 
 def check_host_name() -> Check:
@@ -279,13 +275,12 @@ def check_host_name() -> Check:
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        return Check(
-            name="host name",
-            verdict=Verdict.WARN,
-            found=f"{name} does not resolve: {error}",
-            cure=f"add '127.0.0.1 {name}' to /etc/hosts",
+        return warning(
+            "host name",
+            f"{name} does not resolve: {error}",
+            f"add '127.0.0.1 {name}' to /etc/hosts",
         )
-    return Check(name="host name", verdict=Verdict.OK, found=f"{name} is {address}")
+    return ok("host name", f"{name} is {address}")
 
 
 def check_folder(name: str, folder: Path) -> Check:
@@ -293,7 +288,7 @@ def check_folder(name: str, folder: Path) -> Check:
     reason = unwritable_reason(folder)
     if reason:
         cure = f"choose another folder with --{name.removesuffix('s')}-dir"
-        return Check(name=name, verdict=Verdict.FAIL, found=f"{folder} {reason}", cure=cure)
+        return failure(name, f"{folder} {reason}", cure)
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -325,7 +320,7 @@ def amd_checks(
     yield check_access(root)
     if takes_rccl:
         found = rccl or "inside torch, which shows its version when the collectives are tried"
-        yield Check(name="RCCL", verdict=Verdict.OK, found=found)
+        yield ok("RCCL", found)
     yield check_variables(environment)
 
 
@@ -333,14 +328,12 @@ def check_driver(root: Path = _ROOT) -> Check:
     """The kernel's driver."""
     module = root / "sys" / "module" / "amdgpu"
     if not module.is_dir():
-        cure = "load it: modprobe amdgpu"
-        found = "the kernel has no amdgpu"
-        return Check(name="driver", verdict=Verdict.FAIL, found=found, cure=cure)
+        return failure("driver", "the kernel has no amdgpu", "load it: modprobe amdgpu")
     try:
         version = (module / "version").read_text(encoding="utf-8").strip()
     except OSError:  # the kernel's own has none
         version = "the kernel's own"
-    return Check(name="driver", verdict=Verdict.OK, found=f"amdgpu, {version}")
+    return ok("driver", f"amdgpu, {version}")
 
 
 def check_access(root: Path = _ROOT) -> Check:
@@ -348,13 +341,11 @@ def check_access(root: Path = _ROOT) -> Check:
     device = root / "dev" / "kfd"
     if not device.exists():
         cure = "start the container with --device=/dev/kfd --device=/dev/dri"
-        found = "/dev/kfd is not there"
-        return Check(name="access", verdict=Verdict.FAIL, found=found, cure=cure)
+        return failure("access", "/dev/kfd is not there", cure)
     if not os.access(device, os.R_OK | os.W_OK):
         cure = "add the user to the groups render and video, and log in again"
-        found = "/dev/kfd may not be opened"
-        return Check(name="access", verdict=Verdict.FAIL, found=found, cure=cure)
-    return Check(name="access", verdict=Verdict.OK, found="/dev/kfd can be opened")
+        return failure("access", "/dev/kfd may not be opened", cure)
+    return ok("access", "/dev/kfd can be opened")
 
 
 def check_variables(environment: Mapping[str, str]) -> Check:
@@ -363,8 +354,8 @@ def check_variables(environment: Mapping[str, str]) -> Check:
     shown = ", ".join(found) or "none of ROCm's is set"
     if HIP in environment and CUDA in environment and environment[HIP] != environment[CUDA]:
         cure = f"{HIP} counts, and {CUDA} says something else: set one of them"
-        return Check(name="variables", verdict=Verdict.WARN, found=shown, cure=cure)
-    return Check(name="variables", verdict=Verdict.OK, found=shown)
+        return warning("variables", shown, cure)
+    return ok("variables", shown)
 
 
 DECLARATION = SmallCommand(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.hardware.machine_checks import Check, Probed, Verdict
+from ddp_runner.cli.hardware.machine_checks import Check, Probed, failure, ok, warning
 from ddp_runner.observe.format import byte_size
+from ddp_runner.observe.gpus import run_tool
 from ddp_runner.system.torch_versions import installed_nccl, nccl_trouble, version_numbers
 
 if TYPE_CHECKING:
@@ -53,17 +54,8 @@ def gpu_checks(
 
 def ask(words: Sequence[str]) -> str:
     """Return the answer of nvidia-smi; "" if it fails."""
-    try:
-        answer = subprocess.run(  # noqa: S603 - fixed commands
-            (_COMMAND, *words),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_ASK_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
+    answer = run_tool((_COMMAND, *words), os.environ, timeout_s=_ASK_TIMEOUT_S)
+    return "" if answer is None or answer.returncode else answer.stdout
 
 
 def judge_driver(banner: str, *, cuda: str) -> Check:
@@ -73,26 +65,23 @@ def judge_driver(banner: str, *, cuda: str) -> Check:
     if driver is None:
         return _unknown("driver", "nvidia-smi does not say it")
     if newest is None:
-        found = f"{driver.group(1)}; torch is built with CUDA {cuda}"
-        return Check(name="driver", verdict=Verdict.OK, found=found)
+        return ok("driver", f"{driver.group(1)}; torch is built with CUDA {cuda}")
     major, minor = newest.groups()
     found = f"{driver.group(1)} for CUDA up to {major}.{minor}; torch is built with {cuda}"
     # Within a major version a driver runs what a newer toolkit has built.
     if int(major) >= version_numbers(cuda)[0]:
-        return Check(name="driver", verdict=Verdict.OK, found=found)
-    cure = f"update the driver, or install a torch for CUDA {major}"
-    return Check(name="driver", verdict=Verdict.FAIL, found=found, cure=cure)
+        return ok("driver", found)
+    return failure("driver", found, f"update the driver, or install a torch for CUDA {major}")
 
 
 def judge_nccl(version: str, *, cuda: str) -> Check:
     """Judge whether repairs can rely on this NCCL's abort."""
     if not version:
-        found = "inside torch, which shows its version when the collectives are tried"
-        return Check(name="NCCL", verdict=Verdict.OK, found=found)
+        return ok("NCCL", "inside torch, which shows its version when the collectives are tried")
     trouble = nccl_trouble(version, cuda=cuda)
     if trouble is None:
-        return Check(name="NCCL", verdict=Verdict.OK, found=version)
-    return Check(name="NCCL", verdict=Verdict.WARN, found=trouble.what, cure=trouble.cure)
+        return ok("NCCL", version)
+    return warning("NCCL", trouble.what, trouble.cure)
 
 
 def parse_peers(text: str) -> Mapping[tuple[int, int], str]:
@@ -121,13 +110,11 @@ def judge_peers(matrix: Mapping[tuple[int, int], str], chosen: Sequence[int]) ->
         f"{one} and {other} ({says})" for (one, other), says in known.items() if says != "OK"
     ]
     if not without:
-        found = f"all {len(pairs)} pairs" if len(pairs) > 1 else "yes"
-        return Check(name="peer access", verdict=Verdict.OK, found=found)
-    return Check(
-        name="peer access",
-        verdict=Verdict.WARN,
-        found=f"none between GPU {'; '.join(without)}",
-        cure="they exchange through the host's memory, which is slower; choose others with -g",
+        return ok("peer access", f"all {len(pairs)} pairs" if len(pairs) > 1 else "yes")
+    return warning(
+        "peer access",
+        f"none between GPU {'; '.join(without)}",
+        "they exchange through the host's memory, which is slower; choose others with -g",
     )
 
 
@@ -173,9 +160,8 @@ def judge_memory(
         reported.append(f"{gpu.index}: {byte_size(free)} of {byte_size(total)} free{held}")
     found = "; ".join(reported)
     if not is_short:
-        return Check(name="GPU memory", verdict=Verdict.OK, found=found)
-    cure = "end what holds it, or choose other GPUs with -g"
-    return Check(name="GPU memory", verdict=Verdict.WARN, found=found, cure=cure)
+        return ok("GPU memory", found)
+    return warning("GPU memory", found, "end what holds it, or choose other GPUs with -g")
 
 
 def _shown_holder(holder: Holder) -> str:
@@ -184,8 +170,7 @@ def _shown_holder(holder: Holder) -> str:
 
 
 def _unknown(name: str, why: str) -> Check:
-    cure = "look for yourself: nvidia-smi"
-    return Check(name=name, verdict=Verdict.WARN, found=f"not known: {why}", cure=cure)
+    return warning(name, f"not known: {why}", "look for yourself: nvidia-smi")
 
 
 def check_collectives(
@@ -201,11 +186,10 @@ def check_collectives(
     where = "" if devices[0] == "cpu" else f" on {', '.join(dict.fromkeys(devices))}"
     who = f"{shown}, {count} rank{'s' if count > 1 else ''}{where}"
     if not probed.failure:
-        found = f"{who}: all-reduce, abort, second forming in {probed.seconds:.1f} s"
-        return Check(name=_NAME, verdict=Verdict.OK, found=found)
+        return ok(_NAME, f"{who}: all-reduce, abort, second forming in {probed.seconds:.1f} s")
     cure = (
         "NCCL_DEBUG=WARN shows more; try NCCL_P2P_DISABLE=1, fewer GPUs (-g 0), or --backend gloo"
         if is_nccl
         else "end what stops processes here or forbids connections on 127.0.0.1, and try again"
     )
-    return Check(name=_NAME, verdict=Verdict.FAIL, found=f"{who}: {probed.failure}", cure=cure)
+    return failure(_NAME, f"{who}: {probed.failure}", cure)

@@ -16,8 +16,9 @@ from torch import nn
 
 from ddp_runner.core.injection import BIT, KINDS_IN_LOSS, Injection, InjectKind, parse_injection
 from ddp_runner.core.settings import Settings
+from ddp_runner.data.by_number import sample_at
+from ddp_runner.data.order import SampleOrder
 from ddp_runner.features.faults.faulty_disk import FaultyDisk, shared_trouble
-from ddp_runner.features.faults.injected_samples import with_bad_samples
 from ddp_runner.kernel.rank.runtime import SupervisedRuntime
 from ddp_runner.kernel.replica.loss import Loss, times
 from ddp_runner.kernel.rules.phases import Moment, Phase
@@ -66,11 +67,6 @@ def disk_of_saver(spec: SaverSpec) -> FaultyDisk | None:
     """Return the disk of the process that writes for a rank with injected faults; None where nothing is shared."""
     trouble = shared_trouble(spec.saver_trouble)
     return None if trouble is None else FaultyDisk(trouble=trouble, folder=Path(spec.folder))
-
-
-def bad_samples(dataset: Any, places: Sequence[tuple[int, int]], **found: Any) -> Any:
-    """Return ``dataset`` with a bad sample at each place, as of :func:`with_bad_samples`."""
-    return with_bad_samples(dataset, places, **found)
 
 
 def _still_to_come(settings: Settings, spec: RankSpec) -> dict[int, Injection]:
@@ -284,3 +280,62 @@ def _without_last_module(loss: Loss, model: nn.Module, batch: Any) -> Any:
     finally:
         for parameter in left_out:
             parameter.requires_grad = True
+
+
+class InjectedSampleError(ValueError):
+    """What such a sample raises."""
+
+
+class WithBadSamples:
+    """``dataset``, where the samples of ``find_bad`` raise whenever they are loaded, whoever loads them.
+
+    They are found when the first sample is loaded: only then is the order of the run known.
+    """
+
+    def __init__(self, dataset: Any, find_bad: Callable[[], frozenset[int]]) -> None:
+        self._dataset = dataset
+        self._find_bad = find_bad
+        self._found: frozenset[int] | None = None
+        self.deterministic = bool(getattr(dataset, "deterministic", False))
+
+    @property
+    def _bad(self) -> frozenset[int]:
+        if self._found is None:
+            self._found = self._find_bad()
+        return self._found
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self._bad:
+            raise InjectedSampleError(f"an injected bad sample, {index}")
+        return sample_at(self._dataset, index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The samples at ``indices``, as the dataset itself would give them."""
+        if self._bad.isdisjoint(indices) and hasattr(self._dataset, "__getitems__"):
+            return list(self._dataset.__getitems__(list(indices)))
+        return [self[index] for index in indices]
+
+
+def bad_samples(
+    dataset: Any,
+    places: Sequence[tuple[int, int]],
+    *,
+    order: Callable[[], SampleOrder],
+    world_size: int,
+) -> Any:
+    """``dataset`` with a bad sample at each ``(rank, step)`` of ``places``: the rank's first there.
+
+    ``order`` gives that of the run, once samples are loaded.
+    """
+    if not places:
+        return dataset
+
+    def find_bad() -> frozenset[int]:
+        found = order()
+        shares = [found.share_of(step, rank=rank, world_size=world_size) for rank, step in places]
+        return frozenset(int(mine[0]) for mine in shares if len(mine))
+
+    return WithBadSamples(dataset, find_bad)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_runner.cli.hardware.machine_checks import Check, Verdict
+from ddp_runner.cli.hardware.machine_checks import Check, failure, ok, warning
 from ddp_runner.features.machines.folder_probe import is_shared
 from ddp_runner.features.machines.launching import TOKEN_VARIABLE, given_token, versions_here
 from ddp_runner.features.machines.letters import WrongTokenError, ask
@@ -80,12 +80,12 @@ def _checks(asked: Asked, token: bytes) -> Iterator[Check]:
         try:
             answer = ask(connection, token=token, limit_s=_LIMIT_S)
         except WrongTokenError:
-            yield _failed("token", "is not the coordinator's", "give all machines the same token")
+            yield failure("token", "is not the coordinator's", "give all machines the same token")
             return
         except LinkLostError as error:
-            yield _failed("coordinator", f"none of ours: {error}", "give the run another port")
+            yield failure("coordinator", f"none of ours: {error}", "give the run another port")
             return
-    yield Check(name="token", verdict=Verdict.OK, found="is the coordinator's")
+    yield ok("token", "is the coordinator's")
     yield from _checks_of(asked, answer)
 
 
@@ -97,13 +97,13 @@ def check_interface(asked: Asked) -> Check:
         found = f"no address of this machine leads to {asked.host}"
         if asked.local_addr:
             found = f"{address} is no address of this machine"
-        return _failed("interface", found, "check name and network, or give --local-addr")
+        return failure("interface", found, "check name and network, or give --local-addr")
     found = f"{address} on {interface}"
     if address.startswith("127.") or address == "::1":
         cure = "take an endpoint and an address that other machines reach"
         found += ", which no other machine reaches"
-        return Check(name="interface", verdict=Verdict.WARN, found=found, cure=cure)
-    return Check(name="interface", verdict=Verdict.OK, found=found)
+        return warning("interface", found, cure)
+    return ok("interface", found)
 
 
 def check_endpoint(asked: Asked) -> tuple[socket.socket | None, Check]:
@@ -112,15 +112,15 @@ def check_endpoint(asked: Asked) -> tuple[socket.socket | None, Check]:
         connection = socket.create_connection((asked.host, asked.port), timeout=_LIMIT_S)
     except socket.gaierror as error:
         found = f"{asked.host} is no name that this machine can resolve: {error.strerror}"
-        return None, _failed("endpoint", found, "give a name or an address that all machines know")
+        return None, failure("endpoint", found, "give a name or an address that all machines know")
     except OSError as error:
         if error.errno == errno.ECONNREFUSED:  # the way is open
             found = f"nobody listens at {asked.endpoint} yet"
             cure = "start the coordinator there, or ask again while it runs"
-            return None, Check(name="endpoint", verdict=Verdict.WARN, found=found, cure=cure)
+            return None, warning("endpoint", found, cure)
         found = f"{asked.endpoint} cannot be reached: {error.strerror or error}"
-        return None, _failed("endpoint", found, "open this port on the way there")
-    return connection, Check(name="endpoint", verdict=Verdict.OK, found=f"{asked.endpoint} answers")
+        return None, failure("endpoint", found, "open this port on the way there")
+    return connection, ok("endpoint", f"{asked.endpoint} answers")
 
 
 def _token(asked: Asked, environment: Mapping[str, str]) -> bytes:
@@ -133,16 +133,15 @@ def _token(asked: Asked, environment: Mapping[str, str]) -> bytes:
 
 def _check_token_alone(token: bytes) -> Check:
     if token:
-        found = "is there; nobody to compare it with"
-        return Check(name="token", verdict=Verdict.OK, found=found)
+        return ok("token", "is there; nobody to compare it with")
     cure = f"set {TOKEN_VARIABLE}, or give --token-file, or the run's shared --checkpoint-dir"
-    return Check(name="token", verdict=Verdict.WARN, found="none was given", cure=cure)
+    return warning("token", "none was given", cure)
 
 
 def _checks_of(asked: Asked, answer: Answer) -> Iterator[Check]:
     """Yield the checks that follow from the coordinator's answer."""
     found = f"run {answer.run_id}, {answer.there} of {answer.most} machines are there"
-    yield Check(name="run", verdict=Verdict.OK, found=found)
+    yield ok("run", found)
     mine = versions_here()
     other = {
         name: f"{name} is {mine.get(name, 'none')} here and {there} there"
@@ -150,7 +149,7 @@ def _checks_of(asked: Asked, answer: Answer) -> Iterator[Check]:
         if mine.get(name, "none") != there
     }
     if other:
-        yield _failed("versions", "; ".join(other.values()), "install the same on all machines")
+        yield failure("versions", "; ".join(other.values()), "install the same on all machines")
     for name, folder in (
         ("checkpoints", asked.checkpoint_dir or answer.checkpoint_dir),
         ("logs", asked.log_dir or answer.log_dir),
@@ -161,16 +160,10 @@ def _checks_of(asked: Asked, answer: Answer) -> Iterator[Check]:
 def check_shared(name: str, folder: Path, term: str) -> Check:
     """Check whether a folder here is the coordinator's."""
     if is_shared(folder, term):
-        found = f"{folder} is shared with the coordinator"
-        return Check(name=f"{name} there", verdict=Verdict.OK, found=found)
+        return ok(f"{name} there", f"{folder} is shared with the coordinator")
     option = f"--{name.removesuffix('s')}-dir"
-    return Check(
-        name=f"{name} there",
-        verdict=Verdict.WARN,
-        found=f"{folder} is this machine's own, not the coordinator's",
-        cure=f"give all machines one folder with {option}, or let each have its own",
+    return warning(
+        f"{name} there",
+        f"{folder} is this machine's own, not the coordinator's",
+        f"give all machines one folder with {option}, or let each have its own",
     )
-
-
-def _failed(name: str, found: str, cure: str) -> Check:
-    return Check(name=name, verdict=Verdict.FAIL, found=found, cure=cure)

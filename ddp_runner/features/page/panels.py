@@ -18,10 +18,10 @@ from ddp_runner.observe.history.figures import (
     curves_figure,
     extent,
     points_max,
-    time_parts,
 )
 from ddp_runner.observe.history.run_history import RunHistory, SettingRow
 from ddp_runner.observe.history.table_rows import FaultRow
+from ddp_runner.observe.summary import time_parts
 
 _FAULTS_SHOWN_MAX = 200
 _ROWS_LOCAL = "%Y-%m-%d %H:%M:%S"
@@ -183,18 +183,12 @@ class _Row:
         if now == self._shown:
             return
         self._shown, self._fault = now, row
-        who = f"rank {row.rank}" if row.rank >= 0 else "all ranks"
-        phase = f" in {row.phase}" if row.phase else ""
         when = time.strftime(_ROWS_LOCAL, time.localtime(row.at_s))
         self._item.set_text(f"step {count(max(0, row.step))}: {row.text}")
-        caption = f"{row.plan}; {row.outcome}" if row.plan else row.outcome
-        self._item.props["caption"] = caption
+        self._item.props["caption"] = row.caption
         self._item.update()
-        self._said.set_text(f"{when}, {row.kind}, {who}{phase}; cause: {row.origin or 'unknown'}")
-        victims = (
-            f"; lost their peer: ranks {', '.join(map(str, row.victims))}" if row.victims else ""
-        )
-        self._plan.set_text(f"plan: {row.plan or '-'}{victims}; {row.outcome}")
+        self._said.set_text(f"{when}, {row.said}")
+        self._plan.set_text(f"plan: {row.plan or '-'}; {row.outcome}")
         self._followed.set_text("\n".join(row.followed) or "nothing yet")
         self._show_details(row)
 

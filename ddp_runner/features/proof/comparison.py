@@ -122,6 +122,16 @@ def _decisive(other: Replacement, side: dict[str, Any], places: Sequence[str]) -
     )
 
 
+def with_state(settings: Settings, folder: Path) -> Settings:
+    """Return ``settings`` that resume from the state in ``folder``, without workers of our loader."""
+    return replace(
+        settings,
+        run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
+        data=replace(settings.data, num_workers=0, workers_total=None),
+        checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
+    )
+
+
 def handed_local(noted: dict[str, Any], folder: Path) -> Tensor | None:
     """Return what the rank has handed over of its own; None where the state has it. Raises what reading it raises."""
     if LOCAL_FILE not in noted.get(HANDED, ()):
@@ -166,13 +176,7 @@ class Replacement:
         self.missing = list(noted.get(MISSING, ()))  # of what steps change outside the model
         self._rank, self._world_size = int(noted["rank"]), int(noted["world_size"])
         make_forks_safe()
-        # As a resume does, but for the loader, whose workers a drill can do without.
-        self._settings = settings = replace(
-            settings,
-            run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
-            data=replace(settings.data, num_workers=0, workers_total=None),
-            checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
-        )
+        self._settings = settings = with_state(settings, folder)
         self._workload, self._state = build_workload(settings, rank_info)
         if (own := handed_local(noted, folder)) is not None:
             self._state.local.begin_with(own)

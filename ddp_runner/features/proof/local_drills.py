@@ -52,8 +52,8 @@ def remove_drills(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-class LocalDrills(Observer):
-    """Observes a follower. A drill's state, share and process are all on the machine of the drilled rank."""
+class DrillRunner(Observer):
+    """Starts the process of a drill, and says what is known of it; at most one at a time on a machine."""
 
     role = DRILL
 
@@ -69,9 +69,41 @@ class LocalDrills(Observer):
             stopped_max_s=settings.recovery.stopped_max_s,
         )
         self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
-        self._waiting: tuple[int, int] | None = None  # step and rank
+        # Step and rank of the drill that has all it needs, and of the one that runs.
+        self._waiting: tuple[int, int] | None = None
         self._running: tuple[int, int] | None = None
-        self._is_given_up = False  # while its process is still there, perhaps
+        self._is_given_up = (
+            False  # while its process is still there, or its fork still owed, perhaps
+        )
+
+    def _facts(self, stuck: Stuck | None, *, fault_free: bool, is_running: bool) -> DrillFacts:
+        return DrillFacts(
+            fault_free=fault_free,
+            can_fork=self._node.can_fork,
+            waits=self._waiting is not None,
+            is_running=is_running,
+            is_wanted=not self._is_given_up,
+            is_stopped=stuck is Stuck.STOPPED,
+            is_late=stuck is Stuck.LATE,
+            limit_s=self._limit_s,
+        )
+
+    def _begin(self, drill: tuple[int, int], now_s: float) -> None:
+        self._running, self._waiting, self._is_given_up = drill, None, False
+        step, rank = drill
+        around, folder = self._node.surroundings(rank), str(self._folder / folder_name(step))
+        spec = DrillSpec(**around, rank=rank, step=step, folder=folder, program=self._node.program)
+        self._keeper.start(now_s, spec)
+
+    def was_forked(self, forked: Forked, now_s: float) -> None:
+        """Do nothing: the process computes now, and the next look finds one that could not be forked."""
+
+    def zygote_ended(self, now_s: float) -> None:
+        """Do nothing: the next look finds a drill that was never forked."""
+
+
+class LocalDrills(DrillRunner):
+    """Observes a follower. A drill's state, share and process are all on the machine of the drilled rank."""
 
     def hears(self) -> Mapping[type[object], Callable[..., None]]:
         """Hear of the parts that ranks write."""
@@ -112,16 +144,7 @@ class LocalDrills(Observer):
         is_running, stuck = self._keeper.process is not None, self._keeper.look(turn.now_s)
         if not is_running and self._running is not None:
             self._end_running("its process could not be forked")
-        facts = DrillFacts(
-            fault_free=turn.is_fault_free,
-            can_fork=self._node.can_fork,
-            waits=self._waiting is not None,
-            is_running=is_running,
-            is_wanted=not self._is_given_up,
-            is_stopped=stuck is Stuck.STOPPED,
-            is_late=stuck is Stuck.LATE,
-            limit_s=self._limit_s,
-        )
+        facts = self._facts(stuck, fault_free=turn.is_fault_free, is_running=is_running)
         if why := must_end(facts):
             self._end_running(why)
         waiting = self._waiting
@@ -132,13 +155,6 @@ class LocalDrills(Observer):
             self._skip(waiting, "something is being repaired, or the run ends")
         elif may_begin(facts):
             self._begin(waiting, turn.now_s)
-
-    def _begin(self, drill: tuple[int, int], now_s: float) -> None:
-        self._running, self._waiting, self._is_given_up = drill, None, False
-        step, rank = drill
-        around, folder = self._node.surroundings(rank), str(self._folder / folder_name(step))
-        spec = DrillSpec(**around, rank=rank, step=step, folder=folder, program=self._node.program)
-        self._keeper.start(now_s, spec)
 
     def drilled(
         self, message: events.Drill | events.DrillSkipped | events.Diagnosed, now_s: float
@@ -151,12 +167,6 @@ class LocalDrills(Observer):
         if isinstance(message, events.Drill):
             message = replace(message, seconds=round(now_s - self._keeper.began_s, 3))
         self._recorder.record(message)
-
-    def was_forked(self, forked: Forked, now_s: float) -> None:
-        """Do nothing: the next look finds one that could not be forked."""
-
-    def zygote_ended(self, now_s: float) -> None:
-        """Do nothing: the next look finds a drill that was never forked."""
 
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
         """Take in that the drill's process was reaped. One that has reported has nothing to add."""

@@ -11,14 +11,13 @@ import json
 import multiprocessing
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ddp_runner.core.settings import Settings
-from ddp_runner.features.proof.comparison import handed_local
+from ddp_runner.features.proof.comparison import handed_local, with_state
 from ddp_runner.features.proof.loop_notes import BESIDE, CARRIED, PROGRAM, explanation
-from ddp_runner.features.proof.rules import SHARE_FILE, STATE_FOLDER
+from ddp_runner.features.proof.rules import SHARE_FILE
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.run_files import read_small
 from ddp_runner.kernel.wire.fork_specs import Program
@@ -54,7 +53,7 @@ def compare_loop(
     If the program fails or ends before that, raises the program's own error, or RuntimeError.
     """
     noted: dict[str, Any] = json.loads(read_small(folder / SHARE_FILE))
-    settings = _with_state(settings, folder)
+    settings = with_state(settings, folder)
 
     beside: dict[str, str] = {}
 
@@ -108,16 +107,6 @@ def _end_workers(parts: LoopParts) -> None:
     folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing.util has it
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _with_state(settings: Settings, folder: Path) -> Settings:
-    """Return ``settings`` that resume from the state in ``folder``, without workers of our loader."""
-    return replace(
-        settings,
-        run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
-        data=replace(settings.data, num_workers=0, workers_total=None),
-        checkpoint=replace(settings.checkpoint, only_trained=False),  # its file is whole
-    )
 
 
 def changed_file(before: Mapping[str, str], now: Mapping[str, str]) -> str:

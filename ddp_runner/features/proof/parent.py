@@ -6,9 +6,9 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from ddp_runner.features.proof.local_drills import (
+    DrillRunner,
     LocalDrills,
     how_it_ended,
     remove_drill,
@@ -16,7 +16,6 @@ from ddp_runner.features.proof.local_drills import (
 )
 from ddp_runner.features.proof.rules import (
     COST_GUESS_S,
-    DRILL,
     DRILLED,
     END_WAIT_S,
     PART_S,
@@ -25,11 +24,9 @@ from ddp_runner.features.proof.rules import (
     STILL_WRITTEN,
     UNHEARD_S,
     Cause,
-    DrillFacts,
     RepairLedger,
     differs_words,
     failed_reason,
-    folder_name,
     may_begin,
     must_end,
     off_line,
@@ -39,14 +36,12 @@ from ddp_runner.features.proof.rules import (
     wait_line,
 )
 from ddp_runner.features.proof.suspects import Suspects
-from ddp_runner.kernel.parent.ports import Found, Observer, Turn
+from ddp_runner.kernel.parent.ports import Found, Turn
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.keeper import Keeper, Stuck
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.kernel.wire.fork_specs import DrillSpec
-from ddp_runner.kernel.wire.messages import DrillAt, DrillPart, Forked
+from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
 from ddp_runner.supervisor.around import OfMachine, OfRun
 
 
@@ -55,22 +50,13 @@ def beside_machine(around: OfMachine) -> DrillKeeper | LocalDrills:
     return DrillKeeper(around) if isinstance(around, OfRun) else LocalDrills(around)
 
 
-class DrillKeeper(Observer):
+class DrillKeeper(DrillRunner):
     """Observes a run: ``part`` and ``drilled`` take messages, ``look`` acts at each turn."""
 
-    role = DRILL
-
     def __init__(self, around: OfRun) -> None:
-        plan, node = around.plan, around.node
-        self._plan = plan
-        self._folder = Path(plan.settings.run.checkpoint_dir)
-        self._node = node
+        super().__init__(around)
+        self._plan = plan = around.plan
         recovery = plan.settings.recovery
-        self._limit_s = recovery.startup_timeout_s
-        self._keeper = Keeper(
-            replace(DRILL, ready_s=self._limit_s), node, stopped_max_s=recovery.stopped_max_s
-        )
-        self._recorder = around.recorder
         self._world = around.world
         # A drill of a loop's rank 0 would repeat the work that only rank 0 does.
         self._first_rank = 0 if plan.loop is None else 1
@@ -86,11 +72,6 @@ class DrillKeeper(Observer):
         self._asked: DrillAt | None = None
         self._heard_by_s = 0.0
         self._parts_since_s: float | None = None  # as far as that delays such a drill
-        self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
-        self._waiting: tuple[int, int] | None = (
-            None  # step and rank of the drill that has all it needs
-        )
-        self._running: tuple[int, int] | None = None
         self._elsewhere: dict[
             tuple[int, int], float
         ] = {}  # of other machines -> when it is given up
@@ -101,7 +82,6 @@ class DrillKeeper(Observer):
         self._problem: tuple[int, str] | None = (
             None  # of the newest drill without a result, if none had one since
         )
-        self._is_given_up = False  # while its fork was still owed, perhaps
         self._said_short = False
         self._is_off_said = False  # that nothing is proved, as nothing was to be
         self._said = {STILL_WRITTEN}  # why drills could not be done; that one needs no line
@@ -204,9 +184,6 @@ class DrillKeeper(Observer):
         """Return which steps are in doubt, and what is saved from before them."""
         return self._suspects.last_words()
 
-    def zygote_ended(self, now_s: float) -> None:
-        """Do nothing: the next look finds a drill that was never forked."""
-
     @property
     def lacks_proof(self) -> bool:
         """Return True if a rank was replaced, or all have gone back, and no drill has proved that repair yet."""
@@ -268,16 +245,7 @@ class DrillKeeper(Observer):
         is_running, stuck = self._keeper.process is not None, self._keeper.look(now_s)
         if not is_running:  # where its zygote never had it
             self._cut_short("its process could not be forked")
-        facts = DrillFacts(
-            fault_free=fault_free,
-            can_fork=self._node.can_fork,
-            waits=self._waiting is not None,
-            is_running=is_running,
-            is_wanted=not self._is_given_up,
-            is_stopped=stuck is Stuck.STOPPED,
-            is_late=stuck is Stuck.LATE,
-            limit_s=self._limit_s,
-        )
+        facts = self._facts(stuck, fault_free=fault_free, is_running=is_running)
         if why := must_end(facts):
             self._keeper.kill()
             self._is_given_up = True
@@ -292,14 +260,7 @@ class DrillKeeper(Observer):
         elif turn.is_fault_free and not is_running:
             self._ask(now_s)
         if fault_free and may_begin(facts) and self._waiting is not None:
-            self._running, self._waiting = self._waiting, None
-            self._is_given_up = False
-            step, rank = self._running
-            around, folder = self._node.surroundings(rank), str(self._folder / folder_name(step))
-            spec = DrillSpec(
-                **around, rank=rank, step=step, folder=folder, program=self._node.program
-            )
-            self._keeper.start(now_s, spec)
+            self._begin(self._waiting, now_s)
 
     def drilled(self, message: events.Drill | events.DrillSkipped, now_s: float) -> None:
         """Take in the result of a drill."""
@@ -393,9 +354,6 @@ class DrillKeeper(Observer):
         self._suspects.passed(rank, step=step)
         self._repairs.passed(rank, step=step)
         self._record_repairs()
-
-    def was_forked(self, forked: Forked, now_s: float) -> None:
-        """Do nothing: the process computes now, and the next look finds one that could not be forked."""
 
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
         """Take in that the drill's process was reaped. One that has reported has nothing to add."""

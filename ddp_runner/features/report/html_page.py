@@ -16,7 +16,6 @@ from ddp_runner.observe.history.figures import (
     Look,
     curves_figure,
     is_anything_used,
-    time_parts,
     timeline_figure,
 )
 from ddp_runner.observe.history.run_history import RunHistory, RunStanding
@@ -29,7 +28,7 @@ from ddp_runner.observe.history.table_rows import (
     rank_rows,
     shown_columns,
 )
-from ddp_runner.observe.summary import RunSummary
+from ddp_runner.observe.summary import RunSummary, time_parts
 
 FAULTS_SHOWN_MAX = 500
 _WRITTEN = "%Y-%m-%d %H:%M:%S"
@@ -148,16 +147,10 @@ def _faults(run: RunHistory) -> Iterator[str]:
 
 
 def _fault(row: FaultRow) -> str:
-    who = f"rank {row.rank}" if row.rank >= 0 else "all ranks"
-    who += f" on {row.host}" if row.host else ""
-    phase = f" in {row.phase}" if row.phase else ""
-    caption = f"{row.plan}; {row.outcome}" if row.plan else row.outcome
-    victims = f"; lost their peer: ranks {', '.join(map(str, row.victims))}" if row.victims else ""
-    said = f"{row.kind}, {who}{phase}; cause: {row.origin or 'unknown'}{victims}"
     parts = [
         f"<details><summary>step {count(max(0, row.step))}: {text(row.text)}<br>",
-        f"<span class=small>{text(caption)}</span></summary>",
-        f"<p>{_utc(row.at_s)}, {text(said)}</p>",
+        f"<span class=small>{text(row.caption)}</span></summary>",
+        f"<p>{_utc(row.at_s)}, {text(row.said)}</p>",
         f"<p class=small>What followed</p><div class=mono>{text(chr(10).join(row.followed) or 'nothing')}</div>",
     ]
     for whose, detail in row.details:

@@ -6,7 +6,7 @@ Pure: reads no file.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -81,16 +81,26 @@ def improvements(run: EndedRun) -> list[Improvement]:
     """The rules that apply, what costs most first."""
     if run.trained_s <= 0:
         return []
-    rules = (data_wait, saves, comparisons, evaluations, straggler, restarts)
-    found = [one for rule in rules if (one := rule(run)) is not None]
+    found = [one for one in (*_waits(run), straggler(run), restarts(run)) if one is not None]
     return sorted(found, key=lambda one: -one.seconds)
 
 
-def data_wait(run: EndedRun) -> Improvement | None:
-    """Steps that waited for their batch: more processes that load, or none that has to."""
-    seconds = run.summary.time_s.data_wait
-    if seconds < WAIT_SHARE_MIN * run.trained_s:
-        return None
+def _waits(run: EndedRun) -> Iterator[Improvement]:
+    """Yield a change for each part of the time in which steps waited, and that is large enough."""
+    for part, least, spent_on, change in (
+        ("data_wait", WAIT_SHARE_MIN, "waiting for data", _less_data_wait),
+        ("checkpoint", SAVE_SHARE_MIN, "waiting for saves", _fewer_saves),
+        ("comparison", COMPARISON_SHARE_MIN, "comparing the ranks' weights", _fewer_comparisons),
+        ("evaluation", EVALUATION_SHARE_MIN, "evaluating", _fewer_evaluations),
+    ):
+        seconds = getattr(run.summary.time_s, part)
+        if seconds >= least * run.trained_s:
+            what = _spent(spent_on, seconds, run)
+            yield Improvement(what=what, change=change(run), seconds=seconds)
+
+
+def _less_data_wait(run: EndedRun) -> str:
+    """More processes that load, or none that has to."""
     total = run.settings.get("data.workers_total")
     key = "data.num_workers" if total is None else "data.workers_total"
     workers = run.settings.get(key)
@@ -105,54 +115,40 @@ def data_wait(run: EndedRun) -> Improvement | None:
         change = "data.num_workers, more than it is where there are cores for them"
     if run.settings.get("data.preload") is False:
         change += "; data.preload=true where all samples fit into memory"
-    return Improvement(what=_spent("waiting for data", seconds, run), change=change, seconds=seconds)  # fmt: skip
+    return change
 
 
-def saves(run: EndedRun) -> Improvement | None:
-    """Steps that waited for a save: fewer of them."""
-    seconds = run.summary.time_s.checkpoint
-    if seconds < SAVE_SHARE_MIN * run.trained_s:
-        return None
-    every = run.settings.get("checkpoint.save_every_steps")
-    if isinstance(every, int) and every > 0:
-        change = (
+def _steps(run: EndedRun, key: str) -> int:
+    """Return the steps between two of what ``key`` sets; 0 if it goes by something else."""
+    every = run.settings.get(key)
+    return every if isinstance(every, int) and every > 0 else 0
+
+
+def _fewer_saves(run: EndedRun) -> str:
+    if every := _steps(run, "checkpoint.save_every_steps"):
+        return (
             f"checkpoint.save_every_steps=auto, or {2 * every} (it is {count(every)}): "
             "auto weighs what a save costs against what a fault would"
         )
-    else:
-        change = (
-            "checkpoint.only_trained=true where weights are frozen, "
-            "or a faster disk for run.checkpoint_dir"
-        )
-    return Improvement(what=_spent("waiting for saves", seconds, run), change=change, seconds=seconds)  # fmt: skip
+    return (
+        "checkpoint.only_trained=true where weights are frozen, "
+        "or a faster disk for run.checkpoint_dir"
+    )
 
 
-def comparisons(run: EndedRun) -> Improvement | None:
-    """Steps that waited until the ranks' weights were compared."""
-    seconds = run.summary.time_s.comparison
-    if seconds < COMPARISON_SHARE_MIN * run.trained_s:
-        return None
-    every = run.settings.get("recovery.replica_check_steps")
-    if isinstance(every, int) and every > 0:
+def _fewer_comparisons(run: EndedRun) -> str:
+    change = "recovery.replica_check_steps, more than it is"
+    if every := _steps(run, "recovery.replica_check_steps"):
         change = f"recovery.replica_check_steps={2 * every} (it is {count(every)})"
-    else:
-        change = "recovery.replica_check_steps, more than it is"
-    change += "; each save compares, too: fewer of those by checkpoint.save_every_steps"
-    return Improvement(what=_spent("comparing the ranks' weights", seconds, run), change=change, seconds=seconds)  # fmt: skip
+    return f"{change}; each save compares, too: fewer of those by checkpoint.save_every_steps"
 
 
-def evaluations(run: EndedRun) -> Improvement | None:
-    """Evaluations that take a large part of the run: less often, or over less data."""
-    seconds = run.summary.time_s.evaluation
-    if seconds < EVALUATION_SHARE_MIN * run.trained_s:
-        return None
-    every = run.settings.get("log.evaluate_every_steps")
-    if isinstance(every, int) and every > 0:
+def _fewer_evaluations(run: EndedRun) -> str:
+    """Less often, or over less data."""
+    change = "log.evaluate_interval=2 or more"
+    if every := _steps(run, "log.evaluate_every_steps"):
         change = f"log.evaluate_every_steps={2 * every} (it is {count(every)})"
-    else:
-        change = "log.evaluate_interval=2 or more"
-    change += ", or log.evaluate_batches for a part of the validation data"
-    return Improvement(what=_spent("evaluating", seconds, run), change=change, seconds=seconds)
+    return f"{change}, or log.evaluate_batches for a part of the validation data"
 
 
 def straggler(run: EndedRun) -> Improvement | None:

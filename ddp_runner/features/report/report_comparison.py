@@ -18,9 +18,8 @@ from ddp_runner.features.report.improvements import EndedRun
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.observe.format import byte_size, count, duration, figure, percent, rate, sparkline
-from ddp_runner.observe.history.figures import time_parts
 from ddp_runner.observe.history.run_history import RunHistory
-from ddp_runner.observe.summary import RunSummary, other_report, read_summary
+from ddp_runner.observe.summary import RunSummary, other_report, read_summary, time_parts
 
 _NAME_COLUMNS_MAX, _VALUE_COLUMNS = 36, 24
 

@@ -2,48 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
 
-from ddp_runner import start
 from ddp_runner.cli.command import LOG_DIR, NAME, Arguments, SmallCommand, is_unicode, show
+from ddp_runner.cli.extras import how_to_install
 from ddp_runner.cli.runs import elsewhere, log_dir_of
+from ddp_runner.core.monitor import LOSS, is_of_evaluation, parts_of
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.features.report.html_page import html_report
-from ddp_runner.features.report.improvements import EndedRun, improvements
+from ddp_runner.features.report.improvements import EndedRun, Improvement, improvements
 from ddp_runner.features.report.report_comparison import compare
-from ddp_runner.features.report.text_report import (
-    curve_lines,
-    gpu_use,
-    improvement_lines,
-    time_lines,
-)
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.lifecycle import RunState
 from ddp_runner.kernel.system.run_files import from_json, read_lines, read_small, replace_file
-from ddp_runner.observe.format import byte_size, count, duration, percent
+from ddp_runner.observe.format import bar, byte_size, count, duration, figure, percent, sparkline
 from ddp_runner.observe.history.run_history import RunHistory
-from ddp_runner.observe.progress_report import fault_sentence
-from ddp_runner.observe.summary import FaultRecord, RunSummary, other_report, read_summary
+from ddp_runner.observe.progress_report import rows_block, summary_rows
+from ddp_runner.observe.summary import (
+    RunSummary,
+    TimeShares,
+    other_report,
+    read_summary,
+    time_parts,
+)
 from ddp_runner.start import COMMAND
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ddp_runner.observe.history.metrics_history import Curves
 
 
 _COMPARE = "--compare"
 _RANKS_SHOWN_MAX = 8  # of more, the fastest, the middle one and the slowest
 _GPUS_SHOWN_MAX, _EPOCHS_SHOWN_MAX = 8, 8
 _FAULTS_SHOWN_MAX = 20
-_LABEL_COLUMNS, _CURVE_LABELS = 12, 17
+_COLUMNS, _CURVE_LABELS = 80, 17
 _ENDED = (RunState.DONE.value, RunState.FAILED.value)
 
 
@@ -59,27 +64,21 @@ def _run(arguments: Arguments) -> int:
         return write_html(directory, file)
     text = str(directory)
     try:
-        summary, lines = _read(directory / "summary.json")
+        other = other_report(directory / "summary.json")
+        summary = None if other is not None else read_summary(directory / "summary.json")
+        rows = [] if summary is None else _rows(summary)
     except FileNotFoundError:
         return _report_unfinished(text, directory)
     except (OSError, ValueError, TypeError, OverflowError, AttributeError) as error:  # not by us
         raise BadInputError(
             "--log-dir", text, f"its summary.json cannot be read: {error}"
         ) from error
-    for line in (*lines, *event_lines(directory / "events.jsonl")):
+    rows.append(("events", _events(directory / "events.jsonl")))
+    for line in (*(other.lines if other else ()), *rows_block(rows, width=_COLUMNS)):
         show(line)
     if summary is not None:
         _show_course(directory, summary)
     return ExitCode.DONE
-
-
-def _read(path: Path) -> tuple[RunSummary | None, tuple[str, ...]]:
-    """The summary, None where it is not a training's, and its lines."""
-    other = other_report(path)
-    if other is not None:
-        return None, other.lines
-    summary = read_summary(path)
-    return summary, tuple(summary_lines(summary))
 
 
 def _show_course(directory: Path, summary: RunSummary) -> None:
@@ -155,37 +154,16 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def summary_lines(summary: RunSummary) -> Iterator[str]:
-    """The summary as lines of a name and a value."""
-    rows = (
-        ("run", summary.called),
-        ("status", f"{summary.status.words} (exit {summary.exit_code})"),
-        ("trained", _trained(summary)),
-        ("loss", "-" if summary.final_loss is None else f"{summary.final_loss:.4f}"),
-        *((name.replace("_", " "), f"{value:.4f}") for name, value in summary.figures.items()),
-        ("wall time", duration(summary.wall_s)),
-        ("goodput", percent(summary.goodput)),
-        ("own time", _own_times(summary)),
-        ("memory", _memory(summary)),
+def _rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """Return labels and values: those of the end of a run, and what only a report shows."""
+    own = _own_times(summary)
+    return [
+        *summary_rows(summary, faults_max=_FAULTS_SHOWN_MAX),
+        ("exit code", str(int(summary.exit_code))),
+        ("epochs", count(summary.epochs)),
+        *([("own time", own)] if own else []),
         *_gpu_rows(summary),
-        ("exact", _exact(summary)),
-        ("weights", (summary.weights_sha256 or "-")[:12]),
-        ("checkpoint", summary.checkpoint or "-"),
-        ("faults", str(len(summary.faults) + summary.faults_left_out)),
-    )
-    labels = max(_LABEL_COLUMNS, *(len(name) + 2 for name, _ in rows))
-    yield from (f"{name:<{labels}}{value}" for name, value in rows)
-    yield from (_fault_line(fault) for fault in summary.faults[:_FAULTS_SHOWN_MAX])
-    more = len(summary.faults) - _FAULTS_SHOWN_MAX + summary.faults_left_out
-    if more > 0:
-        yield f"  and {more} more in events.jsonl"
-
-
-def _trained(summary: RunSummary) -> str:
-    return (
-        f"{count(summary.steps)} steps, {summary.epochs} epochs, {count(summary.samples)} samples "
-        f"on {summary.world_size} ranks"
-    )
+    ]
 
 
 def _own_times(summary: RunSummary) -> str:
@@ -199,24 +177,7 @@ def _own_times(summary: RunSummary) -> str:
         f"rank {rank} persistently {factor:.1f} times as slow as the others"
         for rank, factor in summary.stragglers.items()
     ]
-    return "; ".join([", ".join(parts) + " a step outside collectives", *slow]) if parts else "-"
-
-
-def _exact(summary: RunSummary) -> str:
-    if not summary.exact:
-        return "no: " + "; ".join(summary.inexact_reasons)
-    proof = summary.exact_proof
-    repeated = [f"{count(proof.repeated)} steps repeated"] if proof.repeated else []
-    steps = ", ".join(map(count, proof.drilled))
-    drilled = [f"drilled at step {steps}"] if proof.drilled else []
-    repairs = [f"repairs proved: {proof.repairs_proved}"] if proof.repairs_proved else []
-    return ", ".join(["yes", *repeated, *drilled, *repairs])
-
-
-def _memory(summary: RunSummary) -> str:
-    peaks = (("host", summary.peak_rss_bytes), ("device", summary.peak_device_bytes))
-    shown = [f"{name} {byte_size(size)}" for name, size in peaks if size]
-    return "peak " + ", ".join(shown) if shown else "-"
+    return "; ".join([", ".join(parts) + " a step outside collectives", *slow]) if parts else ""
 
 
 def _gpu_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
@@ -232,24 +193,15 @@ def _gpu_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
             yield f"GPUs, epoch {epoch['epoch']}", use
 
 
-def _fault_line(fault: FaultRecord) -> str:
-    return f"  {duration(fault.detected_s):>8}  {fault_sentence(fault)}"
-
-
-def event_lines(path: Path) -> Iterator[str]:
-    """Yield a line with the number of times that each event was written, or why there is no journal."""
-    counts: Counter[str] = Counter()
+def _events(path: Path) -> str:
+    """Return the number of times that each event was written, or why there is no journal."""
     try:
-        counts.update(_event_name(line) for line in read_lines(path))
+        counts = Counter(map(_event_name, read_lines(path)))
     except FileNotFoundError:  # of a DDPTrainer in a plain script
-        yield f"{'events':<{_LABEL_COLUMNS}}none: there is no {path.name}, which a supervised run writes"
-        return
+        return f"none: there is no {path.name}, which a supervised run writes"
     except OSError as error:
-        yield f"{'events':<{_LABEL_COLUMNS}}{path.name} cannot be read: {error.strerror}"
-        return
-    yield f"{'events':<{_LABEL_COLUMNS}}" + ", ".join(
-        f"{name} {number}" for name, number in counts.items()
-    )
+        return f"{path.name} cannot be read: {error.strerror}"
+    return ", ".join(f"{name} {number}" for name, number in counts.items())
 
 
 def _event_name(line: bytes) -> str:
@@ -257,6 +209,77 @@ def _event_name(line: bytes) -> str:
         return str(from_json(line)["event"])
     except (ValueError, KeyError, TypeError):
         return "(unreadable line)"
+
+
+# Lines about a run that was read: curves, where the time went, what to change first. Pure.
+
+CURVE_COLUMNS, BAR_COLUMNS = 40, 30
+IMPROVEMENTS_SHOWN_MAX = 3
+_LINE_COLUMNS = 79
+_SHOWN_FIRST, _SHOWN_LAST = ("loss",), ("grad_norm", "samples_per_s", "tokens_per_s")
+_EVALUATED_MAX = 8
+
+
+def curve_lines(curves: Curves, *, labels: int, unicode: bool) -> Iterator[str]:
+    """A line for each of the main figures: name, curve, first and last value."""
+    evaluated = sorted(filter(is_of_evaluation, curves.names()), key=_losses_first)
+    for name in (*_SHOWN_FIRST, *evaluated[:_EVALUATED_MAX], *_SHOWN_LAST):
+        series = curves.of_run(name)
+        known = [value for value in series.values if math.isfinite(value)]
+        if len(known) < 2:
+            continue
+        drawn = sparkline(series.values, columns=CURVE_COLUMNS, unicode=unicode)
+        title = name.replace("_per_s", "/s").replace("_", " ")
+        arrow = "→" if unicode else "->"
+        ends = f"{figure(known[0])} {arrow} {figure(known[-1])}"
+        yield f"{title:<{labels - 1}} {drawn}  {ends}, {count(len(known))} points"
+
+
+def _losses_first(name: str) -> tuple[bool, str]:
+    return parts_of(name)[1] != LOSS, name
+
+
+def time_lines(time_s: TimeShares, *, wall_s: float, labels: int, unicode: bool) -> Iterator[str]:
+    """A bar for each part of the time, longest first."""
+    shares = sorted(time_parts(time_s), key=lambda one: -one[1])
+    for place, (name, seconds) in enumerate(shares if wall_s > 0 else ()):
+        drawn = bar(seconds / wall_s, columns=BAR_COLUMNS, unicode=unicode)
+        label = "where it went" if place == 0 else ""
+        text = f"{name:<12} {duration(seconds):>8} {percent(seconds / wall_s):>4}  {drawn}"
+        yield f"{label:<{labels}}{text}".rstrip()
+
+
+_GPU_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("use", "use", percent),
+    ("memory_used_bytes", "memory", byte_size),
+    ("memory_efficiency", "memory efficiency", percent),
+    ("temperature_c", "temperature", lambda value: f"{value:.0f} °C"),
+    ("power_w", "power", lambda value: f"{value:.0f} W"),
+)
+
+
+def gpu_use(records: Sequence[Mapping[str, Any]]) -> str:
+    """Means over GPUs with the highest peak, as text; empty where nothing is known of any."""
+    shown = []
+    for name, title, form in _GPU_FIGURES:
+        known = [one[name] for one in records if isinstance(one.get(name), Mapping)]
+        if known:
+            mean = sum(one["mean"] for one in known) / len(known)
+            peak = form(max(one["peak"] for one in known))
+            text = form(mean)
+            shown.append(f"{title} {text}" + (f" (peak {peak})" if peak != text else ""))
+    return ", ".join(shown)
+
+
+def improvement_lines(found: Sequence[Improvement], *, labels: int) -> Iterator[str]:
+    """Yield the suggested changes, each setting below its cost; or a line that says that nothing stands out."""
+    if not found:
+        yield f"{'improve':<{labels}}nothing stands out: data, saves, ranks and restarts took little"
+    for place, one in enumerate(found[:IMPROVEMENTS_SHOWN_MAX]):
+        label = "improve" if place == 0 else ""
+        yield f"{label:<{labels}}{place + 1}. {one.what}"
+        for line in wrap(f"-> {one.change}", max(30, _LINE_COLUMNS - labels - 3)):
+            yield f"{'':<{labels}}   {line}"
 
 
 # ``report --html FILE``: a run as one file for a browser. Needs plotly's script, of the extra
@@ -303,12 +326,8 @@ def _plotly(given: str) -> str:
     files = [file for place in places if (file := Path(place) / _SCRIPT).is_file()]
     if files:
         return files[0].read_text(encoding="utf-8")
-    wanted = "`pip install 'ddp_runner[report]'`"
-    if start.IS_CHECKOUT:
-        wanted = f"`{COMMAND} environment --extra report`, or `pip install 'plotly>=5.18,<7'`"
-    raise BadInputError(
-        "--html", given, f"plotly, which draws it, is not installed for {sys.executable}: {wanted}"
-    )
+    missing = how_to_install("plotly, which draws it,", "plotly>=5.18,<7", extra="report")
+    raise BadInputError("--html", given, missing)
 
 
 DECLARATION = SmallCommand(

@@ -523,4 +523,4 @@ def run_help() -> str:
     return "\n".join(lines)
 
 
-DECLARATION = TrainCommand(make_help=run_help, perform=run)
+DECLARATION = TrainCommand(help=run_help, run=run)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner import config
-from ddp_runner.features.trackers.follow import EVENTS, Position, Record, values_of, when_s
-from ddp_runner.features.trackers.rules import Course, Lead, Settled
+from ddp_runner.features.trackers.follow import LeadTracker, Record, when_s
+from ddp_runner.features.trackers.rules import Change, Settled
 from ddp_runner.kernel.system.run_files import read_small
 
 Point = tuple[int, Mapping[str, float], float]  # step, figures, when in seconds since 1970
 
 
-class AppendOnlyTracker(abc.ABC):
+class AppendOnlyTracker(LeadTracker):
     """One run of the service for a run, over repairs and resumes. Its id is the run's.
 
     A subclass opens that run, adds to it and ends it. Nothing else differs between services.
@@ -29,10 +29,9 @@ class AppendOnlyTracker(abc.ABC):
     NAME: str
 
     def __init__(self, log_dir: Path) -> None:
+        super().__init__(log_dir, self.NAME)
         self._log_dir = log_dir
-        self._position = Position(log_dir, self.NAME)
         self._kept = self._position.kept
-        self._course, self._lead = Course(), Lead()
         self._when_s: dict[int, float] = {}  # of each step that waits: when its line was written
         self._is_open = False
         self._is_changed = self._position.is_first
@@ -60,16 +59,7 @@ class AppendOnlyTracker(abc.ABC):
         """The address of the service's run, or the place where it is stored."""
         return str(self._kept.get("link", ""))
 
-    def take(self, record: Record) -> None:
-        """Take one line of the run's files."""
-        is_new = self._position.is_new(record)
-        if record.kind == EVENTS:
-            self._hear(record, is_new=is_new)
-            return
-        rank, step = int(record.fields["rank"]), int(record.fields["step"])
-        if not self._lead.is_it(rank):
-            return
-        change = self._course.take(step, values_of(record))
+    def _point(self, record: Record, step: int, change: Change, *, is_new: bool) -> None:
         if not self._settled.take(step, change, is_new=is_new):
             self._become(self._run_id, self._part + 1)
         if step > self._settled.written:
@@ -89,8 +79,6 @@ class AppendOnlyTracker(abc.ABC):
     def _hear(self, record: Record, *, is_new: bool) -> None:
         fields = record.fields
         match fields.get("event"):
-            case "plan":
-                self._lead.given_up.update(fields.get("dropped", ()))
             case "checkpoint_saved":
                 self._settled.saved(int(fields["step"]))
             case "run_begins":

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.features.trackers.rules import Values
+from ddp_runner.features.trackers.rules import Change, Course, Lead, Values
 from ddp_runner.kernel.system.run_files import from_json, is_named, open_to_read, replace_file
 from ddp_runner.observe.files import encode_record
+from ddp_runner.observe.history.json_lines import epoch_s
 from ddp_runner.observe.tracker_position import position_path, read_position
 
 METRICS, EVENTS = "metrics", "events"
@@ -126,10 +127,7 @@ def values_of(record: Record) -> Values:
 
 def when_s(record: Record) -> float:
     """When it was written, in seconds since 1970; 0.0 where it does not say so."""
-    try:
-        return datetime.fromisoformat(record.utc.replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return 0.0
+    return epoch_s(record.utc) or 0.0
 
 
 class Position:
@@ -161,3 +159,30 @@ class Position:
         replace_file(
             self._path, encode_record({"link": link, "reached": self._read, "kept": self.kept})
         )
+
+
+class LeadTracker(abc.ABC):
+    """Hears of a run from its files, and takes the figures of the rank that stands for it."""
+
+    def __init__(self, log_dir: Path, name: str) -> None:
+        self._position = Position(log_dir, name)
+        self._course, self._lead = Course(), Lead()
+
+    def take(self, record: Record) -> None:
+        """Take one line of the run's files."""
+        is_new = self._position.is_new(record)
+        if record.kind == EVENTS:
+            if record.fields.get("event") == "plan":
+                self._lead.given_up.update(record.fields.get("dropped", ()))
+            self._hear(record, is_new=is_new)
+        elif self._lead.is_it(int(record.fields["rank"])):
+            step = int(record.fields["step"])
+            self._point(record, step, self._course.take(step, values_of(record)), is_new=is_new)
+
+    @abc.abstractmethod
+    def _hear(self, record: Record, *, is_new: bool) -> None:
+        """Take an event; without ``is_new`` an earlier process has taken it."""
+
+    @abc.abstractmethod
+    def _point(self, record: Record, step: int, change: Change, *, is_new: bool) -> None:
+        """Take the figures of a step, and what they undo; without ``is_new`` an earlier process has taken them."""

@@ -7,22 +7,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.features.trackers.follow import EVENTS, Position, Record, values_of, when_s
-from ddp_runner.features.trackers.rules import Change, Course, Lead, grouped
+from ddp_runner.features.trackers.follow import LeadTracker, Record, when_s
+from ddp_runner.features.trackers.rules import Change, grouped
 
 _NAME_WAIT_MAX_S = 2.0  # a clock that was set back is not waited for
 
 
-class TensorboardTracker:
+class TensorboardTracker(LeadTracker):
     """A file of events for each start of this process, in ``tensorboard/`` of the log folder.
 
     A record of a session's start with a step has TensorBoard drop what it has read of that step and later ones.
     """
 
     def __init__(self, log_dir: Path) -> None:
+        super().__init__(log_dir, "tensorboard")
         self._folder = log_dir / "tensorboard"
-        self._position = Position(log_dir, "tensorboard")
-        self._course, self._lead = Course(), Lead()
         self._writer: Any = None
         self._newest: tuple[int, dict[str, float], float] = (-1, {}, 0.0)  # step, figures, when
         self._goes_on = not self._position.is_first
@@ -33,16 +32,7 @@ class TensorboardTracker:
         """The path of the folder."""
         return str(self._folder)
 
-    def take(self, record: Record) -> None:
-        """Take one line of the run's files."""
-        is_new = self._position.is_new(record)
-        if record.kind == EVENTS:
-            self._hear(record, is_new=is_new)
-            return
-        rank, step = int(record.fields["rank"]), int(record.fields["step"])
-        if not self._lead.is_it(rank):
-            return
-        change = self._course.take(step, values_of(record))
+    def _point(self, record: Record, step: int, change: Change, *, is_new: bool) -> None:
         if is_new:
             self._go_on()
             self._write(step, change, when_s(record))
@@ -64,8 +54,6 @@ class TensorboardTracker:
             self._writer.close()
 
     def _hear(self, record: Record, *, is_new: bool) -> None:
-        if record.fields.get("event") == "plan":
-            self._lead.given_up.update(record.fields.get("dropped", ()))
         if record.fields.get("event") != "run_begins":
             return
         undone = self._course.begin(int(record.fields["resumed_step"]))

@@ -15,7 +15,7 @@ from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import Option
 from ddp_runner.core.step_times import STEP, Part, Verdict, judge, parts_of, slowness
-from ddp_runner.features.tuning.trials import Trial, steps_of, train
+from ddp_runner.features.tuning.trials import steps_of, train
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.start import COMMAND
@@ -61,8 +61,9 @@ def _run(given: Arguments) -> int:
     if plan.nodes is not None:
         raise BadInputError("bench", "", "is for one machine: give --nnodes 1 with it")
     bench = _Bench(plan, asked)
-    code = in_temporary_folder("bench", bench.perform, keep=False, say=_to_standard_error)
-    return bench.exit_code if code is ExitCode.DONE else code
+    return in_temporary_folder(
+        "bench", bench.perform, keep=False, keeps_failed=False, say=_to_standard_error
+    )
 
 
 def _steps(text: str) -> int:
@@ -82,7 +83,6 @@ class _Bench:
     def __init__(self, plan: LaunchPlan, asked: Asked) -> None:
         self._plan = plan
         self._asked = asked
-        self.exit_code = ExitCode.DONE
 
     def perform(self, folder: Path) -> ExitCode:
         """Train, then show."""
@@ -104,15 +104,9 @@ class _Bench:
         )
         records = measured(trial.log_dir)
         if trial.exit_code != ExitCode.DONE or not records:
-            self._fail(trial)
-            return ExitCode.DONE
+            return trial.show_failure()
         self._show(records)
         return ExitCode.DONE
-
-    def _fail(self, trial: Trial) -> None:
-        is_bad = trial.exit_code == ExitCode.BAD_USAGE
-        self.exit_code = ExitCode.BAD_USAGE if is_bad else ExitCode.FAILED
-        print(f"ddp_runner: error: {trial.error}", file=sys.stderr)
 
     def _show(self, records: Sequence[Mapping[str, float]]) -> None:
         parts = parts_of(records)

@@ -47,18 +47,13 @@ class Limit:
 def perform(plan: LaunchPlan, arguments: TrainArguments, *, is_rank: bool) -> int:
     """Look for it, in the first stage of a run in stages; the exit code. Raises BadInputError."""
     refuse_ranks(arguments, is_rank=is_rank)
-    return find(alone(plan), arguments.finding)
-
-
-def find(plan: LaunchPlan, finding: Finding) -> int:
-    """Look for it; the exit code. Raises BadInputError."""
+    plan, finding = alone(plan), arguments.finding
     share = share_of(finding.value)
     if plan.settings.data.micro_batch_size:
         expected = "leave it out: the size that fits is the result"
         raise BadInputError("data.micro_batch_size", plan.settings.data.micro_batch_size, expected)
     search = _Search(plan, finding, share=share)
-    code = in_temporary_folder("find-batch-size", search.perform, keep=False)
-    return search.exit_code if code is ExitCode.DONE else code
+    return in_temporary_folder("find-batch-size", search.perform, keep=False, keeps_failed=False)
 
 
 def share_of(text: str) -> float:
@@ -98,27 +93,24 @@ class _Search:
         self._limit = limit_of(plan, share=share)
         self._free_bytes = free_bytes(container_limit())
         self._tried: list[Tried] = []
-        self.exit_code = ExitCode.DONE
 
     def perform(self, folder: Path) -> ExitCode:
         """Try sizes and show each; then what to use."""
         self._show_begin()
         ranks = self._plan.computing_devices
         share = batch_search.share_of_rank(self._asked, world_size=ranks)
-        while True:
-            size = batch_search.next_size(self._tried, first=self._asked.batch_size, share=share)
-            if size is None:
+        first = self._asked.batch_size
+        while size := batch_search.next_size(self._tried, first=first, share=share):
+            outcome, trial = self._try(size, folder / str(size))
+            is_refused = outcome is Outcome.REFUSED
+            if outcome is Outcome.BROKEN or (is_refused and len(self._tried) == 1):
+                return trial.show_failure()
+            if is_refused:  # more than the data has, which memory does not change
                 break
-            outcome = self._try(size, folder / str(size))
-            if self.exit_code is not ExitCode.DONE:
-                return ExitCode.DONE
-            if outcome is Outcome.REFUSED:  # more than the data has, which memory does not change
-                break
-        self._show_end()
-        return ExitCode.DONE
+        return self._show_end()
 
-    def _try(self, size: int, folder: Path) -> Outcome:
-        """Try a size and show it, or why the search ends there."""
+    def _try(self, size: int, folder: Path) -> tuple[Outcome, Trial]:
+        """Try a size, and show it unless the run failed for another reason."""
         limit = self._limit
         is_on_host = limit.bytes > 0
         most_bytes = int(limit.share * limit.bytes)
@@ -156,21 +148,14 @@ class _Search:
             used_share=used_share,
             share=limit.share,
         )
-        is_first = not self._tried
+        if outcome is not Outcome.BROKEN and (self._tried or outcome is not Outcome.REFUSED):
+            peak = fmt.byte_size(peak_bytes) if peak_bytes else "-"
+            used = fmt.percent(used_share) if used_share else "-"
+            speed = fmt.rate(rate) if outcome is Outcome.FITS and rate else "-"
+            said = fmt.printable(_says(outcome, trial))
+            say_now(f"{size:>9,}  {peak:>14}  {used:>5}  {speed:>9}  {said}")
         self._tried.append(Tried(size=size, fits=outcome is Outcome.FITS))
-        if outcome is Outcome.BROKEN or (outcome is Outcome.REFUSED and is_first):
-            is_refused = outcome is Outcome.REFUSED
-            self.exit_code = ExitCode.BAD_USAGE if is_refused else ExitCode.FAILED
-            print(fmt.printable(f"ddp_runner: error: {trial.error}"), file=sys.stderr)
-            return outcome
-        self._show_row(
-            size,
-            peak=fmt.byte_size(peak_bytes) if peak_bytes else "-",
-            share=fmt.percent(used_share) if used_share else "-",
-            rate=fmt.rate(rate) if outcome is Outcome.FITS and rate else "-",
-            says=_says(outcome, trial),
-        )
-        return outcome
+        return outcome, trial
 
     def _samples_per_s(self, trial: Trial) -> float:
         """Return the samples per second after the first steps, by the slowest rank of each step."""
@@ -190,25 +175,22 @@ class _Search:
         say_now("")
         say_now(f"{'batch':>9}  {'peak of a rank':>14}  {'share':>5}  {'samples/s':>9}")
 
-    def _show_row(self, size: int, *, peak: str, share: str, rate: str, says: str) -> None:
-        say_now(f"{size:>9,}  {peak:>14}  {share:>5}  {rate:>9}  {fmt.printable(says)}")
-
-    def _show_end(self) -> None:
+    def _show_end(self) -> ExitCode:
         found, ranks = batch_search.largest(self._tried), self._plan.computing_devices
         say_now("")
         if not found:
-            self.exit_code = ExitCode.FAILED
             print(
                 f"ddp_runner: error: not even batches of {min(one.size for one in self._tried)} fit:"
                 " take a smaller model, memory.activation_checkpointing=all or fewer ranks",
                 file=sys.stderr,
             )
-            return
+            return ExitCode.FAILED
         step = global_batch(self._asked, world_size=ranks)
         say_now(f"{LARGEST} {found:,}; to use it:")
         for use in batch_search.uses(found, self._asked, world_size=ranks):
             than = "as asked" if use.step_samples == step else f"not {step:,} as asked"
             say_now(f"    {use.words:<44}  steps of {use.step_samples:,} samples, {than}")
+        return ExitCode.DONE
 
 
 def _says(outcome: Outcome, trial: Trial) -> str:

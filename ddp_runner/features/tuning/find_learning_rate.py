@@ -15,7 +15,7 @@ from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.stage_choice import alone
 from ddp_runner.config import aligned, difference, resume_key, task_resume_key
 from ddp_runner.features.tuning.lr_range import Curve, Point, Suggestion, curve_of, suggestion
-from ddp_runner.features.tuning.trials import Trial, refuse_ranks, steps_of, train
+from ddp_runner.features.tuning.trials import refuse_ranks, steps_of, train
 from ddp_runner.features.tuning.words import LEARNING_RATE
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
@@ -56,14 +56,9 @@ class Begin:
 def perform(plan: LaunchPlan, arguments: TrainArguments, *, is_rank: bool) -> int:
     """Look for it, in the first stage of a run in stages; the exit code. Raises BadInputError."""
     refuse_ranks(arguments, is_rank=is_rank)
-    return find(alone(plan), arguments.finding)
-
-
-def find(plan: LaunchPlan, finding: Finding) -> int:
-    """Look for it; the exit code. Raises BadInputError."""
+    plan, finding = alone(plan), arguments.finding
     test = _Test(plan, finding, tested=range_of(finding.value), begin=begin_of(plan))
-    code = in_temporary_folder("find-lr", test.perform, keep=False)
-    return test.exit_code if code is ExitCode.DONE else code
+    return in_temporary_folder("find-lr", test.perform, keep=False, keeps_failed=False)
 
 
 def range_of(text: str) -> Range:
@@ -130,7 +125,6 @@ class _Test:
         self._log_dir = Path()
         self._look_s = 0.0  # when to look next
         self._has_exploded = False
-        self.exit_code = ExitCode.DONE
 
     def perform(self, folder: Path) -> ExitCode:
         """Train, draw, write the file."""
@@ -159,10 +153,8 @@ class _Test:
         )
         curve = curve_of(self._points())
         if not curve.exploded and trial.exit_code != ExitCode.DONE:
-            self._fail(trial)
-            return ExitCode.DONE
-        self._show(curve)
-        return ExitCode.DONE
+            return trial.show_failure()
+        return self._show(curve)
 
     def _look(self, run: psutil.Process) -> bool:
         """Return whether the loss has exploded; it is computed only now and then, so as not to slow a long test."""
@@ -182,16 +174,10 @@ class _Test:
             for ranks in steps_of(self._log_dir).values()
         ]
 
-    def _fail(self, trial: Trial) -> None:
-        is_refused = trial.exit_code == ExitCode.BAD_USAGE
-        self.exit_code = ExitCode.BAD_USAGE if is_refused else ExitCode.FAILED
-        print(printable(f"ddp_runner: error: {trial.error}"), file=sys.stderr)
-
-    def _show(self, curve: Curve) -> None:
+    def _show(self, curve: Curve) -> ExitCode:
         if not curve.points:
-            self.exit_code = ExitCode.FAILED
             print("ddp_runner: error: the loss is not finite at the first step", file=sys.stderr)
-            return
+            return ExitCode.FAILED
         found = suggestion(curve)
         marks = {}
         if found is not None:
@@ -204,7 +190,6 @@ class _Test:
             else f"the loss did not explode in {count} steps, up to a rate of {last.rate:.2g}"
         )
         if found is None:
-            self.exit_code = ExitCode.FAILED
             say_now("no suggestion: the smoothed loss has not fallen at any rate")
         else:
             say_now(f"  S  {found.steepest:.2e}  where the loss falls fastest")
@@ -212,10 +197,11 @@ class _Test:
             say_now(f"  M  {found.tenth:.2e}  a tenth of the rate at which it is lowest")
             say_now("to use the middle one of them:")
             say_now(f"    learning_rate={found.rate:g}")
-        self._write(curve, found)
+        is_written = self._write(curve, found)
+        return ExitCode.DONE if is_written and found is not None else ExitCode.FAILED
 
-    def _write(self, curve: Curve, found: Suggestion | None) -> None:
-        """Write the curve to a file next to the run's logs."""
+    def _write(self, curve: Curve, found: Suggestion | None) -> bool:
+        """Write the curve to a file next to the run's logs; False if it cannot be written."""
         record: dict[str, Any] = {
             "task": self._plan.settings.run.task,
             "ranks": self._plan.world_size,
@@ -232,11 +218,11 @@ class _Test:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(file, (json.dumps(record, indent=1) + "\n").encode())
         except OSError as error:
-            self.exit_code = ExitCode.FAILED
             reason = error.strerror or error
             print(f"ddp_runner: error: {file} cannot be written: {reason}", file=sys.stderr)
-        else:
-            say_now(printable(f"all points: {file}"))
+            return False
+        say_now(printable(f"all points: {file}"))
+        return True
 
 
 def _print_chart(points: list[tuple[float, float]], marks: dict[str, float]) -> None:
@@ -257,26 +243,17 @@ _LABEL = 9  # columns of the losses at the left
 _HEADROOM = 1.3  # above the first loss, in units of what the loss falls; what is higher is cut
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glyphs:
-    """The characters that the curve is drawn with."""
-
-    point: str
-    side: str
-    floor: str
-    corner: str
-
-
-UNICODE = Glyphs(point="•", side="│", floor="─", corner="└")
-ASCII = Glyphs(point="*", side="|", floor="-", corner="+")
+# The characters of a point, of the left side, of the floor and of the corner between.
+UNICODE, ASCII = tuple("•│─└"), tuple("*|-+")
 
 
 def chart(
-    points: Sequence[tuple[float, float]], *, marks: Mapping[str, float], glyphs: Glyphs
+    points: Sequence[tuple[float, float]], *, marks: Mapping[str, float], glyphs: Sequence[str]
 ) -> list[str]:
     """Lines of at most 79 columns: ``points`` are rates, growing, and losses; ``marks``: a letter for a rate."""
     if not points:
         return []
+    point, side, floor_line, corner = glyphs
     low, high = math.log10(points[0][0]), math.log10(points[-1][0])
     losses = [loss for _, loss in points]
     bottom = min(losses)
@@ -294,16 +271,16 @@ def chart(
 
     grid = [[" "] * COLUMNS for _ in range(ROWS)]
     for rate, loss in points:
-        grid[row(loss)][column(rate)] = glyphs.point
+        grid[row(loss)][column(rate)] = point
     labels = {0: figure(top), ROWS - 1: figure(bottom)}
     lines = [
-        f"{labels.get(number, ''):>{_LABEL}} {glyphs.side}{''.join(cells)}".rstrip()
+        f"{labels.get(number, ''):>{_LABEL}} {side}{''.join(cells)}".rstrip()
         for number, cells in enumerate(grid)
     ]
-    floor = [glyphs.floor] * COLUMNS
+    floor = [floor_line] * COLUMNS
     for letter, rate in marks.items():
         floor[column(rate)] = letter
-    lines.append(f"{'loss':>{_LABEL}} {glyphs.corner}{''.join(floor)}")
+    lines.append(f"{'loss':>{_LABEL}} {corner}{''.join(floor)}")
     lines.append(" " * (_LABEL + 2) + _scale(low, high, column))
     return lines
 

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from ddp_runner.kernel.processes.memory_limits import container_limit
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.observe.format import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,6 +100,12 @@ class Trial:
             return lines[-1].partition("error: ")[2]
         ended = f"the run ended with exit code {self.exit_code}"
         return self.causes[-1] if self.causes else ended
+
+    def show_failure(self) -> ExitCode:
+        """Print its error line; return the exit code of the command that has made it."""
+        print(printable(f"ddp_runner: error: {self.error}"), file=sys.stderr)
+        is_refused = self.exit_code == ExitCode.BAD_USAGE
+        return ExitCode.BAD_USAGE if is_refused else ExitCode.FAILED
 
 
 def train(words: Sequence[str], *more: str, ranks: int, folder: Path, look: Look) -> Trial:

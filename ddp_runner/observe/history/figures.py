@@ -5,16 +5,14 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
 from ddp_runner.core.monitor import ALONE, LOSS, figure_name, is_of_evaluation, parts_of
-from ddp_runner.observe.history.json_lines import number
 from ddp_runner.observe.history.metrics_history import Curves, Series
 from ddp_runner.observe.history.table_rows import MARK_KINDS, Mark
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Span, Timeline
-from ddp_runner.observe.summary import TIME_NAMES, TimeShares
 
 Figure = dict[str, Any]
 POINTS_MAX = 2_000  # of a curve: more than a screen has columns
@@ -318,19 +316,17 @@ def _mark_traces(marks: Sequence[Mark], look: Look, origin_s: float) -> list[Fig
 
 def _through(marks: Sequence[Mark], look: Look, origin_s: float) -> list[Figure]:
     return [
-        {
-            "type": "line",
-            "xref": "x",
-            "yref": "paper",
-            "x0": (at := _place_of(mark, look, origin_s)),
-            "x1": at,
-            "y0": 0,
-            "y1": 1,
-            "line": {"color": MARK_STYLES[kind][0], "width": 1, "dash": "dot"},
-        }
+        _upright(_place_of(mark, look, origin_s), MARK_STYLES[kind][0], "dot")
         for kind in _DRAWN_THROUGH
         for mark in [mark for mark in marks if mark.kind == kind][-MARKS_MAX:]
     ]
+
+
+def _upright(x: float, colour: str, dash: str) -> Figure:
+    """A line over all panels."""
+    ends = {"x0": x, "x1": x, "y0": 0, "y1": 1}
+    line = {"color": colour, "width": 1, "dash": dash}
+    return {"type": "line", "xref": "x", "yref": "paper", **ends, "line": line}
 
 
 def hover_text(text: str) -> str:
@@ -391,7 +387,10 @@ def timeline_figure(
     }
     firsts = [i for i in range(1, len(ranks)) if of_rank.get(ranks[i]) != of_rank.get(ranks[i - 1])]
     layout["shapes"] = [
-        *(_at(at_s - origin_s) for at_s, _ in timeline.generations[-MARKS_MAX:]),
+        *(
+            _upright(at_s - origin_s, _GREY, "dash")
+            for at_s, _ in timeline.generations[-MARKS_MAX:]
+        ),
         *(_between(len(ranks) - first - 0.5, look) for first in firsts),
     ]
     bars = [
@@ -430,32 +429,11 @@ def _bars(
     }
 
 
-def _at(at_s: float) -> Figure:
-    """A line at the begin of a generation."""
-    return {
-        "type": "line",
-        "xref": "x",
-        "yref": "paper",
-        "x0": at_s,
-        "x1": at_s,
-        "y0": 0,
-        "y1": 1,
-        "line": {"color": _GREY, "width": 1, "dash": "dash"},
-    }
-
-
 def _between(row: float, look: Look) -> Figure:
     """A line between two machines' ranks."""
-    return {
-        "type": "line",
-        "xref": "paper",
-        "yref": "y",
-        "x0": 0,
-        "x1": 1,
-        "y0": row,
-        "y1": row,
-        "line": {"color": "#E6E6E6" if look.dark else "#222222", "width": 1.5},
-    }
+    ends = {"x0": 0, "x1": 1, "y0": row, "y1": row}
+    line = {"color": "#E6E6E6" if look.dark else "#222222", "width": 1.5}
+    return {"type": "line", "xref": "paper", "yref": "y", **ends, "line": line}
 
 
 # Fewer points that look the same, and smooth ones. Pure.
@@ -497,13 +475,3 @@ def smoothed(ys: Sequence[float], share: float) -> list[float]:
         weight = share * weight + (1 - share)
         found.append(total / weight)
     return found
-
-
-def time_parts(time_s: TimeShares | Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The parts of the time that there were, by the names that people are shown, in the order of a run.
-
-    ``time_s``: also as a file has it, with whatever stands there.
-    """
-    given = asdict(time_s) if isinstance(time_s, TimeShares) else time_s
-    parts = [(shown, number(given.get(name)) or 0.0) for name, shown in TIME_NAMES.items()]
-    return [(shown, seconds) for shown, seconds in parts if seconds > 0]

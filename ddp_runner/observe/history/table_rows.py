@@ -84,6 +84,20 @@ class FaultRow:
     )  # of its incident
 
     @property
+    def said(self) -> str:
+        """Return the kind of the fault, its rank and phase, its cause and its victims, in words."""
+        who = f"rank {self.rank}" if self.rank >= 0 else "all ranks"
+        who += f" on {self.host}" if self.host else ""
+        phase = f" in {self.phase}" if self.phase else ""
+        victims = f"; lost their peer: {rank_list(self.victims)}" if self.victims else ""
+        return f"{self.kind}, {who}{phase}; cause: {self.origin or 'unknown'}{victims}"
+
+    @property
+    def caption(self) -> str:
+        """Return the plan, if there is one, and the outcome."""
+        return f"{self.plan}; {self.outcome}" if self.plan else self.outcome
+
+    @property
     def details(self) -> list[tuple[str, str]]:
         """The written details, each with its source: tracebacks, and the stacks of ranks that were killed."""
         found = [(self.text, self.detail)] if self.detail else []

@@ -26,7 +26,7 @@ class EventLog:
             self._outputs.say(text, level=level)
         if isinstance(event, events.TuningChanged) and event.fault_free and event.action:
             # Else the line of the repair has it.
-            self._outputs.note(f"rank {event.rank}: {event.action}")
+            self._outputs.keep(f"rank {event.rank}: {event.action}")
         return event_id
 
 

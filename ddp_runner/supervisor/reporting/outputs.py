@@ -171,7 +171,7 @@ class Outputs:
         self._display.line(without_secrets(line.text, self.hidden), level=line.level)
 
     def keep(self, text: str) -> None:
-        """A line in the supervisor's log only: it stands on the console, as far as there is room."""
+        """Write a line to supervisor.log only."""
         self._log("INFO", without_secrets(text, self.hidden))
 
     def announce(self, text: str) -> None:
@@ -184,10 +184,6 @@ class Outputs:
             file = LineFile(Path(self._settings.run.log_dir) / f"rank_{rank}.log")
             file.append(text.encode() + b"\n")
             file.close()
-
-    def note(self, text: str) -> None:
-        """A line for supervisor.log only."""
-        self._log("INFO", without_secrets(text, self.hidden))
 
     def warn_console(self, text: str) -> None:
         """A warning about the very files that would hold it."""
@@ -289,18 +285,12 @@ class StatusFile:
         """True if another process has replaced the file since this one wrote it."""
         return self._written is not None and _mark(self._path) not in (None, self._written)
 
-    @property
-    def writes_lost(self) -> int:
-        """The number of writes that a failing disk has cost."""
-        return self._outage.lost_total
-
-    def write(self, record: Mapping[str, object]) -> bool:
-        """Replace the file by ``record``; False where the old one had to stay."""
+    def write(self, record: Mapping[str, object]) -> None:
+        """Replace the file by ``record``; the old one stays if the disk fails."""
         try:
             replace_file(self._path, encode_record(record))
         except OSError as error:
             self._outage.failed(error)
-            return False
+            return
         self._outage.ended()
         self._written = _mark(self._path)
-        return True

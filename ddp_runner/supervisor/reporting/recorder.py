@@ -14,7 +14,6 @@ from ddp_runner.kernel.rules.recovery import Incident
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire import events
 from ddp_runner.observe.accounting import RunAccounting
-from ddp_runner.observe.console import ConsoleLine
 from ddp_runner.observe.files import read_tail
 from ddp_runner.observe.history.json_lines import epoch_s, parsed
 from ddp_runner.observe.history.table_rows import FaultRow, FaultRows
@@ -118,14 +117,6 @@ class Recorder:
     def say(self, text: str, *, level: str = "INFO") -> None:
         """A line of the supervisor's own, on the console and in its log."""
         self.outputs.say(text, level=level)
-
-    def show_line(self, line: ConsoleLine) -> None:
-        """A line on the console only: it stands, or will stand, in its rank's log."""
-        self.outputs.show_line(line)
-
-    def keep(self, text: str) -> None:
-        """A line in the supervisor's log only."""
-        self.outputs.keep(text)
 
     def keep_words(self, rank: int, text: str) -> None:
         """Put what a rank said before it had a log file into that file, now that it has ended."""

@@ -182,10 +182,10 @@ class Start:
     def _show(self, follow: _Follow) -> None:
         for line in follow.tail.poll():
             self._shown.update(line.text.splitlines())
-            self._recorder.show_line(line)
+            self._recorder.outputs.show_line(line)
         while follow.whole is not None:
             for text in follow.whole.read_lines():
-                self._recorder.keep(text)
+                self._recorder.outputs.keep(text)
             if not follow.whole.has_more:
                 break
 

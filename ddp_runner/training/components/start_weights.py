@@ -30,9 +30,9 @@ def frozen_entries(
         for name, one in model.named_parameters()
         if not one.requires_grad
         and bare_name(model, name) not in but
-        and (place := _place(one)) is not None
+        and (place := place_of(one)) is not None
     }
-    return {name: one for name, one in weights.items() if _place(one) in frozen}
+    return {name: one for name, one in weights.items() if place_of(one) in frozen}
 
 
 def record_of(weights: Mapping[str, Tensor], *, init_from: str) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _mean_of(weight: Tensor) -> Tensor:
     return weight.detach().to(torch.float32) if is_half else weight.detach()
 
 
-def _place(value: object) -> object:
+def place_of(value: object) -> object:
     """Return the place of a tensor's numbers; None if it has none, or not one by one."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
         return None

@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -25,40 +25,20 @@ _ROWS_SHOWN = 5
 _HISTORY_ENTRIES_MAX = 100_000
 
 
-class StepProfile(Protocol):
-    """Receives the begin and end of each step, on one rank."""
+class StepProfile:
+    """Receives the begin and end of each step, on one rank. This one does nothing: nobody has asked for a profile."""
 
     def before(self, step: int) -> None:
         """The step comes next of whose predecessors ``step`` are committed."""
-        ...
 
     def after(self, step: int) -> None:
         """``step`` steps are committed."""
-        ...
 
     def leave(self) -> None:
         """The generation is left, perhaps amid a step."""
-        ...
 
     def conclude(self) -> None:
         """Training has ended: what was begun is written."""
-        ...
-
-
-class NoProfile:
-    """Nobody has asked for one."""
-
-    def before(self, step: int) -> None:
-        """See :meth:`StepProfile.before`."""
-
-    def after(self, step: int) -> None:
-        """See :meth:`StepProfile.after`."""
-
-    def leave(self) -> None:
-        """See :meth:`StepProfile.leave`."""
-
-    def conclude(self) -> None:
-        """See :meth:`StepProfile.conclude`."""
 
 
 def step_profile(
@@ -72,7 +52,7 @@ def step_profile(
     text, stage = settings.log.profile, settings.stage
     asked = parse_profile(text)
     if asked is None:
-        return NoProfile()
+        return StepProfile()
     rank = runtime.rank_info.rank
     if stage is None:
         refuse_beyond_end(asked, text=text, total_steps=total_steps)
@@ -80,7 +60,7 @@ def step_profile(
         where = f"is beyond the end of the run, which has {total_steps:,} steps"
         runtime.logger.warning(f"{OPTION}={text}: {where}")
     if asked.first > total_steps:
-        return NoProfile()
+        return StepProfile()
     folder = Path(settings.run.log_dir)
     found = Profile(asked, folder=folder, rank=rank, device=device, runtime=runtime)
     if asked.memory:
@@ -88,7 +68,7 @@ def step_profile(
     return found
 
 
-class Profile:
+class Profile(StepProfile):
     """The profile of one rank; its files are ``profile_rank_<r>.json`` and ``.txt``."""
 
     def __init__(

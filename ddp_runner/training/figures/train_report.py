@@ -59,8 +59,8 @@ class TrainReport:
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
 
-class Built(Protocol):
-    """The parts that a rank has built, as far as people are shown them before training."""
+class BuiltParts(Protocol):
+    """The settings of a rank, and what it has built of them."""
 
     @property
     def settings(self) -> Settings:
@@ -76,6 +76,10 @@ class Built(Protocol):
     def state(self) -> TrainState:
         """The state as it was built or loaded."""
         ...
+
+
+class Built(BuiltParts, Protocol):
+    """The parts that a rank has built, as far as people are shown them before training."""
 
     @property
     def loader(self) -> Feed:

@@ -19,7 +19,7 @@ from ddp_runner.core.hub import is_of_hub
 from ddp_runner.core.run_stages import BEST
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.training.components.start_weights import filled
+from ddp_runner.training.components.start_weights import filled, place_of
 from ddp_runner.training.starting.fitting import check_values, check_weights
 from ddp_runner.training.state import TrainState
 
@@ -102,11 +102,11 @@ def fit(found: Mapping[str, Any], own: Mapping[str, Any], *, narrows: bool) -> F
     """
     taken: dict[str, Any] = {}
     missing, mismatched, converted, tied = [], [], 0, 0
-    by_place = {_place(own[name]): name for name in found if name in own}
+    by_place = {place_of(own[name]): name for name in found if name in own}
     for name, wanted in own.items():
         source = name
         if name not in found:
-            place = _place(wanted)
+            place = place_of(wanted)
             if place is None or place not in by_place:
                 missing.append(name)
                 continue
@@ -183,13 +183,6 @@ def _converts(one: Tensor, wanted: Tensor, *, narrows: bool) -> bool:
     if not (one.is_floating_point() and wanted.is_floating_point()):
         return False
     return narrows or torch.promote_types(one.dtype, wanted.dtype) == wanted.dtype
-
-
-def _place(value: object) -> object:
-    """Return the place of a tensor's numbers; None if it has none, or not one by one."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
-        return None
-    return value.data_ptr(), tuple(value.shape), value.stride()
 
 
 def _kind(value: object) -> str:

@@ -42,7 +42,7 @@ def test_a_report_opens_from_a_disk(tmp_path):
             assert "hours" in driver.execute_script(_DRAWN, "curves")
             driver.find_element("css selector", "details summary").send_keys("\n")
             shown = driver.find_element("css selector", "details[open]").text
-            assert "lost their peer: ranks 0" in shown
+            assert "lost their peer: rank 0" in shown
             widths = driver.execute_script(_WIDTHS)
             assert widths[0] <= widths[1]
             assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []

@@ -102,7 +102,8 @@ def test_a_report_shows_gpus_and_their_newest_epochs(tmp_path, capsys):
     epochs = tuple({"epoch": epoch, "gpus": {"0": use, "1": other}} for epoch in range(20))
     logs = run_in(tmp_path / "gpu", gpus={"0": use, "1": {"name": "odd"}}, gpu_epochs=epochs)
     assert main(["report", "-l", logs]) == 0
-    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("GPU")]
+    lines = [one.strip() for one in capsys.readouterr().out.splitlines()]
+    lines = [one for one in lines if one.startswith("GPU")]
     assert len(lines) == 1 + 8
     assert lines[0].split(maxsplit=2)[2] == "use 50% (peak 90%), memory efficiency 80%, power 310 W"
     assert lines[1].startswith("GPUs, epoch 12")

@@ -14,17 +14,22 @@ from ddp_runner.config.fields import known_fields
 from ddp_runner.features.report.html_page import html_report
 from ddp_runner.features.report.improvements import EndedRun, improvements
 from ddp_runner.features.report.report_comparison import compared, differing_settings
-from ddp_runner.features.report.text_report import (
+from ddp_runner.features.report.run_report import (
     curve_lines,
     improvement_lines,
     time_lines,
 )
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe.format import bar, sparkline
-from ddp_runner.observe.history.figures import time_parts
 from ddp_runner.observe.history.metrics_history import Curves
 from ddp_runner.observe.history.run_history import RunHistory
-from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares
+from ddp_runner.observe.summary import (
+    FaultRecord,
+    InjectedRecord,
+    RunSummary,
+    TimeShares,
+    time_parts,
+)
 
 SETTINGS = {
     "data.num_workers": 2,

@@ -20,7 +20,6 @@ from ddp_runner.observe.history.figures import (
     panels,
     smoothed,
     thinned,
-    time_parts,
     timeline_figure,
 )
 from ddp_runner.observe.history.json_lines import LINES_MAX, last_lines
@@ -32,6 +31,7 @@ from ddp_runner.observe.history.metrics_history import (
 from ddp_runner.observe.history.run_history import ROOT, RunHistory, runs_below
 from ddp_runner.observe.history.table_rows import FaultRows
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
+from ddp_runner.observe.summary import time_parts
 from ddp_runner.system.run_directories import LOG_LOCK_NAME
 from ddp_runner.system.run_holder import holder_of, signal_holder
 
