@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
@@ -28,7 +27,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 import ddp_runner
-from ddp_runner.integrations.framework_run import loss_scaler, refuse
+from ddp_runner.integrations.framework_run import Draws, loss_scaler, refuse
 from ddp_runner.integrations.lightning_limits import why_not_loader
 from ddp_runner.integrations.lightning_logged import CELLS, Logged
 from ddp_runner.integrations.lightning_logged import USED as USED_FOR_LOGS
@@ -266,7 +265,7 @@ class Steps:
         self._given: Iterator[list[Any]] | None = None
         self._batches: list[Any] | None = None  # of the step in hand
         self._position = 0  # the next one of them
-        self._draws: dict[str, Any] = {}  # the random generators as the batch has left them
+        self._draws: Draws | None = None  # as the batch has left them
         self._held: dict[str, Any] | None = None  # what a step that is made again begins with
         self.in_body = False  # of a step whose update has not begun, or in a call of all ranks
         self.enters = ""  # the call of all ranks in which this rank is to enter
@@ -339,7 +338,7 @@ class Steps:
                 if self._epoch.global_step:  # else the ranks have chosen their own folders
                     self._progress.between = self._held["between"]
             self._batches, self._position = next(self._given, None), 0
-            self._draws = _collect_rng_states(include_cuda=self._run.device.type == "cuda")
+            self._draws = Draws(self._run.device)
             is_older = self._epoch.global_step != self._run.step_number
             if self._batches is not None and not self._is_first and is_older:
                 self._put_between()  # of an older state, on all ranks
@@ -365,7 +364,8 @@ class Steps:
         if self._held is None:
             self._held = self._capture()
         self._attributes.let_go()
-        _set_rng_states(self._draws)
+        assert self._draws is not None, "of the batch"
+        self._draws.put_back()
         self._noted = 0.0
         self._run.begin_step()
         self.in_body = True
