@@ -44,6 +44,7 @@ from ddp_runner.integrations.framework_run import (
     LOCAL_RANK,
     RUN,
     Draws,
+    loss_scaler,
     refuse,
     show_one_process,
 )
@@ -263,6 +264,7 @@ class _InPlace(_Plain):
         refuse(why_not_prepared(prepared))
         assert self._source is not None, "counted"
         run.keep(model=self._net, optimizer=self._optimizers[0].optimizer, accelerator=self)
+        run.keep(**loss_scaler(self.scaler))
         for number, scheduler in enumerate(self._schedulers):
             run.keep(**{f"scheduler_{number}": scheduler})
         for number, custom in enumerate(self._custom_objects):

@@ -21,7 +21,7 @@ _SHARDING = (
     "torch_tp_plugin",
     "parallelism_config",
 )
-_PRECISIONS = ("no", "bf16")
+_PRECISIONS = ("no", "bf16", "fp16")
 Refused = tuple[str, object, str]  # the name, its value, what is expected
 
 
@@ -62,7 +62,7 @@ def _options(accelerator: Any) -> Iterator[tuple[str, object, bool, str]]:
     backend = accelerator.state.dynamo_plugin.backend
     backend = str(getattr(backend, "value", backend))
     rng_types = [str(getattr(one, "value", one)) for one in accelerator.rng_types]
-    yield "mixed_precision", precision, precision not in _PRECISIONS, "take bf16"
+    yield "mixed_precision", precision, precision not in _PRECISIONS, "take bf16 or fp16"
     is_compiled = backend.upper() != "NO"
     yield "dynamo_backend", backend, is_compiled, "compile the model before prepare()"
     yield "split_batches", True, data.split_batches, "cuts batches up"

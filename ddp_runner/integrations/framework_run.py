@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +34,20 @@ def refuse(refused: tuple[str, object, str] | None) -> None:
     """Raise BadInputError of a name, its value and what is expected; None refuses nothing."""
     if refused is not None:
         raise ddp_runner.BadInputError(*refused)
+
+
+def loss_scaler(scaler: Any) -> dict[str, Any]:
+    """Return what ``run.keep()`` is given of a library's loss scaler for fp16; nothing where there is none."""
+    return {} if scaler is None else {"scaler": scaler}
+
+
+def named_by_kind(objects: Iterable[Any]) -> dict[str, Any]:
+    """Return the objects by the names of their classes; a second one of a class gets a number too."""
+    found: dict[str, Any] = {}
+    for one in objects:
+        name = type(one).__name__
+        found[f"{name} {len(found)}" if name in found else name] = one
+    return found
 
 
 class Draws:

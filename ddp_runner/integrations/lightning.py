@@ -152,11 +152,20 @@ class _InPlace(DDPStrategy):  # type: ignore[misc]
         """Compute first, then update: between the two the ranks agree."""
         steps = self._steps
         assert steps is not None, "the strategy was set up"
-        module = model or self.lightning_module
+        module, plugin = model or self.lightning_module, self.precision_plugin
+        scaler = getattr(plugin, "scaler", None)  # of 16-mixed
+        unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)  # a fused one
         with torch.enable_grad():
-            found = self.precision_plugin._wrap_closure(module, optimizer, closure)  # noqa: SLF001 - as its optimizer_step() does
+            found = closure()
+            if scaler is not None and found is not None and not unscales_itself:
+                scaler.unscale_(optimizer)
+            plugin._after_closure(module, optimizer)  # noqa: SLF001 - as its optimizer_step() does
         steps.before_update()
-        optimizer.step(**named)
+        if scaler is None:
+            optimizer.step(**named)
+        elif found is not None:  # else there was no backward
+            scaler.step(optimizer, **named)
+            scaler.update()
         steps.after_update()
         return found
 

@@ -51,8 +51,6 @@ def _of_training(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
     yield "automatic_optimization", False, is_manual, "the loop of a manual step is the module's"
     count = len(trainer.optimizers)
     yield "configure_optimizers()", count, count != 1, "needs one optimizer"
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    yield "precision", trainer.precision, scaler is not None, "take bf16-mixed"
     yield "ckpt_path", trainer.ckpt_path, trainer.ckpt_path, "a run resumes by itself"
     every = trainer.reload_dataloaders_every_n_epochs
     yield "reload_dataloaders_every_n_epochs", every, every, "the batches are drawn by the run"

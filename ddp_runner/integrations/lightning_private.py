@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,20 +14,20 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torchmetrics import Metric
 
 import ddp_runner
-from ddp_runner.integrations.framework_run import refuse
+from ddp_runner.integrations.framework_run import Draws, loss_scaler, refuse
 from ddp_runner.integrations.lightning_limits import why_not_loader
 from ddp_runner.integrations.lightning_logged import CELLS, Logged
 from ddp_runner.integrations.lightning_logged import USED as USED_FOR_LOGS
@@ -41,7 +42,14 @@ from ddp_runner.integrations.lightning_values import (
 
 # What else is looked up by name: the class -> its attributes, which the next version may lack.
 USED: dict[type[Any], tuple[str, ...]] = {
-    _Loop: ("load_state_dict", "on_iteration_done", "restarting", "state_dict"),
+    _BaseProgress: ("state_dict",),
+    _Loop: (
+        "load_state_dict",
+        "on_iteration_done",
+        "on_save_checkpoint",
+        "restarting",
+        "state_dict",
+    ),
     _EvaluationLoop: ("on_iteration_done", "run"),
     _FitLoop: ("done", "on_advance_end", "on_run_end", "on_run_start", "run", "setup_data", "skip"),
     _TrainingEpochLoop: (
@@ -54,7 +62,7 @@ USED: dict[type[Any], tuple[str, ...]] = {
     ),
     **USED_FOR_LOGS,
     Metric: ("metric_state",),
-    Precision: ("_wrap_closure",),
+    Precision: ("_after_closure",),
     ModelCheckpoint: ("file_exists", "load_state_dict", "state_dict"),
 }
 _VALIDATION, _EPOCH_END = "validation", "epoch end"  # what ranks call together between two steps
@@ -78,6 +86,17 @@ def lacking() -> list[str]:
         for name in names
         if not hasattr(kind, name)
     ]
+
+
+def progress_of(loop: Any, prefix: str = "") -> dict[str, Any]:
+    """Return what ``loop.state_dict()`` does, with the loops' live counters, of which that makes copies."""
+    found = {f"{prefix}state_dict": loop.on_save_checkpoint()}
+    for name, value in vars(loop).items():
+        if isinstance(value, _BaseProgress):
+            found[prefix + name] = value
+        elif isinstance(value, _Loop):
+            found |= progress_of(value, f"{prefix}{name}.")
+    return found
 
 
 class _StepBatches:
@@ -246,7 +265,7 @@ class Steps:
         self._given: Iterator[list[Any]] | None = None
         self._batches: list[Any] | None = None  # of the step in hand
         self._position = 0  # the next one of them
-        self._draws: dict[str, Any] = {}  # the random generators as the batch has left them
+        self._draws: Draws | None = None  # as the batch has left them
         self._held: dict[str, Any] | None = None  # what a step that is made again begins with
         self.in_body = False  # of a step whose update has not begun, or in a call of all ranks
         self.enters = ""  # the call of all ranks in which this rank is to enter
@@ -287,6 +306,7 @@ class Steps:
         }
         weights = Weights(self._module)
         run.keep(model=weights, optimizer=optimizer, lightning=self._progress, **schedulers)
+        run.keep(**loss_scaler(trainer.scaler))
         if self._attributes.live():
             run.keep_local(attributes=self._attributes)
         others = Others(trainer, self._module)
@@ -318,7 +338,7 @@ class Steps:
                 if self._epoch.global_step:  # else the ranks have chosen their own folders
                     self._progress.between = self._held["between"]
             self._batches, self._position = next(self._given, None), 0
-            self._draws = _collect_rng_states(include_cuda=self._run.device.type == "cuda")
+            self._draws = Draws(self._run.device)
             is_older = self._epoch.global_step != self._run.step_number
             if self._batches is not None and not self._is_first and is_older:
                 self._put_between()  # of an older state, on all ranks
@@ -344,7 +364,8 @@ class Steps:
         if self._held is None:
             self._held = self._capture()
         self._attributes.let_go()
-        _set_rng_states(self._draws)
+        assert self._draws is not None, "of the batch"
+        self._draws.put_back()
         self._noted = 0.0
         self._run.begin_step()
         self.in_body = True
@@ -463,7 +484,7 @@ class Steps:
         is_late_refused = not self._is_first and self._held is None
         looks = self._logged.looks()
         between = {
-            "loops": copy.deepcopy(self._fit.state_dict()),
+            "loops": json.dumps(progress_of(self._fit), default=vars),
             "callbacks": [self._state_of(one) for one in self._trainer.callbacks],
             "logged": self._logged.capture(is_late_refused=is_late_refused),
             "stops": bool(self._trainer.should_stop),
@@ -499,7 +520,7 @@ class Steps:
 
     def _put(self, between: dict[str, Any], *, is_entered: bool) -> None:
         trainer, fit = self._trainer, self._fit
-        fit.load_state_dict(copy.deepcopy(between["loops"]))
+        fit.load_state_dict(json.loads(between["loops"]))
         if is_entered:  # it is no restart
             for loop in (fit, self._epoch, self._epoch.val_loop):
                 loop.restarting = False

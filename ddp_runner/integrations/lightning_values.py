@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from ddp_runner.integrations.framework_run import refuse
+from ddp_runner.integrations.framework_run import named_by_kind, refuse
 from ddp_runner.values.object_graph import attributes_of
 
 _PLAIN = (type(None), bool, int, float, str, Tensor)
@@ -104,10 +105,7 @@ class Others:
             and not isinstance(one, Metric)
             and any(map(_is_metric, one.modules()))
         ]
-        self._holders: dict[str, Any] = {}
-        for one in holders:
-            name = type(one).__name__
-            self._holders[f"{name} {len(self._holders)}" if name in self._holders else name] = one
+        self._holders = named_by_kind(holders)
         optimizers = [one.scheduler for one in trainer.lr_scheduler_configs] + trainer.optimizers
         self._known = {id(one) for one in (*module.modules(), *optimizers, *holders)}
 
@@ -161,6 +159,42 @@ def as_plain(name: str, value: Any) -> Any:
         kind = type(value).__name__
         refuse((name, kind, "is in the state_dict() of a callback: only tensors and plain values"))
     return value
+
+
+_TENSOR, _PAIRS = "@tensor", "@pairs"
+
+
+def _as_leaf(value: dict[str, Any]) -> tuple[str, list[Tensor]]:
+    """Return plain values as one text, and the tensors in them."""
+    tensors: list[Tensor] = []
+
+    def taken_out(tensor: Tensor) -> dict[str, int]:
+        tensors.append(tensor)
+        return {_TENSOR: len(tensors) - 1}
+
+    own = {"callbacks": _with_pairs(value["callbacks"])} if "callbacks" in value else {}
+    return json.dumps({**value, **own}, default=taken_out), tensors
+
+
+def _with_pairs(value: Any) -> Any:
+    """Return the same with each dict whose keys are no texts as pairs, which JSON can hold."""
+    if isinstance(value, list):
+        return [_with_pairs(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if all(type(key) is str for key in value):
+        return {key: _with_pairs(one) for key, one in value.items()}
+    return {_PAIRS: [[key, _with_pairs(one)] for key, one in value.items()]}
+
+
+def _of_leaf(text: str, tensors: list[Tensor]) -> dict[str, Any]:
+    def given_back(found: dict[str, Any]) -> Any:
+        if _PAIRS in found:
+            return dict(found[_PAIRS])
+        return tensors[found[_TENSOR]] if _TENSOR in found else found
+
+    read: dict[str, Any] = json.loads(text, object_hook=given_back)
+    return read
 
 
 def as_text(value: Any) -> str:
@@ -225,22 +259,33 @@ def _is_same(one: Any, other: Any) -> bool:
 class Progress:
     """Keeps Lightning's progress next to model, optimizer and schedulers, as ``run.keep()`` expects it.
 
-    ``between``: as of the last boundary of steps, alike on all ranks. ``counted``: what each rank has logged,
-    ``epoch``: in the last whole epoch.
+    ``counted``: what each rank has logged, ``epoch``: in the last whole epoch.
     """
 
     def __init__(self, world_size: int, cells: int, device: torch.device) -> None:
-        self.between: dict[str, Any] = {}
+        self.between = {}
         self.counted = torch.zeros(world_size, cells, dtype=torch.float64, device=device)
         self.epoch = torch.zeros_like(self.counted)
 
+    @property
+    def between(self) -> dict[str, Any]:
+        """Where Lightning stands at the last boundary of steps, alike on all ranks."""
+        return self._between
+
+    @between.setter
+    def between(self, value: dict[str, Any]) -> None:
+        self._between = value
+        self._text, self._tensors = _as_leaf(value)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values."""
-        return {"between": self.between, "counted": self.counted, "epoch": self.epoch}
+        """Return tensors and plain values: a run looks at each of them in every step, so one text has the most."""
+        own = {"counted": self.counted, "epoch": self.epoch}
+        return {"between": self._text, "tensors": self._tensors, **own}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Take a state of this process or of another rank."""
-        self.between = given["between"]
+        self._text, self._tensors = given["between"], list(given["tensors"])
+        self._between = _of_leaf(self._text, self._tensors)
         for name, own in (("counted", self.counted), ("epoch", self.epoch)):
             if given[name] is not own:
                 own.copy_(given[name])

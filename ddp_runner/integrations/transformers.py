@@ -27,14 +27,26 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 
 import ddp_runner
-from ddp_runner.integrations.framework_run import RUN, Draws, refuse, show_one_process
+from ddp_runner.integrations.framework_run import (
+    RUN,
+    Draws,
+    loss_scaler,
+    refuse,
+    show_one_process,
+)
 from ddp_runner.integrations.transformers_limits import (
     why_not,
     why_not_loader,
     why_not_made,
     why_not_version,
 )
-from ddp_runner.integrations.transformers_progress import FLOS, LOSS, Progress, sum_over_ranks
+from ddp_runner.integrations.transformers_progress import (
+    FLOS,
+    LOSS,
+    Others,
+    Progress,
+    sum_over_ranks,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -62,6 +74,7 @@ _STATE_FILE = "trainer_state.json"  # the last one that Trainer writes into a ch
 _SAVED_WAIT_S = 120.0
 _THEIRS = transformers.Trainer
 _SEEDS_OF_EPOCH = 1_000_003
+_CURE = "make it a number, a tensor or a list or dict of them, or give the callback a state()"
 
 show_one_process()  # before TrainingArguments are made
 
@@ -265,7 +278,10 @@ class _InPlace(_Base):  # type: ignore[misc]
             optimizer=optimizer,
             scheduler=self.lr_scheduler,
             trainer=self._progress,
+            **loss_scaler(self.accelerator.scaler),
         )
+        others = Others(self, self._progress)
+        run.watch(others.values, is_apart=others.is_apart, cure=_CURE)
         batches = _StepBatches(
             loader,
             self.args.gradient_accumulation_steps,

@@ -63,7 +63,6 @@ def _of_training(trainer: Any) -> Iterator[tuple[str, object, Any, str]]:
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     yield "model", type(trainer.model).__name__, is_parallel, "lies on several devices"
     yield "parallelism_config", "", parallelism is not None, "cuts the model or its sequences up"
-    yield "fp16", args.fp16, args.fp16, "take bf16"
     yield "torch_compile", True, args.torch_compile, "the model is compiled as it is wrapped"
     yield "auto_find_batch_size", True, args.auto_find_batch_size, "begins the training again"
     yield "push_to_hub", True, args.push_to_hub, "a replaced rank would begin it again"

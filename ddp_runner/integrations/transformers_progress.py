@@ -7,14 +7,20 @@ import inspect
 import json
 import linecache
 import re
+import sys
 import time
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_callback import ExportableState
+
+from ddp_runner.integrations.framework_run import named_by_kind
+from ddp_runner.values.object_graph import attributes_of
 
 _OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
 _PLAIN = (type(None), bool, int, float, str, Tensor)
@@ -61,7 +67,8 @@ class Progress:
         self.first = (
             trainer.state.global_step
         )  # the step of Trainer's checkpoint that the run has begun with
-        self._not_own = frozenset(name for one in classes for name in _names_of(one))
+        self.classes = classes
+        self.not_own = frozenset(name for one in classes for name in _names_of(one))
         # Of the attributes of a subclass, those that steps change: another rank's are not all for this one.
         self._at_first = copy.deepcopy(self._own())
         self._changed: set[str] = set()
@@ -106,7 +113,7 @@ class Progress:
     def _own(self) -> dict[str, Any]:
         """The attributes that a subclass of Trainer has added, where they are plain: its ``compute_loss`` may count."""
         found = vars(self._trainer)
-        own = {name: found[name] for name in sorted(found.keys() - self._not_own)}
+        own = {name: found[name] for name in sorted(found.keys() - self.not_own)}
         return {name: value for name, value in own.items() if _is_plain(value)}
 
     def _changed_names(self) -> list[str]:
@@ -202,6 +209,49 @@ class Progress:
         return [one for one in callbacks if isinstance(one, ExportableState)]
 
 
+class Others:
+    """Finds what steps may change and no state has: in a replaced rank it starts over.
+
+    The attributes of the user's callbacks without ``state()``, and those of the user's Trainer that are not plain.
+    What the classes of an installed package hold is theirs.
+    """
+
+    def __init__(self, trainer: Any, progress: Progress) -> None:
+        self._trainer = trainer
+        kinds = [one for one in type(trainer).__mro__ if one not in progress.classes]
+        named = (_names_of(one) for one in kinds if _is_installed(one))
+        self._not_own = progress.not_own.union(*named)
+        callbacks = trainer.callback_handler.callbacks
+        self._holders = named_by_kind(
+            one
+            for one in callbacks
+            if not isinstance(one, ExportableState) and not _is_installed(type(one))
+        )
+        kept = (trainer, trainer.optimizer, trainer.lr_scheduler, *trainer.model.modules())
+        self._known = {id(one) for one in (*kept, *callbacks)}
+
+    def values(self) -> dict[str, Any]:
+        """Return them by name, as they are now."""
+        name, own = type(self._trainer).__name__, vars(self._trainer)
+        names = own.keys() - self._not_own
+        found = {f"{name}.{key}": own[key] for key in sorted(names) if not _is_plain(own[key])}
+        for name, holder in self._holders.items():
+            found |= {f"{name}.{key}": one for key, one in attributes_of(holder).items()}
+        return found
+
+    def is_apart(self, value: Any) -> bool:
+        """Return True for what is kept elsewhere: objects of the libraries, models, optimizers and data."""
+        if id(value) in self._known or isinstance(value, (Dataset, DataLoader)):
+            return True
+        kinds = [] if isinstance(value, dict) else type(value).__mro__
+        return any(one.__module__.startswith(("transformers.", "accelerate.")) for one in kinds)
+
+
+def _is_installed(kind: type[Any]) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
 def _names_of(kind: type[Any]) -> frozenset[str]:
     """The names that the methods of a class use of ``self``; in the class itself, without those above.
 
@@ -210,6 +260,8 @@ def _names_of(kind: type[Any]) -> frozenset[str]:
     file = inspect.getsourcefile(kind) or ""
     found = [_code_of(one) for one in vars(kind).values()]
     codes = [one for one in found if one is not None and one.co_filename == file]
+    if not codes:
+        return frozenset()
     last = max(map(_last_line, codes))
     lines = linecache.getlines(file)[min(one.co_firstlineno for one in codes) - 1 : last]
     return frozenset(re.findall(r"\bself\.(\w+)", "".join(lines)))

@@ -150,8 +150,12 @@ class TrainState:
         else:
             self.buffers.drop()
         self.all_used_steps = self.all_used_steps + 1 if all_used else 0
-        self.side.keep(step)
+        self._keep_side(step)
         self.local.committed(step)
+
+    def _keep_side(self, step: int) -> None:
+        """Keep what ``step`` has changed beside the model."""
+        self.side.keep(step)
 
     @property
     def is_calm(self) -> bool:

@@ -55,8 +55,12 @@ def main():
     accelerator = Accelerator(
         cpu=True,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler="seedable" in WORDS),
-        mixed_precision="bf16" if "bf16" in WORDS else "no",
+        mixed_precision=next((one for one in ("bf16", "fp16") if one in WORDS), "no"),
     )
+    if "fp16" in WORDS:
+        from tests.integrations.compared import in_fp16
+
+        in_fp16(accelerator)
     steps = Steps()
     set_seed(11)
     net = nn.Sequential(
@@ -102,6 +106,7 @@ def main():
             "scheduler": schedule.scheduler.last_epoch,
             "rate": optimizer.param_groups[0]["lr"],
             "steps": int(steps.count),
+            "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
             "last": accuracies[-1],
         },
         f"final_{accelerator.process_index}.pt",

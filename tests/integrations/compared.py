@@ -59,14 +59,20 @@ def run_by_torchrun(folder, script, *words, ranks=2):
     )
 
 
-def assert_as_saved_by(folder, plain):
+def assert_as_saved_by(folder, plain, ranks=2):
     """Each rank has saved the same, by its bits: weights, state of the optimizer, counts."""
-    for name in ("final_0.pt", "final_1.pt"):
+    for name in (f"final_{rank}.pt" for rank in range(ranks)):
         found, expected = (
             dict(flat(torch.load(at / name, weights_only=False))) for at in (folder, plain)
         )
         assert found.keys() == expected.keys()
         assert [key for key in expected if found[key] != expected[key]] == []
+
+
+def in_fp16(accelerator):
+    """Have an Accelerator scale losses on the CPU too, where it ignores fp16; the first scales overflow."""
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
 
 
 def flat(value, path=""):

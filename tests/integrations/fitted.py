@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -123,6 +124,9 @@ def main():
         chosen.update(val_check_interval=2)
     if "bf16" in WORDS:
         chosen.update(precision="bf16-mixed")
+    if "fp16" in WORDS:  # which `precision` would make bf16 of on a CPU
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
+        chosen.update(plugins=MixedPrecision("16-mixed", "cpu", scaler))
     events = Events()
     best = ModelCheckpoint("best", monitor="val_loss", save_top_k=2, save_last=True)
     callbacks = [events, best]
@@ -162,6 +166,7 @@ def main():
         "own_val_loss": float(trainer.callback_metrics["own_val_loss"]),
         "evaluated": float(trainer.callback_metrics["evaluated"]),
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "scaler": trainer.scaler.state_dict() if trainer.scaler else None,
     }
     torch.save({"model": state, "optimizer": optimizer}, f"final_{RANK}.pt")
     with open(f"facts_{RANK}.json", "w") as file:

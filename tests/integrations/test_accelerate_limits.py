@@ -26,15 +26,16 @@ def accelerator(data=None, plugin=None, backend="NO", **more):
     )
 
 
-def test_the_defaults_and_bf16_are_supported():
+def test_the_defaults_and_half_precisions_are_supported():
     assert why_not(accelerator()) is None
     assert why_not(accelerator(mixed_precision="bf16", plugin={"num_steps": 4})) is None
+    assert why_not(accelerator(mixed_precision="fp16")) is None
 
 
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("mixed_precision", {"mixed_precision": "fp16"}),
+        ("mixed_precision", {"mixed_precision": "fp8"}),
         ("dynamo_backend", {"backend": "INDUCTOR"}),
         ("split_batches", {"data": {"split_batches": True}}),
         ("dispatch_batches", {"data": {"dispatch_batches": True}}),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import random
 import signal
-import subprocess
-import sys
 from collections import deque
 from pathlib import Path
 
@@ -15,18 +13,25 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_runner.config import from_flat
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
-from ddp_runner.training.local_runtime import local_runtime
-from ddp_runner.training.own_loop.attached_run import AttachedRun
+from tests.integrations.compared import (
+    KILL,
+    RAISE,
+    WAIT,
+    attached_alone,
+    flat,
+    plant,
+    run_by_torchrun,
+)
 from tests.scenarios.conftest import PATIENT, filled_once
-from tests.scenarios.harness import ROOT, Run, poll
+from tests.scenarios.harness import Run, poll
 
 pytest.importorskip("lightning", reason="not installed: the extra lightning")
 
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import MeanMetric
 
@@ -35,9 +40,6 @@ from ddp_runner.integrations import lightning_private as private
 from ddp_runner.integrations import lightning_values as values
 
 SCRIPT = Path(__file__).with_name("fitted.py")
-KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-RAISE = "raise RuntimeError('a cosmic ray')"
-WAIT = "import time; open('it_waits', 'w').close(); time.sleep(3)"
 NEEDS = "accumulate midway bf16 early"
 
 # --- whole runs ---
@@ -49,22 +51,14 @@ def of_torchrun(tmp_path_factory, worker_id):
 
     def of(words):
         def make(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            subprocess.run(
-                [*command, "--nproc-per-node", "2", SCRIPT, *words.split()],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                check=True,
-                timeout=280,
-            )
+            run_by_torchrun(folder, SCRIPT, *words.split())
 
         return filled_once(tmp_path_factory, worker_id, make, ("lightning", words))
 
     return of
 
 
-def run_script(folder, words, *, settings=(), **how):
+def run_script(folder, words, *, ranks=2, settings=(), **how):
     options = (
         "--max-restarts",
         99,
@@ -75,28 +69,15 @@ def run_script(folder, words, *, settings=(), **how):
         *settings,
     )
     places = ("-l", folder / "logs", "-c", folder / "checkpoints")
-    return Run(folder, *places, *options, SCRIPT, *words.split(), task=None, verb="run", **how)
+    how |= {"world": ranks, "task": None, "verb": "run"}
+    return Run(folder, *places, *options, SCRIPT, *words.split(), **how)
 
 
-def plant(folder, **places):
-    for place, text in places.items():
-        rank, step, where = place.split("_")
-        (folder / f"harm_{rank[1:]}_{step[1:]}_{where}").write_text(text)
-
-
-def _flat(value, path=""):
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _flat(one, f"{path}.{key}")
-    else:
-        yield path, value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def assert_as_torchrun(folder, plain):
-    """Weights, optimizer, counters, logged values, LR and files of both ranks."""
-    for rank in (0, 1):
+def assert_as_torchrun(folder, plain, ranks=2):
+    """Weights, optimizer, counters, logged values, LR and files of all ranks."""
+    for rank in range(ranks):
         found, expected = (
-            dict(_flat(torch.load(at / f"final_{rank}.pt", weights_only=False)))
+            dict(flat(torch.load(at / f"final_{rank}.pt", weights_only=False)))
             for at in (folder, plain)
         )
         assert [name for name in expected if found[name] != expected[name]] == []
@@ -106,7 +87,7 @@ def assert_as_torchrun(folder, plain):
     assert saved[0].keys() == saved[1].keys()
     for name, path in saved[0].items():
         own, other = (torch.load(one, weights_only=False) for one in (path, saved[1][name]))
-        assert dict(_flat(own["state_dict"])) == dict(_flat(other["state_dict"]))
+        assert dict(flat(own["state_dict"])) == dict(flat(other["state_dict"]))
         assert (own["epoch"], own["global_step"]) == (other["epoch"], other["global_step"])
 
 
@@ -162,6 +143,25 @@ def test_accumulated_steps_are_repaired_and_training_ends_early(tmp_path, of_tor
 @pytest.mark.slow
 @pytest.mark.whole_run
 @pytest.mark.timeout(600)
+def test_the_loss_scale_of_fp16_outlives_its_ranks(tmp_path, of_torchrun):
+    """Both ranks are lost, among steps that overflow too."""
+    plant(
+        tmp_path,
+        r0_s1_backward=KILL,
+        r1_s3_callback=KILL,
+        r1_s5_forward=RAISE,
+        r0_s7_optimizer=KILL,
+    )
+    with run_script(tmp_path, "fp16") as run:
+        assert run.wait() == 0, run.console
+    assert not [*tmp_path.glob("harm_*")]
+    assert_as_torchrun(tmp_path, of_torchrun("fp16"))
+    assert_exact(run, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.whole_run
+@pytest.mark.timeout(600)
 def test_a_run_that_loses_what_is_not_kept_says_so(tmp_path):
     """Once, with its name; the attributes that are kept are not named."""
     plant(tmp_path, r1_s4_forward=KILL)
@@ -205,6 +205,26 @@ def test_thirty_kills_at_random_leave_the_weights_of_torchrun(tmp_path, of_torch
     assert not [*tmp_path.glob("harm_*")]
     assert_as_torchrun(tmp_path, of_torchrun("long"))
     assert_exact(run, 30)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_twenty_kills_of_three_ranks_leave_the_weights(tmp_path):
+    """Of a run of ours: DDP itself rounds a mean of three gradients in another order."""
+    killed, plain = tmp_path / "killed", tmp_path / "plain"
+    chance, places = random.Random(3), {}
+    for step in sorted(chance.sample(range(1, 32), 20)):
+        of_step = ("forward", "backward", "optimizer", "log", "callback")
+        where = "validation" if step % 4 == 0 else chance.choice(of_step)
+        places[f"r{chance.randrange(3)}_s{step}_{where}"] = KILL
+    for folder, planted in ((killed, places), (plain, {})):
+        folder.mkdir()
+        plant(folder, **planted)
+        with run_script(folder, "long", ranks=3) as run:
+            assert run.wait(800) == 0, run.console
+        assert_exact(run, len(planted))
+    assert not [*killed.glob("harm_*")]
+    assert_as_torchrun(killed, plain, ranks=3)
 
 
 @pytest.mark.slow
@@ -261,6 +281,36 @@ def test_attributes_are_kept_as_of_the_update_and_later_changes_apart():
     assert kept.state_dict() == {"seen": 3, "outputs": []}
 
 
+def test_progress_is_one_text_with_its_tensors_apart():
+    """For a replaced rank as it was: keys that are no texts, numbers that JSON has no word for, types."""
+    between = {
+        "callbacks": [{"state": {1: "a", 2: [torch.ones(2, dtype=torch.int8)]}}, {}],
+        "logged": {"values": {"loss": torch.tensor(math.nan), "rate": math.inf}},
+        "saved": ["x.ckpt"],
+        "stops": False,
+    }
+    kept, other = (values.Progress(2, 3, torch.device("cpu")) for _ in range(2))
+    kept.between = between
+    kept.counted[1, 2] = 0.5
+    other.load_state_dict(kept.state_dict())
+    found = other.between
+    assert other.counted[1, 2] == 0.5
+    assert found["callbacks"][0]["state"][1] == "a"
+    (tensor,) = found["callbacks"][0]["state"][2]
+    assert (tensor.dtype, tensor.tolist()) == (torch.int8, [1, 1])
+    assert math.isnan(found["logged"]["values"].pop("loss"))
+    assert found["logged"]["values"] == {"rate": math.inf}
+    assert (found["saved"], found["stops"]) == (["x.ckpt"], False)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_the_progress_of_loops_is_their_state_dict(alone):
+    """To have Lightning copy it takes a quarter of the time that a step's copy takes."""
+    loop = fitted(_Line(), devices=1).fit_loop
+    assert json.loads(json.dumps(private.progress_of(loop), default=vars)) == loop.state_dict()
+    assert loop.state_dict()["epoch_loop.batch_progress"]["total"]["completed"] == 20
+
+
 class _Loader(list):
     """Seven batches."""
 
@@ -286,26 +336,16 @@ def test_the_last_step_of_an_epoch_has_the_batches_that_are_left():
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """A run of one rank without a supervisor, which the strategy is to take for one that repairs."""
-    monkeypatch.chdir(tmp_path)
-    settings = from_flat(
-        {
-            "log_dir": str(tmp_path / "logs"),
-            "checkpoint_dir": str(tmp_path / "kept"),
-            "display": "none",
-            "device": "cpu",
-        }
-    )
-    run = AttachedRun(settings, local_runtime(settings, 0, 1), arguments="", on_end=lambda _: None)
-    monkeypatch.setattr(ours, "RUN", run)
-    yield run
-    run._leave()
+    with attached_alone(tmp_path, monkeypatch, ours) as run:
+        yield run
 
 
 class _Line(LightningModule):
     """Notes what it hears; ``acc``, a torchmetrics object, is updated where ``counts``."""
 
-    def __init__(self, *, counts=False):
+    def __init__(self, *, counts=False, fused=None):
         super().__init__()
+        self.fused = fused
         seed_everything(3)
         self.net = torch.nn.Linear(3, 1)
         self.counts, self.acc, self.events = counts, MeanMetric(), []
@@ -330,7 +370,7 @@ class _Line(LightningModule):
         self.events.append("epoch")
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, fused=self.fused)
 
 
 def fitted(module, *, accumulated=4, **how):
@@ -364,6 +404,25 @@ def test_the_repeated_first_body_is_counted_and_logged_once(alone):
     logged = {name: float(one) for name, one in found.callback_metrics.items()}
     assert logged == {name: float(one) for name, one in expected.callback_metrics.items()}
     assert alone.step_number == 6
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_steps_that_overflow_in_fp16_are_those_of_lightning(alone, fused):
+    """The loss scale and the weights; the first scales are too high."""
+
+    def trained(**how):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
+        plugins = MixedPrecision("16-mixed", "cpu", scaler)
+        module = _Line(fused=fused)
+        return module, fitted(module, accumulated=1, plugins=plugins, **how).scaler.state_dict()
+
+    (plain, expected), (own, found) = trained(devices=1), trained(strategy=ours._InPlace())
+    assert torch.equal(own.net.weight, plain.net.weight)
+    assert own.events == plain.events
+    assert found == expected
+    assert found["scale"] < 2.0**19
+    assert alone.step_number == 20
 
 
 @pytest.mark.filterwarnings("ignore")  # as above

@@ -26,8 +26,6 @@ def trainer(**own):
     plain = {
         "lightning_module": Namespace(automatic_optimization=True, training_step=_training_step),
         "optimizers": [None],
-        "precision_plugin": Namespace(scaler=None),
-        "precision": "32-true",
         "ckpt_path": None,
         "reload_dataloaders_every_n_epochs": 0,
         "callbacks": [Namespace(save_last=True, _train_time_interval=None)],
@@ -59,7 +57,6 @@ def fit(batches=5.0, loaders=1, **own):
     [
         ("automatic_optimization", {"lightning_module": Namespace(automatic_optimization=False)}),
         ("configure_optimizers()", {"optimizers": [1, 2]}),
-        ("precision", {"precision_plugin": Namespace(scaler=1)}),
         ("ckpt_path", {"ckpt_path": "last"}),
         ("reload_dataloaders_every_n_epochs", {"reload_dataloaders_every_n_epochs": 1}),
         ("callbacks", {"callbacks": [Timer()]}),

@@ -40,6 +40,7 @@ CHOSEN = {
     },
     "epochs": {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"},
     "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
     "grouped": {"train_sampling_strategy": "group_by_length"},
     "long": {"max_steps": 16},
     "short": {"max_steps": 7},
@@ -195,6 +196,10 @@ def main():
         eval_dataset=Tokens(8, seed=2, is_even=True),
         callbacks=callbacks,
     )
+    if "fp16" in WORDS:
+        from tests.integrations.compared import in_fp16
+
+        in_fp16(trainer.accelerator)
     last = "out/checkpoint-2" if "resume" in WORDS else None
     trained = trainer.train(resume_from_checkpoint=last)
     seen = trainer.predict(Tokens(8, seed=3)) if "predict" in WORDS else None
@@ -210,6 +215,7 @@ def main():
             "optimizer": trainer.optimizer.state_dict()["state"],
             "scheduler": trainer.lr_scheduler.state_dict().get("last_epoch"),
             "rate": trainer.optimizer.param_groups[0]["lr"],
+            "scaler": trainer.accelerator.scaler and trainer.accelerator.scaler.state_dict(),
             "predictions": None if seen is None else torch.tensor(seen.predictions),
         },
         f"final_{rank()}.pt",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import threading
@@ -604,6 +605,22 @@ def test_a_step_given_up_puts_schedules_and_rates_back():
     assert state.committed_step == 0
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_commit_that_is_broken_off_keeps_what_its_step_has_made():
+    """What is kept is kept where the loop asks for its next batch, which it has not done."""
+    _, _, _, schedule, state = two_optimizers()
+    state.keep_between()
+    schedule.step()
+    state.change_ends(1, applied=True, all_used=True)
+    state.committed_step = 1
+    state.committed()
+    state.drop_unfinished_step()
+    assert schedule.last_epoch == 1
+    schedule.step()
+    state.drop_unfinished_step()
+    assert schedule.last_epoch == 1
+
+
 def test_a_weight_written_before_the_update_comes_from_another_rank():
     """Nobody has kept it, so this rank is no source of it; from then on it is put back."""
     model, *_, state = two_optimizers()
@@ -788,6 +805,27 @@ def test_code_behind_a_block_counts_once_a_step(run):
     assert schedule.last_epoch == 3
     assert int(ema.n_averaged) == 3
     assert torch.equal(frozen.weight, start + 3)
+
+
+def test_a_fused_optimizer_is_scaled_once_after_a_rehearsal(run):
+    """The loss scaler leaves its scale on an optimizer whose step was cut short."""
+    weights = []
+    for is_ours in (False, True):
+        torch.manual_seed(2)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        net = run.ddp(model) if is_ours else model
+        if is_ours:
+            run.keep(model=model, optimizer=optimizer, scaler=scaler)
+        for x, y in run.steps(DATA, max_steps=2) if is_ours else DATA[:2]:
+            with run.step() if is_ours else contextlib.nullcontext():
+                scaler.scale((net(x) - y).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
 
 
 def test_what_functions_change_between_steps_stays(run):

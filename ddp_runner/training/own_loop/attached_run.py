@@ -5,13 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import hashlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -45,7 +42,13 @@ from ddp_runner.training.own_loop.client import LoopClient, LoopSetup
 from ddp_runner.training.own_loop.declared import KEEP_LOCAL, OwnLoop, Recurring, RepeatStep
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.loop_variables import HeldValues, LoopVariables
-from ddp_runner.training.own_loop.misuse import is_guarded, misuse, user_frame, user_line
+from ddp_runner.training.own_loop.misuse import (
+    is_guarded,
+    misuse,
+    program_files,
+    user_frame,
+    user_line,
+)
 from ddp_runner.training.own_loop.net import AttachedModule
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.steps import BETWEEN
@@ -59,7 +62,6 @@ _CURE = (
     "use run.step_number, or put it into an object that run.keep() is given, or run.keep_local() if it"
     " differs by rank"
 )
-_IS_INSTALLED = {"site-packages", "dist-packages", "ddp_runner"}
 
 
 class AttachedRun:
@@ -674,27 +676,3 @@ class _Block:
         with contextlib.suppress(RepeatStep):  # the loop's next batch is this one again
             self._run.end_step()
         return False
-
-
-def program_files() -> dict[str, str]:
-    """Files of the program beside its script -> a hash of what is there now; by their paths from it."""
-    main = sys.modules.get("__main__")
-    script = getattr(main, "__file__", None)
-    folder = Path(script).resolve().parent if script else Path.cwd()
-    resolved: dict[str, Path] = {}  # of each folder: a program has imported thousands of modules
-    found = {}
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
-        if not isinstance(path, str) or not path.endswith(".py") or module is main:
-            continue
-        if not _IS_INSTALLED.isdisjoint(path.split("/")):
-            continue
-        place, name = os.path.split(path)
-        if place not in resolved:
-            resolved[place] = Path(place).resolve()
-        file = resolved[place] / name
-        if file.is_relative_to(folder) and _IS_INSTALLED.isdisjoint(file.parts):
-            with contextlib.suppress(OSError):
-                text = file.read_bytes()
-                found[str(file.relative_to(folder))] = hashlib.sha256(text).hexdigest()[:16]
-    return found

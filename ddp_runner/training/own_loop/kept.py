@@ -90,14 +90,14 @@ def _refuse_without_state(name: str, value: Any) -> None:
         before = kept_of(value.state_dict())
         before.plain()
         value.load_state_dict(before.given_back(None))
-        after = kept_of(value.state_dict())
+        is_alike = before.is_in(value.state_dict())
     except NotPlainError as error:
         expected = f"has a state that holds {error}; only tensors and plain values can be kept"
         raise BadInputError(f"keep({name}=...)", "", expected) from error
     except Exception as error:
         expected = f"does not take back what its state_dict() gave: {error}"
         raise BadInputError(f"keep({name}=...)", "", expected) from error
-    if repr(before.digest()) != repr(after.digest()):
+    if not is_alike:
         expected = "has another state_dict() after it has loaded its own"
         raise BadInputError(f"keep({name}=...)", "", expected)
 
@@ -135,6 +135,7 @@ class KeptState(TrainState):
         self.functions_called_at = EMPTY_STEP  # those that are called between steps
         # Gives back what they have changed; False where some of it cannot be given back.
         self._before_functions: Callable[[], bool] | None = None
+        self._side_step = EMPTY_STEP  # whose boundary the kept objects were kept at
         self.calls = 0  # of functions between steps that all ranks have called together
         self._versions: dict[str, int] = {}  # of parameters and buffers, at the newest commit
         self._kept_flags: list[bool] = []  # requires_grad of all parameters, as of the state
@@ -183,8 +184,12 @@ class KeptState(TrainState):
         """Take the present values as the state, whichever code has written them; buffers are kept already."""
         self._versions = self.buffers.versions()
         self.side.keep(self.committed_step)
+        self._side_step = self.committed_step
         self._kept_flags = self.flags()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
+
+    def _keep_side(self, step: int) -> None:
+        """Leave it to the next boundary, where the loop may have changed more; see :meth:`drop_rehearsed`."""
 
     def committed(self) -> None:
         """Note after each commit that the loop's changes up to here hold."""
@@ -281,6 +286,9 @@ class KeptState(TrainState):
 
     def drop_rehearsed(self) -> None:
         """Forget what a body has changed that was for nothing. What functions have changed before it stays."""
+        if self._side_step != self.committed_step:  # broken off at the end of its commit
+            self.side.keep(self.committed_step)
+            self._side_step = self.committed_step
         super().drop_unfinished_step()
         if self.lost:
             # A tensor that the loop writes before the update, for the first time: another rank has it as
@@ -334,10 +342,16 @@ class KeptState(TrainState):
                     group[key] = value
 
     def _forget_unscaled(self) -> None:
-        """A loss scaler that has unscaled in a step given up must do so again."""
+        """A loss scaler that has unscaled in a step given up must do so again.
+
+        A fused optimizer that has not stepped keeps the scaler's numbers, and the next step would multiply by them.
+        """
         for one in self._kept.others.values():
             if isinstance(one, torch.amp.GradScaler) and one.is_enabled():
                 one._per_optimizer_states.clear()  # noqa: SLF001 - as update() does
+        for optimizer in self._kept.optimizers.values():
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

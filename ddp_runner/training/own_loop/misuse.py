@@ -1,9 +1,12 @@
-"""One line about what a loop of the user's own does wrong, with the line of the user's file."""
+"""Finds the files of a user's own loop, and says in one line, with the line of its file, what it does wrong."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import hashlib
 import linecache
+import os
 import sys
 from pathlib import Path
 from types import FrameType
@@ -11,6 +14,7 @@ from types import FrameType
 from ddp_runner.kernel.rules.errors import BadInputError
 
 _OURS = str(Path(__file__).resolve().parents[2])
+_IS_INSTALLED = {"site-packages", "dist-packages", "ddp_runner"}
 _FOREIGN = ("/torch/", "/site-packages/", "/contextlib.py", "<frozen", "<string>")
 
 
@@ -60,3 +64,35 @@ def is_guarded() -> bool:
 def is_users(path: str) -> bool:
     """Return True if the file contains the program's own code."""
     return not path.startswith(_OURS) and not any(part in path for part in _FOREIGN)
+
+
+def program_files() -> dict[str, str]:
+    """Files of the program beside its script -> a hash of what is there now; by their paths from it."""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    folder = Path(script).resolve().parent if script else Path.cwd()
+    found = {}
+    inside: dict[
+        str, Path | None
+    ] = {}  # of each folder: a program has imported thousands of modules
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__dict__", {}).get("__file__")  # a lazy module would import others
+        if not isinstance(path, str) or not path.endswith(".py") or module is main:
+            continue
+        place, name = os.path.split(path)
+        if place not in inside:
+            inside[place] = _inside(place, folder)
+        if (at := inside[place]) is not None:
+            with contextlib.suppress(OSError):
+                text = (folder / at / name).read_bytes()
+                found[str(at / name)] = hashlib.sha256(text).hexdigest()[:16]
+    return found
+
+
+def _inside(place: str, folder: Path) -> Path | None:
+    """Return the path of ``place`` from ``folder``; None where it is elsewhere, or of an installed package."""
+    if not _IS_INSTALLED.isdisjoint(place.split("/")):
+        return None
+    real = Path(place).resolve()
+    is_inside = real.is_relative_to(folder) and _IS_INSTALLED.isdisjoint(real.parts)
+    return real.relative_to(folder) if is_inside else None
