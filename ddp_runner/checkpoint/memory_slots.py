@@ -6,7 +6,6 @@ rank that is killed leaves it as it is. Never touches a disk; never decides when
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import mmap
@@ -15,9 +14,11 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,11 +27,21 @@ from ddp_runner.checkpoint.slot_header import EMPTY_HEADER as _EMPTY
 from ddp_runner.checkpoint.slot_header import HEADER_BYTES as _HEADER_BYTES
 from ddp_runner.checkpoint.slot_header import SlotHeader
 from ddp_runner.checkpoint.store import Loaded
+from ddp_runner.kernel.system.threads import in_threads
 from ddp_runner.kernel.values.nested import STORED, put_back, take_out
 
 _ALIGNED_TO = 64
 
-Checksum = Callable[[Tensor], str]  # over the bytes of a tensor
+_COPIED_BYTES = 16 * 1024 * 1024  # by one thread in a row
+_ALONE_BYTES = 1024 * 1024  # a smaller piece takes a thread less time than a hand-over
+
+
+class Checksum(Protocol):
+    """A checksum over the bytes of a tensor."""
+
+    def __call__(self, tensor: Tensor, *, by_threads: bool = False) -> str:
+        """``by_threads``: on several cores at once."""
+        ...
 
 
 class _Slot:
@@ -173,12 +184,13 @@ class _Slot:
         end = header.payload_bytes + header.described_bytes
         if os.fstat(self._descriptor).st_size < end:
             return "it is shorter than it says"
-        with contextlib.closing(mmap.mmap(self._descriptor, end)) as memory:
-            text = bytearray(memory[header.payload_bytes :])
-            with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
-                if _checksum_of(payload, text, checksum) != header.checksum:
-                    return _OTHER_BYTES
-            return header, _built(text, memory)
+        memory = mmap.mmap(self._descriptor, end)
+        text = bytearray(memory[header.payload_bytes :])
+        by_threads = partial(checksum, by_threads=True)
+        with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
+            if _checksum_of(payload, text, by_threads) != header.checksum:
+                return _OTHER_BYTES
+        return header, _built(text, memory)
 
 
 class MemorySlots:
@@ -322,19 +334,32 @@ def _place_of(tensor: Tensor, begin: int) -> tuple[Any, ...]:
 
 def _built(text: bytearray, memory: mmap.mmap, *, lends: bool = False) -> dict[str, Any]:
     """The state; tensors that shared memory share it again. ``lends``: it stays where it is."""
-    storages: dict[int, torch.UntypedStorage] = {}
     skeleton, places = pickle.loads(text)  # noqa: S301 - written by a process of this run
+    sizes = {place: size for place, size, *_ in places}
+    storages = {place: _piece(memory, place, size) for place, size in sizes.items()}
+    if not lends:
+        storages = _copies(storages)
     tensors = []
-    for place, size, kind, offset, shape, stride in places:
-        if place not in storages and lends:
-            storages[place] = _piece(memory, place, size)
-        elif place not in storages:
-            own = bytearray(memory[place : place + size])
-            storages[place] = torch.frombuffer(own, dtype=torch.uint8).untyped_storage()
+    for place, _, kind, offset, shape, stride in places:
         empty = torch.empty(0, dtype=getattr(torch, kind))
         tensors.append(empty.set_(storages[place], offset, shape, stride))
     state: dict[str, Any] = put_back(skeleton, tensors, STORED)
     return state
+
+
+def _copies(pieces: Mapping[int, torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
+    """The same bytes in memory of this process, which torch's allocator has in large pages."""
+    copies = {place: torch.empty(one.nbytes(), dtype=torch.uint8) for place, one in pieces.items()}
+    large = []
+    for place, one in pieces.items():
+        to, of = copies[place].numpy(), torch.empty(0, dtype=torch.uint8).set_(one).numpy()
+        if one.nbytes() < _ALONE_BYTES:
+            np.copyto(to, of)
+            continue
+        starts = range(0, one.nbytes(), _COPIED_BYTES)
+        large += [(to[at : at + _COPIED_BYTES], of[at : at + _COPIED_BYTES]) for at in starts]
+    in_threads(lambda part: np.copyto(*part), large, name="copy")
+    return {place: one.untyped_storage() for place, one in copies.items()}
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -353,12 +378,16 @@ def _piece(memory: mmap.mmap, place: int, size: int) -> torch.UntypedStorage:
     return found.untyped_storage()
 
 
-def _checksum_of(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> str:
+def _checksum_of(
+    payload: Any, text: bytearray | memoryview, checksum: Callable[[Tensor], str]
+) -> str:
     """Return the checksums of all but the header, which holds them."""
     return " ".join(_sums(memoryview(payload)[_HEADER_BYTES:], text, checksum))
 
 
-def _sums(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> list[str]:
+def _sums(
+    payload: Any, text: bytearray | memoryview, checksum: Callable[[Tensor], str]
+) -> list[str]:
     """Return the checksum of each part that is not empty."""
     parts = (payload, text)
     return [checksum(torch.frombuffer(p, dtype=torch.uint8)) for p in parts if len(p)]
