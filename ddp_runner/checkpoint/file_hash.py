@@ -50,12 +50,12 @@ class FileHash:
     """The digest of a stream; large pieces are hashed by threads of its own, beside who hands them over.
 
     No executor of the standard library: those take no work once the interpreter is ending, when a
-    plain script's last save may still be under way.
+    plain script's last save may still be under way. ``threads_max=0``: the caller hashes, within :meth:`begin`.
     """
 
-    def __init__(self, algorithm: str = PLAIN) -> None:
+    def __init__(self, algorithm: str = PLAIN, *, threads_max: int = THREADS_MAX) -> None:
         self.algorithm = algorithm
-        self._threads_max = 1 if algorithm == PLAIN else min(THREADS_MAX, cores_here())
+        self._threads_max = min(threads_max, 1 if algorithm == PLAIN else cores_here())
         self._new: Callable[[], _Hash] = _new_sum() if algorithm == SUMS else hashlib.sha256
         self._hash = self._new()  # of the file, or of the block that is not full
         self._size_bytes = 0
@@ -71,7 +71,7 @@ class FileHash:
         """Take the next piece, which must stay as it is until :meth:`wait` returns."""
         self._size_bytes += view.nbytes
         parts = [(self._hash, view)] if self.algorithm == PLAIN else self._in_blocks(view)
-        if view.nbytes < PIECE_BYTES_MIN:
+        if view.nbytes < PIECE_BYTES_MIN or not self._threads_max:
             for one, part in parts:
                 one.update(part)
             return

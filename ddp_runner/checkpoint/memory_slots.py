@@ -14,34 +14,26 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_runner.checkpoint.file_hash import SUMS, FileHash
 from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest
 from ddp_runner.checkpoint.slot_header import EMPTY_HEADER as _EMPTY
 from ddp_runner.checkpoint.slot_header import HEADER_BYTES as _HEADER_BYTES
 from ddp_runner.checkpoint.slot_header import SlotHeader
 from ddp_runner.checkpoint.store import Loaded
-from ddp_runner.kernel.system.threads import in_threads
+from ddp_runner.kernel.system.threads import THREADS_MAX, in_threads
 from ddp_runner.kernel.values.nested import STORED, put_back, take_out
 
 _ALIGNED_TO = 64
 
 _COPIED_BYTES = 16 * 1024 * 1024  # by one thread in a row
 _ALONE_BYTES = 1024 * 1024  # a smaller piece takes a thread less time than a hand-over
-
-
-class Checksum(Protocol):
-    """A checksum over the bytes of a tensor."""
-
-    def __call__(self, tensor: Tensor, *, by_threads: bool = False) -> str:
-        """``by_threads``: on several cores at once."""
-        ...
 
 
 class _Slot:
@@ -128,7 +120,6 @@ class _Slot:
         *,
         step: int,
         sealed: int,
-        checksum: Checksum,
     ) -> None:
         """Say that the pieces hold ``content``, which is of ``step``, and nothing will change them.
 
@@ -145,14 +136,14 @@ class _Slot:
             sealed=sealed,
             payload_bytes=payload_bytes,
             described_bytes=len(text),
-            checksum=_checksum_of(self._memory, text, checksum),
+            checksum=_checksum_of(self._memory, text),
         )
         # INVARIANT sealed-last: a slot says what it holds only once all of that is in it.
         # Broken if: the header is written before the last piece, or stays while a piece is written.
         # Guarded by: test_a_copy_that_is_cut_short_leaves_the_other_one.
         os.pwrite(self._descriptor, header.to_bytes(), 0)
 
-    def lent(self, checksum: Checksum) -> tuple[dict[str, Any], Callable[[], str]]:
+    def lent(self) -> tuple[dict[str, Any], Callable[[], str]]:
         """Return the content, not copied, and a function that checks afterwards that it has not changed.
 
         That function reads all of it and returns an empty text, or a reason. Raises OSError if the slot holds
@@ -164,19 +155,19 @@ class _Slot:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         memory = mmap.mmap(self._descriptor, end)  # which ends with the last tensor in it
         text = bytearray(memory[header.payload_bytes :])
-        if _sums(memory[:0], text, checksum)[-1] != header.checksum.split()[-1]:
+        if _sum_of(text) != header.checksum.split()[-1]:
             raise OSError(errno.EIO, _OTHER_BYTES)
 
         def wrong() -> str:
             with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
-                is_same = _checksum_of(payload, text, checksum) == header.checksum
+                is_same = _checksum_of(payload, text) == header.checksum
             if not is_same:
                 return _OTHER_BYTES
             return "" if self.header == header else "it was given up"
 
         return _built(text, memory, lends=True), wrong
 
-    def read(self, checksum: Checksum) -> tuple[SlotHeader, dict[str, Any]] | str:
+    def read(self) -> tuple[SlotHeader, dict[str, Any]] | str:
         """Return a copy of the content; or the reason why it is of no use."""
         header = self.header
         if header is None:
@@ -186,23 +177,18 @@ class _Slot:
             return "it is shorter than it says"
         memory = mmap.mmap(self._descriptor, end)
         text = bytearray(memory[header.payload_bytes :])
-        by_threads = partial(checksum, by_threads=True)
         with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
-            if _checksum_of(payload, text, by_threads) != header.checksum:
+            if _checksum_of(payload, text, threads_max=THREADS_MAX) != header.checksum:
                 return _OTHER_BYTES
         return header, _built(text, memory)
 
 
 class MemorySlots:
-    """The two slots of a machine. Ranks of one machine may all have them; one at a time writes.
+    """The two slots of a machine. Ranks of one machine may all have them; one at a time writes."""
 
-    ``checksum`` is over the bytes of a tensor of uint8.
-    """
-
-    def __init__(self, descriptors: Sequence[int], *, checksum: Checksum) -> None:
+    def __init__(self, descriptors: Sequence[int]) -> None:
         self.descriptors = tuple(descriptors)
         self._slots = [_Slot(one) for one in descriptors]
-        self._checksum = checksum
         self._writing: _Slot | None = None
 
     @property
@@ -246,7 +232,7 @@ class MemorySlots:
         assert slot is not None, "seal() follows make_room()"
         sealed = time.monotonic_ns()  # later than any before it, also where all were given up
         described = {**content, _FACTS: facts}
-        slot.seal(described, step=facts.step, sealed=sealed, checksum=self._checksum)
+        slot.seal(described, step=facts.step, sealed=sealed)
         return sealed
 
     def has(self, sealed: int) -> bool:
@@ -257,7 +243,7 @@ class MemorySlots:
         """The copy of that number. Raises OSError where it is not there, or not whole."""
         for header, slot in self._by_age():
             if header.sealed == sealed:
-                content, wrong = slot.lent(self._checksum)
+                content, wrong = slot.lent()
                 return Lent(facts=content.pop(_FACTS), state=content, wrong=wrong)
         raise OSError(errno.ENODATA, "the copy in memory was given up before it was written")
 
@@ -278,7 +264,7 @@ class MemorySlots:
         """
         wrong: list[str] = []
         for header, slot in reversed(self._by_age()):
-            found = slot.read(self._checksum)
+            found = slot.read()
             if isinstance(found, str):
                 wrong.append(f"the copy in memory of step {header.step} is of no use: {found}")
                 slot.clear()
@@ -378,16 +364,14 @@ def _piece(memory: mmap.mmap, place: int, size: int) -> torch.UntypedStorage:
     return found.untyped_storage()
 
 
-def _checksum_of(
-    payload: Any, text: bytearray | memoryview, checksum: Callable[[Tensor], str]
-) -> str:
+def _checksum_of(payload: Any, text: bytearray | memoryview, *, threads_max: int = 0) -> str:
     """Return the checksums of all but the header, which holds them."""
-    return " ".join(_sums(memoryview(payload)[_HEADER_BYTES:], text, checksum))
+    parts = (memoryview(payload)[_HEADER_BYTES:], memoryview(text))
+    return " ".join(_sum_of(part, threads_max=threads_max) for part in parts if len(part))
 
 
-def _sums(
-    payload: Any, text: bytearray | memoryview, checksum: Callable[[Tensor], str]
-) -> list[str]:
-    """Return the checksum of each part that is not empty."""
-    parts = (payload, text)
-    return [checksum(torch.frombuffer(p, dtype=torch.uint8)) for p in parts if len(p)]
+def _sum_of(part: bytearray | memoryview, *, threads_max: int = 0) -> str:
+    found = FileHash(SUMS, threads_max=threads_max)
+    found.begin(memoryview(part))
+    found.wait()
+    return found.close()

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.kernel.system.threads import in_threads
 from ddp_runner.kernel.values.word_sums import MULTIPLIER, WORDS_MAX, odd_numbers, sum_of
 
-_CHUNKS_OF_THREAD = 16  # in a row
 PACKED_BYTES = 1 << 14  # tensors up to that are hashed many at once: one alone takes 20 us
 _PACKED_TYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
@@ -24,17 +22,17 @@ _PACKED_TYPES = (
 _PACKED_COUNTS = {dtype: PACKED_BYTES // dtype.itemsize for dtype in _PACKED_TYPES}
 
 
-def tensor_hash(tensor: Tensor, *, by_threads: bool = False) -> str:
+def tensor_hash(tensor: Tensor) -> str:
     """16 hex digits over the bytes of ``tensor``; a changed, moved or swapped bit changes them.
 
-    The sums of its chunks (:mod:`word_sums`) are added with odd multipliers. One core takes 2 to 6 GB/s;
-    ``by_threads``: several hash a tensor on the host, where nobody else needs them. For any thread.
+    The sums of its chunks (:mod:`word_sums`) are added with odd multipliers. One core takes 2 to 6 GB/s. For
+    any thread.
     """
     chunks, device = _chunks(tensor.detach()), tensor.device
     if device.type != "cpu":
         return _as_text(int(_total_on_device(chunks, device)))
     total, multiplier = 0, 1
-    for chunk_sum in _sums_by_threads(list(chunks)) if by_threads else _sums_on_host(chunks):
+    for chunk_sum in _sums_on_host(chunks):
         total += multiplier * chunk_sum
         multiplier = multiplier * MULTIPLIER % 2**64
     return _as_text(total)
@@ -48,13 +46,6 @@ def _sums_on_host(chunks: Iterable[Tensor]) -> Iterator[int]:
     # numpy and not torch: a thread that hashes beside training would start a second set of torch's
     # compute threads for itself.
     return (sum_of(chunk.numpy()) for chunk in chunks)
-
-
-def _sums_by_threads(chunks: Sequence[Tensor]) -> Iterator[int]:
-    runs = [chunks[at : at + _CHUNKS_OF_THREAD] for at in range(0, len(chunks), _CHUNKS_OF_THREAD)]
-    return itertools.chain.from_iterable(
-        in_threads(lambda run: [*_sums_on_host(run)], runs, name="hash")
-    )
 
 
 def _total_on_device(chunks: Iterable[Tensor], device: torch.device) -> Tensor:
