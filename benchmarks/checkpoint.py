@@ -41,7 +41,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.writer import CopyWriter, saved_of
 from ddp_runner.kernel.system.disk import RealDisk
 from ddp_runner.kernel.wire.messages import WriteCopy, decode, encode
-from ddp_runner.training.components.tensor_hash import state_hashes, tensor_hash
+from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.exactness.state_hashes import StateHashing
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _serve(parent: int, files: list[int], connection: Connection) -> None:
     """As ``ddp:saver`` does."""
     torch.set_num_threads(1)
     own = [os.open(f"/proc/{parent}/fd/{one}", os.O_RDWR) for one in files]
-    writer = CopyWriter(MemorySlots(own, checksum=tensor_hash), disk=RealDisk())
+    writer = CopyWriter(MemorySlots(own), disk=RealDisk())
     while True:
         connection.send_bytes(encode(writer.write(decode(connection.recv_bytes()))))
 
@@ -214,7 +214,7 @@ class Ours(OursInThread):
     def __init__(self, training: Training, directory: Path) -> None:
         super().__init__(training, directory)
         files = [os.memfd_create(f"slot{number}") for number in (0, 1)]
-        self._slots = MemorySlots(files, checksum=tensor_hash)
+        self._slots = MemorySlots(files)
         self._saver = BackgroundSaver(self._slots)
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()

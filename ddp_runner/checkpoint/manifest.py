@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ddp_runner.checkpoint.file_hash import ALGORITHMS, PLAIN
+from ddp_runner.checkpoint.file_hash import BLOCKS, PLAIN, SUMS
 from ddp_runner.core.run_stages import StageOfFile
 from ddp_runner.kernel.system.run_files import from_json
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.settings import JsonValue
 
-FORMAT, FORMAT_OF_BLOCKS = 1, 2  # the latter: what versions that know only plain SHA-256 refuse
+# By how the file is hashed: what versions that do not know that refuse.
+FORMATS = {PLAIN: 1, BLOCKS: 2, SUMS: 3}
+FORMAT = FORMATS[PLAIN]
 _FILE_NAME = re.compile(r"step_(\d{8,})\.(pt|json)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 AMID_SKIPPED = (
@@ -118,8 +120,7 @@ class Manifest(CheckpointFacts):
     def _values(self) -> dict[str, object]:
         """Return what is written of each field; its mappings and sequences are not copied."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        if self.hashed != PLAIN:
-            values["format"] = FORMAT_OF_BLOCKS
+        values["format"] = FORMATS[self.hashed]
         return values
 
     @classmethod
@@ -204,12 +205,12 @@ def _checked(values: Mapping[str, object]) -> Manifest:
             raise ValueError(f"{name} is a number of {value.bit_length()} bits")
         if name in _COUNTS and isinstance(value, int) and value < 0:
             raise ValueError(f"{name} is {value}, below 0")
-    if values["format"] not in (FORMAT, FORMAT_OF_BLOCKS):
+    if values["format"] not in FORMATS.values():
         raise ValueError(
-            f"format {values['format']}; this version reads format {FORMAT} and {FORMAT_OF_BLOCKS}"
+            f"format {values['format']}; this version reads format 1 to {max(FORMATS.values())}"
         )
-    if values["hashed"] not in ALGORITHMS:
-        raise ValueError(f"hashed {values['hashed']!r}; this version knows {', '.join(ALGORITHMS)}")
+    if values["hashed"] not in FORMATS:
+        raise ValueError(f"hashed {values['hashed']!r}; this version knows {', '.join(FORMATS)}")
     if not _SHA256.fullmatch(str(values["sha256"])):
         raise ValueError("sha256 is not 64 hexadecimal digits")
     if step_of(str(values["file"])) != values["step"]:

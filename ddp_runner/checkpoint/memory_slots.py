@@ -6,7 +6,6 @@ rank that is killed leaves it as it is. Never touches a disk; never decides when
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import mmap
@@ -18,19 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_runner.checkpoint.file_hash import SUMS, FileHash
 from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest
 from ddp_runner.checkpoint.slot_header import EMPTY_HEADER as _EMPTY
 from ddp_runner.checkpoint.slot_header import HEADER_BYTES as _HEADER_BYTES
 from ddp_runner.checkpoint.slot_header import SlotHeader
 from ddp_runner.checkpoint.store import Loaded
+from ddp_runner.kernel.system.threads import THREADS_MAX, in_threads
 from ddp_runner.kernel.values.nested import STORED, put_back, take_out
 
 _ALIGNED_TO = 64
 
-Checksum = Callable[[Tensor], str]  # over the bytes of a tensor
+_COPIED_BYTES = 16 * 1024 * 1024  # by one thread in a row
+_ALONE_BYTES = 1024 * 1024  # a smaller piece takes a thread less time than a hand-over
 
 
 class _Slot:
@@ -117,7 +120,6 @@ class _Slot:
         *,
         step: int,
         sealed: int,
-        checksum: Checksum,
     ) -> None:
         """Say that the pieces hold ``content``, which is of ``step``, and nothing will change them.
 
@@ -134,14 +136,14 @@ class _Slot:
             sealed=sealed,
             payload_bytes=payload_bytes,
             described_bytes=len(text),
-            checksum=_checksum_of(self._memory, text, checksum),
+            checksum=_checksum_of(self._memory, text),
         )
         # INVARIANT sealed-last: a slot says what it holds only once all of that is in it.
         # Broken if: the header is written before the last piece, or stays while a piece is written.
         # Guarded by: test_a_copy_that_is_cut_short_leaves_the_other_one.
         os.pwrite(self._descriptor, header.to_bytes(), 0)
 
-    def lent(self, checksum: Checksum) -> tuple[dict[str, Any], Callable[[], str]]:
+    def lent(self) -> tuple[dict[str, Any], Callable[[], str]]:
         """Return the content, not copied, and a function that checks afterwards that it has not changed.
 
         That function reads all of it and returns an empty text, or a reason. Raises OSError if the slot holds
@@ -153,19 +155,19 @@ class _Slot:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         memory = mmap.mmap(self._descriptor, end)  # which ends with the last tensor in it
         text = bytearray(memory[header.payload_bytes :])
-        if _sums(memory[:0], text, checksum)[-1] != header.checksum.split()[-1]:
+        if _sum_of(text) != header.checksum.split()[-1]:
             raise OSError(errno.EIO, _OTHER_BYTES)
 
         def wrong() -> str:
             with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
-                is_same = _checksum_of(payload, text, checksum) == header.checksum
+                is_same = _checksum_of(payload, text) == header.checksum
             if not is_same:
                 return _OTHER_BYTES
             return "" if self.header == header else "it was given up"
 
         return _built(text, memory, lends=True), wrong
 
-    def read(self, checksum: Checksum) -> tuple[SlotHeader, dict[str, Any]] | str:
+    def read(self) -> tuple[SlotHeader, dict[str, Any]] | str:
         """Return a copy of the content; or the reason why it is of no use."""
         header = self.header
         if header is None:
@@ -173,24 +175,20 @@ class _Slot:
         end = header.payload_bytes + header.described_bytes
         if os.fstat(self._descriptor).st_size < end:
             return "it is shorter than it says"
-        with contextlib.closing(mmap.mmap(self._descriptor, end)) as memory:
-            text = bytearray(memory[header.payload_bytes :])
-            with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
-                if _checksum_of(payload, text, checksum) != header.checksum:
-                    return _OTHER_BYTES
-            return header, _built(text, memory)
+        memory = mmap.mmap(self._descriptor, end)
+        text = bytearray(memory[header.payload_bytes :])
+        with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
+            if _checksum_of(payload, text, threads_max=THREADS_MAX) != header.checksum:
+                return _OTHER_BYTES
+        return header, _built(text, memory)
 
 
 class MemorySlots:
-    """The two slots of a machine. Ranks of one machine may all have them; one at a time writes.
+    """The two slots of a machine. Ranks of one machine may all have them; one at a time writes."""
 
-    ``checksum`` is over the bytes of a tensor of uint8.
-    """
-
-    def __init__(self, descriptors: Sequence[int], *, checksum: Checksum) -> None:
+    def __init__(self, descriptors: Sequence[int]) -> None:
         self.descriptors = tuple(descriptors)
         self._slots = [_Slot(one) for one in descriptors]
-        self._checksum = checksum
         self._writing: _Slot | None = None
 
     @property
@@ -234,7 +232,7 @@ class MemorySlots:
         assert slot is not None, "seal() follows make_room()"
         sealed = time.monotonic_ns()  # later than any before it, also where all were given up
         described = {**content, _FACTS: facts}
-        slot.seal(described, step=facts.step, sealed=sealed, checksum=self._checksum)
+        slot.seal(described, step=facts.step, sealed=sealed)
         return sealed
 
     def has(self, sealed: int) -> bool:
@@ -245,7 +243,7 @@ class MemorySlots:
         """The copy of that number. Raises OSError where it is not there, or not whole."""
         for header, slot in self._by_age():
             if header.sealed == sealed:
-                content, wrong = slot.lent(self._checksum)
+                content, wrong = slot.lent()
                 return Lent(facts=content.pop(_FACTS), state=content, wrong=wrong)
         raise OSError(errno.ENODATA, "the copy in memory was given up before it was written")
 
@@ -266,7 +264,7 @@ class MemorySlots:
         """
         wrong: list[str] = []
         for header, slot in reversed(self._by_age()):
-            found = slot.read(self._checksum)
+            found = slot.read()
             if isinstance(found, str):
                 wrong.append(f"the copy in memory of step {header.step} is of no use: {found}")
                 slot.clear()
@@ -322,19 +320,32 @@ def _place_of(tensor: Tensor, begin: int) -> tuple[Any, ...]:
 
 def _built(text: bytearray, memory: mmap.mmap, *, lends: bool = False) -> dict[str, Any]:
     """The state; tensors that shared memory share it again. ``lends``: it stays where it is."""
-    storages: dict[int, torch.UntypedStorage] = {}
     skeleton, places = pickle.loads(text)  # noqa: S301 - written by a process of this run
+    sizes = {place: size for place, size, *_ in places}
+    storages = {place: _piece(memory, place, size) for place, size in sizes.items()}
+    if not lends:
+        storages = _copies(storages)
     tensors = []
-    for place, size, kind, offset, shape, stride in places:
-        if place not in storages and lends:
-            storages[place] = _piece(memory, place, size)
-        elif place not in storages:
-            own = bytearray(memory[place : place + size])
-            storages[place] = torch.frombuffer(own, dtype=torch.uint8).untyped_storage()
+    for place, _, kind, offset, shape, stride in places:
         empty = torch.empty(0, dtype=getattr(torch, kind))
         tensors.append(empty.set_(storages[place], offset, shape, stride))
     state: dict[str, Any] = put_back(skeleton, tensors, STORED)
     return state
+
+
+def _copies(pieces: Mapping[int, torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
+    """The same bytes in memory of this process, which torch's allocator has in large pages."""
+    copies = {place: torch.empty(one.nbytes(), dtype=torch.uint8) for place, one in pieces.items()}
+    large = []
+    for place, one in pieces.items():
+        to, of = copies[place].numpy(), torch.empty(0, dtype=torch.uint8).set_(one).numpy()
+        if one.nbytes() < _ALONE_BYTES:
+            np.copyto(to, of)
+            continue
+        starts = range(0, one.nbytes(), _COPIED_BYTES)
+        large += [(to[at : at + _COPIED_BYTES], of[at : at + _COPIED_BYTES]) for at in starts]
+    in_threads(lambda part: np.copyto(*part), large, name="copy")
+    return {place: one.untyped_storage() for place, one in copies.items()}
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -353,12 +364,14 @@ def _piece(memory: mmap.mmap, place: int, size: int) -> torch.UntypedStorage:
     return found.untyped_storage()
 
 
-def _checksum_of(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> str:
+def _checksum_of(payload: Any, text: bytearray | memoryview, *, threads_max: int = 0) -> str:
     """Return the checksums of all but the header, which holds them."""
-    return " ".join(_sums(memoryview(payload)[_HEADER_BYTES:], text, checksum))
+    parts = (memoryview(payload)[_HEADER_BYTES:], memoryview(text))
+    return " ".join(_sum_of(part, threads_max=threads_max) for part in parts if len(part))
 
 
-def _sums(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> list[str]:
-    """Return the checksum of each part that is not empty."""
-    parts = (payload, text)
-    return [checksum(torch.frombuffer(p, dtype=torch.uint8)) for p in parts if len(p)]
+def _sum_of(part: bytearray | memoryview, *, threads_max: int = 0) -> str:
+    found = FileHash(SUMS, threads_max=threads_max)
+    found.begin(memoryview(part))
+    found.wait()
+    return found.close()

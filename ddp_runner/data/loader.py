@@ -22,7 +22,7 @@ from ddp_runner.data.loader_faults import (
 from ddp_runner.data.loader_repair import Trouble
 from ddp_runner.data.source import Ahead, Cut, MicroBatch, NotCopiedError, Source, copied
 from ddp_runner.data.workers import system_limits
-from ddp_runner.data.workers.count import WorkersAsked, cores_here, worker_count, worker_notes
+from ddp_runner.data.workers.count import WorkersAsked, worker_count, worker_notes
 from ddp_runner.data.workers.fetch import Key, Reader, SampleFailed
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import (
@@ -31,6 +31,7 @@ from ddp_runner.data.workers.timeouts import (
     PoolError,
     WorkerDiedError,
 )
+from ddp_runner.kernel.system.threads import cores_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

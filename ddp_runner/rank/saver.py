@@ -20,7 +20,6 @@ from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.system.disk import Disk, RealDisk
 from ddp_runner.kernel.wire.fork_specs import SaverSpec
 from ddp_runner.kernel.wire.messages import Fork, SaverReady, WriteCopy
-from ddp_runner.training.components.tensor_hash import tensor_hash
 
 
 def main(request: Fork, descriptors: list[int]) -> int:
@@ -37,7 +36,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     torch.set_num_threads(1)
     channel = Channel.from_descriptor(control)
     files = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in spec.memory_slots]
-    writer = CopyWriter(MemorySlots(files, checksum=tensor_hash), disk=_disk(spec))
+    writer = CopyWriter(MemorySlots(files), disk=_disk(spec))
     try:
         channel.send(SaverReady())
         while True:

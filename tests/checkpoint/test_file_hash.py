@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ddp_runner.checkpoint import file_hash
 from ddp_runner.checkpoint.catalog import Catalog
-from ddp_runner.checkpoint.file_hash import BLOCK_BYTES, BLOCKS, PLAIN, FileHash, digest_of
+from ddp_runner.checkpoint.file_hash import (
+    BLOCK_BYTES,
+    BLOCKS,
+    PLAIN,
+    SUMS,
+    FileHash,
+    digest_of,
+)
 from ddp_runner.checkpoint.manifest import Manifest, manifest_name
+from ddp_runner.kernel.values.word_sums import odd_numbers
 
 from .states import save
 
@@ -20,6 +30,21 @@ def of_blocks(data):
     """By the words of the module's docstring."""
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
     return hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in blocks)).hexdigest()
+
+
+def of_sums(data):
+    """The same of sums, here by Python's own numbers."""
+    odd = [int(one) for one in odd_numbers()[: BLOCK_BYTES // 8]]
+    sums = b""
+    for at in range(0, len(data), BLOCK_BYTES):
+        block = data[at : at + BLOCK_BYTES]
+        block += bytes(-len(block) % 8)
+        words = struct.unpack(f"<{len(block) // 8}q", block)
+        total = sum(
+            ((word >> 32) ^ word) * factor for word, factor in zip(words, odd, strict=False)
+        )
+        sums += (total % 2**64).to_bytes(8, "little")
+    return hashlib.sha256(sums + len(data).to_bytes(8, "little")).hexdigest()
 
 
 def streamed(data, algorithm, cuts):
@@ -43,6 +68,7 @@ def test_the_digest_depends_on_the_bytes_alone(tmp_path, size):
     for expected, algorithm in (
         (hashlib.sha256(data).hexdigest(), PLAIN),
         (of_blocks(data), BLOCKS),
+        (of_sums(data), SUMS),
     ):
         assert digest_of(path, algorithm) == expected
         for count in (0, 1, 7):
@@ -56,25 +82,30 @@ def test_a_changed_or_moved_block_is_another_digest():
     swapped = data[BLOCK_BYTES : 2 * BLOCK_BYTES] + data[:BLOCK_BYTES] + data[2 * BLOCK_BYTES :]
     changed = bytearray(data)
     changed[-1] ^= 1
-    for algorithm in (PLAIN, BLOCKS):
+    zeros = bytes(3 * BLOCK_BYTES - 3)
+    for algorithm in (PLAIN, BLOCKS, SUMS):
         digests = {streamed(one, algorithm, []) for one in (data, swapped, changed, data[:-1])}
         assert len(digests) == 4
+        assert streamed(zeros, algorithm, []) != streamed(zeros[:-1], algorithm, [])
 
 
 def test_a_large_file_is_hashed_in_blocks_and_its_manifest_says_so(tmp_path, monkeypatch):
-    """Both sorts verify beside each other, and are read; a flipped bit is found in both."""
+    """All sorts verify beside each other, also one of before, and are read; a flipped bit is found in each."""
     monkeypatch.setattr(file_hash, "BLOCKS_FROM_BYTES", 3 * BLOCK_BYTES)
     large = {"weight": torch.arange(1_000_000.0), "step": 2}
-    small, blocks = save(tmp_path, 1), save(tmp_path, 2, state=large)
-    assert [one.manifest.hashed for one in (small, blocks)] == [PLAIN, BLOCKS]
-    assert blocks.manifest.sha256 == of_blocks(blocks.path.read_bytes())
+    small, sums = save(tmp_path, 1), save(tmp_path, 2, state=large)
+    assert [one.manifest.hashed for one in (small, sums)] == [PLAIN, SUMS]
+    assert sums.manifest.sha256 == of_sums(sums.path.read_bytes())
     text = (tmp_path / manifest_name(2)).read_text()
-    assert '"format": 2' in text, "what an older version refuses, rather than take it for damaged"
+    assert '"format": 3' in text, "what an older version refuses, rather than take it for damaged"
     assert '"format": 1' in (tmp_path / manifest_name(1)).read_text()
-    assert Manifest.from_json(text) == blocks.manifest
+    assert Manifest.from_json(text) == sums.manifest
     catalog = Catalog(tmp_path)
     assert [catalog.verify(one) for one in catalog.entries()] == [None, None]
-    for saved in (small, blocks):
+    older = replace(small.manifest, sha256=of_blocks(small.path.read_bytes()), hashed=BLOCKS)
+    (tmp_path / manifest_name(1)).write_text(older.to_json())
+    assert [catalog.verify(one) for one in catalog.entries()] == [None, None]
+    for saved in (small, sums):
         data = bytearray(saved.path.read_bytes())
         data[len(data) // 2] ^= 8
         saved.path.write_bytes(data)

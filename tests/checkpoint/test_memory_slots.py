@@ -15,7 +15,6 @@ from torch import nn
 
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.checkpoint.snapshot import HostMemory
-from ddp_runner.training.components.tensor_hash import tensor_hash
 
 from .states import facts_of
 
@@ -32,7 +31,7 @@ def files():
 
 
 def slots_on(files):
-    return MemorySlots(files, checksum=tensor_hash)
+    return MemorySlots(files)
 
 
 def keep(slots, memory, step, state):

@@ -20,7 +20,6 @@ from ddp_runner.checkpoint.writer import CopyWriter, NobodyWritesError, saved_of
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from ddp_runner.kernel.system.disk import RealDisk
 from ddp_runner.kernel.wire.messages import PACKET_BYTES_MAX, CopyWritten, WriteCopy, decode, encode
-from ddp_runner.training.components.tensor_hash import tensor_hash
 
 from .states import facts_of
 
@@ -41,7 +40,7 @@ class Place:
     folder: object
 
     def __post_init__(self):
-        self.slots = MemorySlots(self.files, checksum=tensor_hash)
+        self.slots = MemorySlots(self.files)
         self.memory = HostMemory(self.slots)
         self.store = CheckpointStore(self.folder, keep_last=2)
 
@@ -59,7 +58,7 @@ class Place:
         return saved_of(self.answer(order, disk), self.store)
 
     def answer(self, order, disk=None):
-        writer = CopyWriter(MemorySlots(self.files, checksum=tensor_hash), disk=disk or RealDisk())
+        writer = CopyWriter(MemorySlots(self.files), disk=disk or RealDisk())
         return writer.write(order)
 
     def loaded_step(self):

@@ -17,11 +17,11 @@ from torch.utils.data import Dataset, Subset, default_collate
 from ddp_runner.data.order import SampleOrder, share
 from ddp_runner.data.workers.count import (
     WorkersTotal,
-    cores_here,
     worker_count,
     worker_notes,
 )
 from ddp_runner.data.workers.memory_files import collate_batch
+from ddp_runner.kernel.system.threads import cores_here
 from tests.data.mapped import map_loader
 
 ORDER = SampleOrder(seed=11, dataset_size=50, global_batch_size=12)

@@ -118,9 +118,9 @@ def _stay_amid_copies():
         _come_to("half a header", header.step)
         return whole
 
-    def read_from(slot, checksum):
+    def read_from(slot):
         _come_to("reading", 0)
-        return read(slot, checksum)
+        return read(slot)
 
     MemorySlots.make_room, Snapshot.copy_steady = room_made, copied
     MemorySlots.lent = lent_to_writer

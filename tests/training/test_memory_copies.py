@@ -16,7 +16,6 @@ from ddp_runner.core.checkpoint_interval import CopyInterval
 from ddp_runner.kernel.step.durable import Keep, Trust
 from ddp_runner.kernel.wire.events import RepairedInPlace
 from ddp_runner.training import guard
-from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.saves.saving import Saving
 from ddp_runner.training.step import COPY_VOTE, agreed_save
 from ddp_runner.training.task_client import TaskSetup
@@ -38,7 +37,7 @@ def files():
 
 
 def slots_on(found):
-    return MemorySlots(found, checksum=tensor_hash)
+    return MemorySlots(found)
 
 
 class Runtime(SessionRuntime):

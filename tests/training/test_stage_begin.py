@@ -14,7 +14,6 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.run_stages import StageOfFile, StagePlace
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.runtime import RankInfo
-from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.starting.resume import load_start, restore_newest, take_up
 from ddp_runner.training.starting.stage_begin import OtherStageError
 from ddp_runner.training.workload import build_workload
@@ -236,7 +235,7 @@ def copied(settings, *, step):
         for parameter in state.model.parameters():
             parameter.fill_(7.0)
     found = [os.memfd_create(f"slot{number}") for number in (0, 1)]
-    slots = MemorySlots(found, checksum=tensor_hash)
+    slots = MemorySlots(found)
     slots.make_room([64])
     slots.seal(state.capture(), facts(settings, workload, step))
     return slots, tuple(f"/proc/{os.getpid()}/fd/{one}" for one in found)

@@ -142,7 +142,7 @@ def test_more_small_tensors_than_are_packed_together_are_hashed_in_several_packs
     state = {str(number): torch.full((2000,), float(number)) for number in range(600)}
     packs = list(module._packs(state, torch.float32))
     assert len(packs) > 1
-    assert max(pack.words.numel() for _, pack in packs) <= 2 * module._CHUNK
+    assert max(pack.words.numel() for _, pack in packs) <= 2 * module.WORDS_MAX
     assert state_hashes(state) == {name: tensor_hash(one) for name, one in state.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -35,13 +34,6 @@ def asked_workers(data: DataSettings, *, local_rank: int) -> WorkersAsked:
 def may_have_workers(data: DataSettings) -> bool:
     """Return True if any rank has a worker: a peer may then wait for it."""
     return bool(data.num_workers if data.workers_total is None else data.workers_total)
-
-
-def cores_here() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def worker_count(asked: WorkersAsked, *, local_world_size: int, cores: int) -> int:

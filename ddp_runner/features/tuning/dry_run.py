@@ -21,7 +21,7 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamPosition
-from ddp_runner.data.workers.count import asked_workers, cores_here, worker_count
+from ddp_runner.data.workers.count import asked_workers, worker_count
 from ddp_runner.features.tuning.dry_run_report import (
     MemoryFacts,
     ModuleFacts,
@@ -35,6 +35,7 @@ from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
 from ddp_runner.kernel.step.runtime import RankInfo
+from ddp_runner.kernel.system.threads import cores_here
 from ddp_runner.kernel.system.user_errors import traceback_text
 from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.observe.format import printable

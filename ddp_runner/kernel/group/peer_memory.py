@@ -9,7 +9,6 @@ import os
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -17,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_runner.kernel.system.threads import in_threads
+
 PARTS_MAX = 1024  # of one call: IOV_MAX of Linux
 READ_BYTES_MAX = 16 * 1024 * 1024  # of one call, which nothing can cut short
-# That read at once: all other ranks wait, and one core copies slower than memory is.
-THREADS_MAX = 4
 _WORD_BYTES = 16
 _PR_SET_PTRACER = 0x59616D61  # of linux/prctl.h
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -88,25 +87,7 @@ def read(shown: Shown, parts: Sequence[Part]) -> None:
 
     A word of it, read afterwards with :func:`can_read`, shows that it was still that process.
     """
-    calls = list(_calls(parts))
-    threads = min(THREADS_MAX, len(os.sched_getaffinity(0)), len(calls))
-    if threads > 1 and _read_by_threads(shown.pid, calls, threads):
-        return
-    for call in calls:
-        _read_whole(shown.pid, call)
-
-
-def _read_by_threads(pid: int, calls: Sequence[Sequence[Part]], count: int) -> bool:
-    """False where no more threads can be started, and not all was read. What a thread raises is raised."""
-    try:
-        with ThreadPoolExecutor(count, thread_name_prefix="read-memory") as pool:
-            for _ in pool.map(partial(_read_whole, pid), calls):
-                pass
-    except dist.DistNetworkError:
-        raise
-    except RuntimeError:
-        return False
-    return True
+    in_threads(partial(_read_whole, shown.pid), list(_calls(parts)), name="read-memory")
 
 
 def _calls(parts: Sequence[Part]) -> Iterator[list[Part]]:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 18  # of 8-byte words: 2 MB, which stays in the cache
-_MULTIPLIER = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
+from ddp_runner.kernel.values.word_sums import MULTIPLIER, WORDS_MAX, odd_numbers, sum_of
+
 PACKED_BYTES = 1 << 14  # tensors up to that are hashed many at once: one alone takes 20 us
 _PACKED_TYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
@@ -25,11 +25,7 @@ _PACKED_COUNTS = {dtype: PACKED_BYTES // dtype.itemsize for dtype in _PACKED_TYP
 def tensor_hash(tensor: Tensor) -> str:
     """16 hex digits over the bytes of ``tensor``; a changed, moved or swapped bit changes them.
 
-    Modulo 2**64, a sum of 8-byte words times odd numbers without a pattern, one for each position;
-    the sums of the chunks are added with odd multipliers too. A single changed word changes the sum,
-    since odd numbers are invertible there. A product keeps only the low bits of what is multiplied
-    with a high one (of bit 63, a sign, one bit: two would cancel): each word's upper half is folded
-    into its lower one first, so that of every bit at least 32 count. One core takes 2 to 6 GB/s. For
+    The sums of its chunks (:mod:`word_sums`) are added with odd multipliers. One core takes 2 to 6 GB/s. For
     any thread.
     """
     chunks, device = _chunks(tensor.detach()), tensor.device
@@ -38,7 +34,7 @@ def tensor_hash(tensor: Tensor) -> str:
     total, multiplier = 0, 1
     for chunk_sum in _sums_on_host(chunks):
         total += multiplier * chunk_sum
-        multiplier = multiplier * _MULTIPLIER % 2**64
+        multiplier = multiplier * MULTIPLIER % 2**64
     return _as_text(total)
 
 
@@ -49,14 +45,7 @@ def _as_text(total: int) -> str:
 def _sums_on_host(chunks: Iterable[Tensor]) -> Iterator[int]:
     # numpy and not torch: a thread that hashes beside training would start a second set of torch's
     # compute threads for itself.
-    odd = _odd_numbers(torch.device("cpu")).numpy()
-    folded = np.empty(_CHUNK, dtype=np.int64)
-    for chunk in chunks:
-        words = chunk.numpy()
-        mixed = folded[: words.size]
-        np.right_shift(words, 32, out=mixed)
-        np.bitwise_xor(mixed, words, out=mixed)
-        yield int(np.dot(mixed, odd[: words.size]))
+    return (sum_of(chunk.numpy()) for chunk in chunks)
 
 
 def _total_on_device(chunks: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -66,7 +55,7 @@ def _total_on_device(chunks: Iterable[Tensor], device: torch.device) -> Tensor:
     powers, multiplier = [], 1
     for _ in sums:
         powers.append(_signed(multiplier))
-        multiplier = multiplier * _MULTIPLIER % 2**64
+        multiplier = multiplier * MULTIPLIER % 2**64
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=device)
     return (torch.stack(sums) * torch.tensor(powers, device=device)).sum()
@@ -74,14 +63,7 @@ def _total_on_device(chunks: Iterable[Tensor], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _odd_numbers(device: torch.device) -> Tensor:
-    """The same everywhere, and far from equal distances, at which changes would cancel.
-
-    Two rounds of the mixing of splitmix64 (Steele et al., 2014), with shifts that keep the sign.
-    """
-    numbers = torch.arange(1, _CHUNK + 1, device=device) * _signed(_MULTIPLIER)
-    for factor, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
-        numbers = (numbers ^ (numbers >> shift)) * _signed(factor)
-    return (numbers ^ (numbers >> 31)) | 1
+    return torch.tensor(odd_numbers(), device=device)
 
 
 def _signed(number: int) -> int:
@@ -98,8 +80,8 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     # A view needs aligned storage, which the start of a slice may not have.
     aligned = flat if flat.storage_offset() % 8 == 0 else flat.clone()
     words = aligned[: flat.numel() - rest].view(torch.int64)
-    for start in range(0, words.numel(), _CHUNK):
-        yield words[start : start + _CHUNK]
+    for start in range(0, words.numel(), WORDS_MAX):
+        yield words[start : start + WORDS_MAX]
     if rest:
         yield torch.nn.functional.pad(flat[-rest:], (0, 8 - rest)).view(torch.int64)
 
@@ -192,12 +174,12 @@ class _Pack(NamedTuple):
 
     def _factors(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the factor of each word: the odd number of its place in its tensor."""
-        odd, starts = _odd_numbers(torch.device("cpu")).numpy(), self._starts()
+        odd, starts = odd_numbers(), self._starts()
         places = np.arange(self.words.numel()) - np.repeat(starts, self.lengths)
         factors: np.ndarray[Any, np.dtype[np.int64]] = odd[places]
         # What is left over at the end is a chunk of its own.
         last = (starts + self.lengths - 1)[self.ragged]
-        factors[last] = _signed(int(odd[0]) * _MULTIPLIER % 2**64)
+        factors[last] = _signed(int(odd[0]) * MULTIPLIER % 2**64)
         return factors
 
 
@@ -209,7 +191,9 @@ def _packs(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[
     ragged = (counts % per_word > 0) & (lengths > 1)
     names, parts = list(tensors), list(tensors.values())
     fill = [parts[0].new_zeros(count) for count in range(per_word)]
-    together = np.cumsum(lengths) // _CHUNK  # the pack that each is in, and so at most twice that
+    together = (
+        np.cumsum(lengths) // WORDS_MAX
+    )  # the pack that each is in, and so at most twice that
     bounds = [0, *(np.flatnonzero(np.diff(together)) + 1).tolist(), len(parts)]
     for begin, end in itertools.pairwise(bounds):
         with torch.no_grad():

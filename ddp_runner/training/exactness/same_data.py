@@ -21,7 +21,7 @@ from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import Loader
 from ddp_runner.data.loader_faults import LoaderKills
 from ddp_runner.data.stream import StreamOrder
-from ddp_runner.data.workers.count import asked_workers, cores_here, worker_count
+from ddp_runner.data.workers.count import asked_workers, worker_count
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
@@ -29,6 +29,7 @@ from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.processes.kernel_kills import KernelKills
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.system.threads import cores_here
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.training.state import TrainState

@@ -29,7 +29,6 @@ from ddp_runner.data.source import SEVERAL, Cut, Source
 from ddp_runner.data.stream import StreamOrder, StreamPosition, StreamSource
 from ddp_runner.data.workers.count import (
     asked_workers,
-    cores_here,
     may_have_workers,
     worker_count,
 )
@@ -42,6 +41,7 @@ from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.hang_detection import longest_phase_s
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.runtime import Runtime
+from ddp_runner.kernel.system.threads import cores_here
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RepairedInPlace, TuningChanged
 from ddp_runner.kernel.wire.messages import LoaderWorkers

@@ -22,7 +22,6 @@ from ddp_runner.checkpoint.writer import NobodyWritesError, saved_of
 from ddp_runner.kernel.step.runtime import RankInfo, Runtime
 from ddp_runner.kernel.wire.messages import WriteCopy
 from ddp_runner.memory.manager import MemoryManager
-from ddp_runner.training.components.tensor_hash import tensor_hash
 
 COPIES_HELD = 2  # in the supervisor's memory: the one in hand, and a whole one
 ROOM_SHARE_MAX = 0.5  # of the memory that is left, for copies of the state
@@ -34,7 +33,7 @@ def open_slots(info: RankInfo) -> MemorySlots | None:
         descriptors = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in info.memory_slots]
     except OSError:  # it has just ended, and so does this rank
         return None
-    return MemorySlots(descriptors, checksum=tensor_hash) if descriptors else None
+    return MemorySlots(descriptors) if descriptors else None
 
 
 class SaveRoom:

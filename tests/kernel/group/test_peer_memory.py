@@ -11,6 +11,7 @@ from ddp_runner.kernel.group import peer_memory
 from ddp_runner.kernel.group.peer_memory import Part, Shown, can_read, read, showing
 from ddp_runner.kernel.rules.classify import classify_error
 from ddp_runner.kernel.rules.faults import FaultKind
+from ddp_runner.kernel.system import threads
 
 
 def test_more_parts_than_one_call_takes_are_read():
@@ -34,7 +35,7 @@ def test_where_no_thread_can_be_started_one_reads_all(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(peer_memory, "READ_BYTES_MAX", 1000)
-    monkeypatch.setattr(peer_memory.ThreadPoolExecutor, "_adjust_thread_count", refuse)
+    monkeypatch.setattr(threads.ThreadPoolExecutor, "_adjust_thread_count", refuse)
     source = torch.randint(0, 256, (5000,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     with showing([source]) as shown:
