@@ -158,7 +158,7 @@ def reads_checkpoint(plan: GiveUp | ReplaceRanks) -> bool:
 
 def _is_back(culprit: Fault) -> str:
     """A node that comes again may bring its ranks along as they were."""
-    return "back" if culprit.kind is FaultKind.NODE_LOST else "respawned"
+    return "back" if culprit.kind is FaultKind.NODE_LOST else "replaced"
 
 
 def outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
