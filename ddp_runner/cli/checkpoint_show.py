@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,10 @@ def chosen(catalog: Catalog, which: str) -> Entry:
         try:
             resolved = catalog.resolve("last" if which == "auto" else which)
         except BadInputError as error:  # which is about --resume
-            raise BadInputError(which, "", error.expected) from error
+            why = error.expected.partition(";")[0]
+            near = difflib.get_close_matches(which, ("last", "best"), n=1)
+            hint = f"did you mean {near[0]}?" if near else "must be last, best, a step or a path"
+            raise BadInputError(which, "", f"{why}; {hint}") from error
         found = [entry for entry in resolved if entry.problem is None] or resolved
         what = f"{catalog.directory} holds no checkpoint"
     if not found:
@@ -114,7 +118,9 @@ def lines_of(record: Mapping[str, object]) -> Iterator[str]:
         yield _line("verified", f"BAD: {problem}" if problem else "by its archive; no manifest")
         return
     of_stage = f" of stage {record['stage']}" if "stage" in record else ""
-    what = [f"{count(_whole(record['step']))} of epoch {record['epoch']}{of_stage}"]
+    epochs = _whole(record["epoch"])
+    what = [f"{count(_whole(record['step']))}{of_stage}"]
+    what.append(f"{count(epochs)} complete epoch{'' if epochs == 1 else 's'}")
     what.append(f"{count(_whole(record['samples']))} samples")
     if isinstance(tokens := record.get("tokens"), (int, float)):
         what.append(f"{tokens:,.0f} tokens")

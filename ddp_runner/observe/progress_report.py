@@ -81,7 +81,7 @@ def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]
         ("faults", _faults_total(summary)),
         *(("", line) for line in _fault_lines(summary)),
         *_machines_row(summary),
-        ("exact", _exact(summary)),
+        ("exact", exact_text(summary)),
         ("weights", "-" if summary.weights_sha256 is None else summary.weights_sha256[:12]),
         ("checkpoint", summary.checkpoint or "none"),
         ("logs", log_dir),
@@ -201,9 +201,12 @@ def fault_sentence(fault: FaultRecord) -> str:
     return f"step {fmt.count(fault.step)}: {what}, {repair}{again}{before}"
 
 
-def _exact(summary: RunSummary) -> str:
+def exact_text(summary: RunSummary) -> str:
+    """Return whether the weights are those of a run without faults, and the proof or the reasons."""
     if not summary.exact:
         return f"no: {'; '.join(summary.inexact_reasons) or 'reason unknown'}"
+    if not summary.steps:
+        return "- (no step was made)"
     proof, said = summary.exact_proof, []
     if proof.repeated:
         said.append(

@@ -30,7 +30,7 @@ from ddp_runner.kernel.rules.lifecycle import RunState
 from ddp_runner.kernel.system.run_files import from_json, read_lines, read_small, replace_file
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.history.run_history import RunHistory
-from ddp_runner.observe.progress_report import fault_sentence
+from ddp_runner.observe.progress_report import exact_text, fault_sentence
 from ddp_runner.observe.summary import FaultRecord, RunSummary, other_report, read_summary
 from ddp_runner.start import COMMAND
 from ddp_runner.version import VERSION
@@ -168,7 +168,7 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
         ("own time", _own_times(summary)),
         ("memory", _memory(summary)),
         *_gpu_rows(summary),
-        ("exact", _exact(summary)),
+        ("exact", exact_text(summary)),
         ("weights", (summary.weights_sha256 or "-")[:12]),
         ("checkpoint", summary.checkpoint or "-"),
         ("faults", str(len(summary.faults) + summary.faults_left_out)),
@@ -202,17 +202,6 @@ def _own_times(summary: RunSummary) -> str:
     return "; ".join([", ".join(parts) + " a step outside collectives", *slow]) if parts else "-"
 
 
-def _exact(summary: RunSummary) -> str:
-    if not summary.exact:
-        return "no: " + "; ".join(summary.inexact_reasons)
-    proof = summary.exact_proof
-    repeated = [f"{count(proof.repeated)} steps repeated"] if proof.repeated else []
-    steps = ", ".join(map(count, proof.drilled))
-    drilled = [f"drilled at step {steps}"] if proof.drilled else []
-    repairs = [f"repairs proved: {proof.repairs_proved}"] if proof.repairs_proved else []
-    return ", ".join(["yes", *repeated, *drilled, *repairs])
-
-
 def _memory(summary: RunSummary) -> str:
     peaks = (("host", summary.peak_rss_bytes), ("device", summary.peak_device_bytes))
     shown = [f"{name} {byte_size(size)}" for name, size in peaks if size]
@@ -229,7 +218,7 @@ def _gpu_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "", f"and {len(gpus) - _GPUS_SHOWN_MAX} more in summary.json"
     for epoch in summary.gpu_epochs[-_EPOCHS_SHOWN_MAX:]:
         if use := gpu_use(list(epoch["gpus"].values())):
-            yield f"GPUs, epoch {epoch['epoch']}", use
+            yield f"GPUs, epoch {epoch['epoch'] + 1}", use
 
 
 def _fault_line(fault: FaultRecord) -> str:
