@@ -35,7 +35,7 @@ from ddp_runner.training.local_state.in_place import (
 APART_BYTES = 1 << 16  # from this size on, an array is not copied into the pickle
 _DEPTH_MAX = 6  # of the attribute path that an error names
 _INNER_MAX = 10_000
-_ORDER_S = 1.0  # for reading the order of sets: about a million values
+_ORDER_S = 3.0  # of CPU time, for reading the order of sets: about five million values
 _LINE = 64  # numbers after which memory is aligned alike, of whichever type
 # Functions and classes that pickles of plain values and arrays name.
 _SAFE = {
@@ -150,7 +150,7 @@ class KeptLocally:
         after |= {tuple(one) for one in self.objects.values() if isinstance(one, set)}
         if now == pickled or all(len(order) < 2 for order in after):
             return False
-        reader = _SetOrders(pickled, self.objects, until_s=time.monotonic() + _ORDER_S)
+        reader = _SetOrders(pickled, self.objects, until_s=time.thread_time() + _ORDER_S)
         try:
             before = reader.read()
         except TimeoutError:
@@ -398,7 +398,7 @@ class _Named:
 class _SetOrders(_Named, pickle._Unpickler):  # noqa: SLF001 - the one whose steps can be replaced
     """Reads a pickle that was loaded before, for the order of the items of each of its sets. Takes long for a large one.
 
-    ``until_s``: of time.monotonic(); reading raises TimeoutError once it is past.
+    ``until_s``: of time.thread_time(); reading raises TimeoutError once it is past.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
@@ -434,7 +434,7 @@ class _SetOrders(_Named, pickle._Unpickler):  # noqa: SLF001 - the one whose ste
         self.append(frozenset(items))
 
     def _look_at_clock(self: Any) -> None:
-        if time.monotonic() > self._until_s:
+        if time.thread_time() > self._until_s:
             raise TimeoutError
         self.load_frame()
 
