@@ -140,6 +140,8 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["checkpoints", "-c", "no"], ["--checkpoint-dir=no: no such folder"]),
         (["checkpoints", "-c", "file"], ["--checkpoint-dir=file: is a file; give a folder"]),
         (["report", "-l", "no"], ["--log-dir=no: no such folder"]),
+        (["report", "-l", "file"], ["--log-dir=file: is a file; give a folder"]),
+        (["evaluate"], ["--checkpoint-dir=checkpoints: no such folder: no run has saved here;"]),
         (["report", "-l", "."], ["--log-dir=.: holds no run: no summary.json"]),
         (
             ["train", "recovery.warm_spare=2"],

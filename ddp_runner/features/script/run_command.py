@@ -459,8 +459,9 @@ def _resume_with(text: str) -> ResumeWith:
 
 def _check_file(path: str) -> None:
     if not Path(path).is_file():
+        why = "is a folder" if Path(path).is_dir() else "no such file"
         raise BadInputError(
-            "run", path, "no such file; what comes before the script are options and KEY=VALUE"
+            "run", path, f"{why}; what comes before the script are options and KEY=VALUE"
         )
     try:
         compile(Path(path).read_bytes(), path, "exec")
