@@ -33,7 +33,7 @@ def fault(kind, rank, *, at_s=0.0):
     )
 
 
-def plan(account, *faults, at_s, action="replaced"):
+def plan(account, *faults, at_s, action="respawned"):
     made = Incident(
         attribution=attribute(faults), at_s=100.0 + at_s, committed_step=7, ever_formed=True
     )
@@ -67,7 +67,7 @@ def test_an_injection_belongs_to_the_culprit_not_to_its_victim(account):
     plan(account, lost, gone, at_s=2.0)
     (record,) = summary(account).faults
     assert brought_about(record) == [("exit", 0, 1.0)]
-    assert (record.rank, record.phase, record.action) == (0, "reduce", "replaced")
+    assert (record.rank, record.phase, record.action) == (0, "reduce", "respawned")
 
 
 def test_each_injection_belongs_to_one_fault(account):

@@ -212,10 +212,12 @@ def fault(kind, rank, detected_s, recovered_s, *injected, **changes):
 def test_a_row_has_what_was_done_and_when_it_was_noticed():
     """From the injection to the first sign, and from there until the ranks trained again."""
     (row,) = read_repairs(
-        summary(faults=[fault("rank_exited", 0, 2.0, 6.0, blow("exit", 0, 1.0), action="replaced")])
+        summary(
+            faults=[fault("rank_exited", 0, 2.0, 6.0, blow("exit", 0, 1.0), action="respawned")]
+        )
     )
     assert (row.injected, row.rank, row.step, row.phase) == (InjectKind.EXIT, 0, 7, "backward")
-    assert (row.noticed_by, row.done) == ("process ended", "replaced")
+    assert (row.noticed_by, row.done) == ("process ended", "respawned")
     assert (row.noticed_s, row.repaired_s, row.steps_lost) == (1.0, 4.0, 1)
 
 
