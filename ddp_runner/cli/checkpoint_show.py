@@ -10,7 +10,7 @@ from ddp_runner import config
 from ddp_runner.checkpoint.manifest import best_of, stage_name
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import HIDDEN, holds_secret
-from ddp_runner.observe.format import byte_size, count
+from ddp_runner.observe.format import byte_size, count, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,10 +118,9 @@ def lines_of(record: Mapping[str, object]) -> Iterator[str]:
         yield _line("verified", f"BAD: {problem}" if problem else "by its archive; no manifest")
         return
     of_stage = f" of stage {record['stage']}" if "stage" in record else ""
-    epochs = _whole(record["epoch"])
     what = [f"{count(_whole(record['step']))}{of_stage}"]
-    what.append(f"{count(epochs)} complete epoch{'' if epochs == 1 else 's'}")
-    what.append(f"{count(_whole(record['samples']))} samples")
+    what.append(counted(_whole(record["epoch"]), "complete epoch"))
+    what.append(counted(_whole(record["samples"]), "sample"))
     if isinstance(tokens := record.get("tokens"), (int, float)):
         what.append(f"{tokens:,.0f} tokens")
     yield _line("step", ", ".join(what) + (", the best" if record["best"] else ""))

@@ -28,7 +28,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.lifecycle import RunState
 from ddp_runner.kernel.system.run_files import from_json, read_lines, read_small, replace_file
-from ddp_runner.observe.format import byte_size, count, duration, percent
+from ddp_runner.observe.format import byte_size, counted, duration, percent
 from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import exact_text, fault_sentence
 from ddp_runner.observe.summary import FaultRecord, RunSummary, other_report, read_summary
@@ -183,8 +183,8 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
 
 def _trained(summary: RunSummary) -> str:
     return (
-        f"{count(summary.steps)} steps, {summary.epochs} epochs, {count(summary.samples)} samples "
-        f"on {summary.world_size} ranks"
+        f"{counted(summary.steps, 'step')}, {counted(summary.epochs, 'epoch')}, "
+        f"{counted(summary.samples, 'sample')} on {counted(summary.world_size, 'rank')}"
     )
 
 
