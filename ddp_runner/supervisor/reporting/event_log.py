@@ -10,7 +10,6 @@ from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import fault_line
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.messages import Ready
-from ddp_runner.observe.format import counted
 from ddp_runner.supervisor.reporting.outputs import Outputs
 
 
@@ -62,7 +61,8 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.Repaired():
             lost, again = event.steps_lost, ""
             if lost:
-                again = f", {counted(lost, 'step')} done again from step {event.step:,}"
+                count = "1 step" if lost == 1 else f"{lost:,} steps"
+                again = f", {count} done again from step {event.step:,}"
             words = f"{fault_line(event.culprit)} -> {event.outcome}{again or ', no step lost'}"
             yield f"{words} ({event.seconds:.2f} s)", "INFO"
         case events.CopyTaken(step=step):
