@@ -8,6 +8,7 @@
 # DDP_RUNNER_PYTHON names the interpreter to use; ddp_runner/cli/python_environment.py documents the order.
 set -euo pipefail
 trap 'printf "ddp_runner: interrupted\n" >&2; exit 130' INT
+trap '' USR2 # asks a run for a checkpoint, and there is none yet
 # Without a PATH (env -i) the shell makes one up, which nobody else sees and which may end with the
 # working directory.
 if [[ $(declare -p PATH 2>/dev/null) != 'declare -x'* ]]; then
@@ -53,6 +54,12 @@ first_python() {
     done
     fail 'no Python 3.10 or newer found; install one or set DDP_RUNNER_PYTHON'
 }
+
+# As it was typed, for the messages that name a command to run.
+typed=${BASH_SOURCE[0]}
+[[ $typed == */* ]] || typed=./$typed
+printf -v DDP_RUNNER_COMMAND %q "$typed"
+export DDP_RUNNER_COMMAND
 
 script=$(readlink -f -- "${BASH_SOURCE[0]}")
 repository=$(dirname -- "$script")

@@ -34,7 +34,10 @@ _INTERRUPTED = 130
 # How a person starts us: what stands beside the package in a checkout is not installed with it.
 _SCRIPT = "launch_training.sh"
 IS_CHECKOUT = os.path.isfile(os.path.join(PACKAGE_PARENT, _SCRIPT))  # noqa: PTH113, PTH118
-COMMAND = f"./{_SCRIPT}" if IS_CHECKOUT else "ddp-runner"
+_INSTALLED = "ddp-runner"
+_USUAL = f"./{_SCRIPT}" if IS_CHECKOUT else _INSTALLED
+# As it was typed, for a shell: set by launch_training.sh, or by the process that began otherwise.
+_COMMAND_VARIABLE = "DDP_RUNNER_COMMAND"
 
 
 def clean_search_path() -> None:
@@ -80,6 +83,26 @@ def _is_ours(words: list[str]) -> bool:
     return False
 
 
+def _typed() -> str:
+    """Return the command as a person has typed it; the usual one where a program has started this process."""
+    program, words = (sys.argv or [""])[0], sys.orig_argv
+    if program in ("-m", os.path.join(_PACKAGE, "__main__.py")) and _is_ours(words):  # noqa: PTH118
+        at = next(at for at, word in enumerate(words) if word.partition(".")[0] == "ddp_runner")
+        typed = words[: at + 1]
+    elif os.path.basename(program) == _INSTALLED:  # noqa: PTH119
+        is_found_by_name = os.path.dirname(program) in os.environ.get("PATH", "").split(os.pathsep)  # noqa: PTH120
+        typed = [_INSTALLED if is_found_by_name else program]
+    else:
+        return os.environ.get(_COMMAND_VARIABLE) or _USUAL
+    from shlex import join  # noqa: PLC0415 - only one process of a run needs it
+
+    os.environ[_COMMAND_VARIABLE] = join(typed)  # for the processes that this one starts
+    return join(typed)
+
+
+COMMAND = _typed()  # the first words of each command line that a message proposes
+
+
 def _working_directory() -> str:
     try:
         return os.getcwd()  # noqa: PTH109
@@ -111,6 +134,12 @@ def read_names_as_utf8() -> None:
         os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - ourselves
 
 
+def ignore_save_requests() -> None:
+    """Let SIGUSR2, which asks a run for a checkpoint, do nothing until there is a run."""
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
 def _answer_interrupts() -> None:
     """One line for a Ctrl-C that comes while modules are imported, in place of a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -131,6 +160,7 @@ def interrupts_raise() -> None:
 
 
 def _main() -> int:
+    ignore_save_requests()
     open_standard_streams()
     _answer_interrupts()
     clean_search_path()

@@ -663,3 +663,49 @@ def test_versions_are_compared_as_packaging_does():
         wanted = specifiers.SpecifierSet(one, prereleases=True)
         for version in VERSIONS:
             assert environment.satisfies(version, one) == wanted.contains(version), (version, one)
+
+
+SAYS_COMMAND = """
+import subprocess, sys
+from ddp_runner import start
+
+def main(words):
+    print(start.COMMAND, flush=True)
+    if words == ["twice"]:
+        subprocess.run([sys.executable, start.__file__, "ddp_runner.__main__"])
+    return 0
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+"""
+
+
+def test_messages_name_the_command_as_it_was_typed(checkout, tmp_path):
+    """By a path, by bash, as a module, or as the installed command; the processes of a run know it too."""
+    root, python, path = checkout.root, sys.executable, os.environ["PATH"]
+    (root / "ddp_runner" / "__main__.py").write_text(SAYS_COMMAND)
+    installed = tmp_path / "bin" / "ddp-runner"
+    installed.parent.mkdir()
+    installed.write_text("from ddp_runner import start\nprint(start.COMMAND)\n")
+    by_path = str(root / "launch_training.sh")
+    for words, on_path, said in (
+        ([by_path], path, by_path.replace(" ", "\\ ")),
+        (["./launch_training.sh", "--help"], path, "./launch_training.sh"),
+        (["bash", "launch_training.sh"], path, "./launch_training.sh"),
+        ([python, "-um", "ddp_runner", "twice"], path, f"{python} -um ddp_runner"),
+        ([python, str(installed)], path, str(installed)),
+        ([python, str(installed)], f"{installed.parent}:{path}", "ddp-runner"),
+        ([python, "ddp_runner/start.py", "ddp_runner.__main__"], path, "./launch_training.sh"),
+    ):
+        found = {"DDP_RUNNER_PYTHON": python, "PYTHONPATH": str(root), "PATH": on_path}
+        done = subprocess.run(
+            words,
+            cwd=root,
+            env={**os.environ, **found},
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+        times = 2 if "twice" in words else 1
+        assert (done.stdout, done.stderr) == (f"{said}\n" * times, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from ddp_runner import config
 from ddp_runner.checkpoint.manifest import best_of, stage_name
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import HIDDEN, holds_secret
-from ddp_runner.observe.format import byte_size, count
+from ddp_runner.observe.format import byte_size, count, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,7 +36,10 @@ def chosen(catalog: Catalog, which: str) -> Entry:
         try:
             resolved = catalog.resolve("last" if which == "auto" else which)
         except BadInputError as error:  # which is about --resume
-            raise BadInputError(which, "", error.expected) from error
+            why = error.expected.partition(";")[0]
+            near = difflib.get_close_matches(which, ("last", "best"), n=1)
+            hint = f"did you mean {near[0]}?" if near else "must be last, best, a step or a path"
+            raise BadInputError(which, "", f"{why}; {hint}") from error
         found = [entry for entry in resolved if entry.problem is None] or resolved
         what = f"{catalog.directory} holds no checkpoint"
     if not found:
@@ -120,8 +124,9 @@ def lines_of(record: Mapping[str, object]) -> Iterator[str]:
         yield _line("verified", f"BAD: {problem}" if problem else "by its archive; no manifest")
         return
     of_stage = f" of stage {record['stage']}" if "stage" in record else ""
-    what = [f"{count(_whole(record['step']))} of epoch {record['epoch']}{of_stage}"]
-    what.append(f"{count(_whole(record['samples']))} samples")
+    what = [f"{count(_whole(record['step']))}{of_stage}"]
+    what.append(counted(_whole(record["epoch"]), "complete epoch"))
+    what.append(counted(_whole(record["samples"]), "sample"))
     if isinstance(tokens := record.get("tokens"), (int, float)):
         what.append(f"{tokens:,.0f} tokens")
     yield _line("step", ", ".join(what) + (", the best" if record["best"] else ""))

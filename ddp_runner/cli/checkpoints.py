@@ -154,7 +154,7 @@ def _line(entry: Entry, *, reason: str | None, is_best: bool, verified: bool) ->
         name = manifest.monitor or "loss"  # of files that do not say
         monitored = "" if manifest.monitored is None else f"{name} {manifest.monitored:.4f}"
         cells += [
-            f"epoch {manifest.epoch:>3}",
+            f"{manifest.epoch:>3} epoch{' ' if manifest.epoch == 1 else 's'}",
             *([f"{stage:<{_STAGE_WIDTH}}"] if (stage := stage_name(manifest)) else []),
             f"{byte_size(manifest.size_bytes):>8}",
             f"{monitored:<11}",

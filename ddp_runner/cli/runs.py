@@ -40,7 +40,7 @@ def log_dir_of(arguments: Arguments) -> Path:
     if asked is not None:
         folder = Path(asked).expanduser()
         if not folder.is_dir():
-            raise BadInputError("--log-dir", asked, "no such folder")
+            raise BadInputError("--log-dir", asked, _no_folder(folder))
         return folder if _holds_a_run(folder) else latest_logs(folder) or folder
     if (name := _asked_name(arguments)) is not None:
         return _folder_of(name, Path(LOGS, name))
@@ -57,8 +57,7 @@ def checkpoint_dir_of(arguments: Arguments) -> Path:
     if asked is not None:
         folder = Path(asked).expanduser()
         if not folder.is_dir():
-            what = "is a file; give a folder" if folder.exists() else "no such folder"
-            raise BadInputError("--checkpoint-dir", asked, what)
+            raise BadInputError("--checkpoint-dir", asked, _no_folder(folder))
         return folder
     if (name := _asked_name(arguments)) is not None:
         return _folder_of(name, Path(CHECKPOINTS, name))
@@ -68,11 +67,15 @@ def checkpoint_dir_of(arguments: Arguments) -> Path:
     else:
         folder = _recorded(newest) or Path(CHECKPOINTS, newest.name)
     if not folder.is_dir():
-        where = "; give the one that the run saves to"
+        where = ": no run has saved here; give the folder of a run"
         if newest is None and (logs := _newest_followed()) is not None:
             where = elsewhere(logs, is_of_checkpoints=True)
         raise BadInputError("--checkpoint-dir", folder, f"no such folder{where}")
     return folder
+
+
+def _no_folder(path: Path) -> str:
+    return "is a file; give a folder" if path.exists() else "no such folder"
 
 
 def elsewhere(logs: Path, *, is_of_checkpoints: bool = False) -> str:

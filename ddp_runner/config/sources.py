@@ -29,6 +29,7 @@ _RESOLVED_OTHERWISE = frozenset(
 RESERVED_VARIABLES = frozenset(
     {
         "DDP_RUNNER_PYTHON",
+        "DDP_RUNNER_COMMAND",
         "DDP_RUNNER_LAUNCHED",
         "DDP_RUNNER_FOLDERS",
         "DDP_RUNNER_PLAIN_RANK",

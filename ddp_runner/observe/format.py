@@ -61,6 +61,11 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``1,234 steps``."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def rate(per_second: float) -> str:
     """Things per second without the unit, at most 8 columns: ``3.21``, ``45.6``, ``1,234``."""
     if not math.isfinite(per_second):

@@ -92,7 +92,7 @@ def summary_rows(summary: RunSummary, *, faults_max: int) -> list[tuple[str, str
         ("faults", _faults_total(summary)),
         *(("", line) for line in _fault_lines(summary, faults_max)),
         *_machines_row(summary),
-        ("exact", _exact(summary)),
+        ("exact", exact_text(summary)),
         ("weights", "-" if summary.weights_sha256 is None else summary.weights_sha256[:12]),
         ("checkpoint", summary.checkpoint or "none"),
     ]
@@ -129,8 +129,8 @@ def headline(summary: RunSummary) -> str:
 
 
 def _steps(summary: RunSummary) -> str:
-    ranks = f"{summary.world_size} rank{'' if summary.world_size == 1 else 's'}"
-    return f"{fmt.count(summary.steps)} steps, {fmt.count(summary.samples)} samples, {ranks}"
+    done = ((summary.steps, "step"), (summary.samples, "sample"), (summary.world_size, "rank"))
+    return ", ".join(fmt.counted(*one) for one in done)
 
 
 def _time_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
@@ -157,7 +157,7 @@ def _faults_total(summary: RunSummary) -> str:
         return "none"
     repairs_s = [f.recovered_s - f.detected_s for f in faults if f.recovered_s is not None]
     lost = sum(fault.steps_lost for fault in faults)
-    steps = f"{fmt.count(lost)} step{'' if lost == 1 else 's'} done again"
+    steps = f"{fmt.counted(lost, 'step')} done again"
     if not repairs_s:
         return f"{len(faults)}, none repaired"
     repaired = f"{len(repairs_s) + left_out} repaired in {fmt.duration(sum(repairs_s))}"
@@ -195,14 +195,17 @@ def fault_sentence(fault: FaultRecord) -> str:
         repair = f"repaired in {fmt.duration(fault.recovered_s - fault.detected_s)}"
     again = ", all ranks were dead" if fault.all_ranks_dead else ""
     if fault.steps_lost:
-        again += f", {fmt.count(fault.steps_lost)} step{'' if fault.steps_lost == 1 else 's'} again"
+        again += f", {fmt.counted(fault.steps_lost, 'step')} again"
     before = ", before the coordinator was lost" if fault.launches_ago else ""
     return f"step {fmt.count(fault.step)}: {what}, {repair}{again}{before}"
 
 
-def _exact(summary: RunSummary) -> str:
+def exact_text(summary: RunSummary) -> str:
+    """Return whether the weights are those of a run without faults, and the proof or the reasons."""
     if not summary.exact:
         return f"no: {'; '.join(summary.inexact_reasons) or 'reason unknown'}"
+    if not summary.steps:
+        return "- (no step was made)"
     proof, said = summary.exact_proof, []
     if proof.repeated:
         said.append(

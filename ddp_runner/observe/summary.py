@@ -319,6 +319,7 @@ class RunFindings:
     proved: dict[str, set[int]] = field(default_factory=dict)
     repairs_proved: str = ""
     differences: list[Difference] = field(default_factory=list)  # of failed drills, the first ones
+    is_stopped: bool = False  # somebody has asked for it
 
     @property
     def stage(self) -> str:
@@ -341,6 +342,8 @@ class RunFindings:
                 self.stages.append(StageRecord(name=stage, first_step=first_step))
             case events.StageEnds(step=step, loss=loss) if self.stages:
                 self.stages[-1] = replace(self.stages[-1], last_step=step, loss=loss)
+            case events.StopAsked():
+                self.is_stopped = True
             case events.Straggler(rank=rank, factor=factor):
                 self.stragglers[rank] = factor
             case events.Proved(what=what, step=step):

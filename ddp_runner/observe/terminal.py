@@ -197,17 +197,18 @@ def marked(text: str, level: str) -> str:
     return f"{level}: {text}" if level in ("WARNING", "ERROR") and text[:2] != "  " else text
 
 
-def fitted(text: str, level: str, columns: int | None) -> list[str]:
+def fitted(text: str, level: str, columns: int | None, *, labels: int = 0) -> list[str]:
     """Return the lines of ``text`` for a terminal of ``columns``, broken between words; None, or raw output, leaves it whole.
 
-    The rest of a line stands below its text: below the value where there is a label.
+    The rest of a line stands below its text: below the value where there is a label. ``labels``: columns before the value.
     """
     line = marked(text, level)
     if columns is None or level == "RAW" or len(line) < columns:
         return [line]
     room = max(_FITTED_COLUMNS_MIN, columns - 1)
     found = _BEFORE_TEXT.match(line)
-    indent = "  " if found is None else " " * min(found.end(), room // 2)
+    before = labels or (2 if found is None else found.end())
+    indent = " " * min(before, room // 2)
     return wrap(
         line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ) or [line]

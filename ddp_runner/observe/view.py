@@ -135,6 +135,13 @@ class RunView:
     stage: str = ""  # the one that is trained, of so many; empty and 0 without stages
     stages: int = 0
     spare: Mapping[str, object] = field(default_factory=dict)  # that waits: its kind, what it holds
+    is_stopped: bool = False  # somebody has asked it to stop
+
+    @property
+    def shown_state(self) -> str:
+        """The state in words: a run that was stopped before its end is not done."""
+        was_cut = self.is_stopped and self.step < self.max_steps
+        return "stopped" if was_cut and self.state == "done" else self.state
 
 
 def status_record(view: RunView) -> dict[str, object]:
@@ -144,6 +151,7 @@ def status_record(view: RunView) -> dict[str, object]:
         for gpu in view.gpus
     ]
     record = asdict(replace(view, gpus=(), losses=()))
-    for name in ("losses", "logged_loss", "logged_epoch"):  # those of metrics.jsonl
+    # Those of metrics.jsonl, and what the state says.
+    for name in ("losses", "logged_loss", "logged_epoch", "is_stopped"):
         del record[name]
     return {**record, "gpus": gpus}

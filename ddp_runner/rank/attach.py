@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ddp_runner import config as configuration
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.core.plain_rank import PlainRank, launched_part, plain_rank
 from ddp_runner.core.settings import Settings
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.system import heartbeat
@@ -72,6 +74,28 @@ def left_early() -> str:
     return f"{run.left_at or 'the program'}: the loop was left before its end; run.stop() ends it on all ranks"
 
 
+def say_in_one_line(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """Write an error of the user's, which has no traceback; an ``excepthook``."""
+    del kind, trace
+    sys.stderr.write(f"ddp_runner: error: {error}\n")
+
+
+def _answer_bad_input() -> None:
+    """Have a BadInputError that ends this program be one line, with exit code 2."""
+    before = sys.excepthook
+
+    def answer(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, BadInputError):
+            before(kind, error, trace)
+            return
+        say_in_one_line(kind, error, trace)
+        raise SystemExit(ExitCode.BAD_USAGE)  # of a hook it is the program's exit code
+
+    sys.excepthook = answer
+
+
 def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
     """Give the loop of this program the repair in place; to be called once, before the model is made.
 
@@ -106,6 +130,7 @@ def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
         )
         sys.stderr.write(f"ddp_runner: error: {misuse(expected)}\n")
         raise SystemExit(ExitCode.BAD_USAGE)
+    _answer_bad_input()
     settings = _settings(config or {})
     as_rank = plain_rank(os.environ)
     facts = configuration.facts_of_rank(as_rank or _ALONE, os.environ)

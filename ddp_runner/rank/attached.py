@@ -46,7 +46,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
         if not attach.has_ended():
             process.report_end(runtime, error)
         if isinstance(error, BadInputError):
-            sys.excepthook = _say_in_one_line
+            sys.excepthook = attach.say_in_one_line
 
     def ended() -> None:
         """Report the program's end if it left its loop early although it exits with code 0."""
@@ -70,8 +70,3 @@ def run(request: Fork, descriptors: list[int]) -> int:
     if code == 0:
         ended()
     return code
-
-
-def _say_in_one_line(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    del kind, trace
-    sys.stderr.write(f"ddp_runner: error: {error}\n")

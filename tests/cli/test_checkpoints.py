@@ -83,7 +83,7 @@ def test_show_names_what_a_checkpoint_holds(tmp_path, capsys):
     assert main(["checkpoints", "show", "-c", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     for part in (
-        "5 of epoch 0, 40 samples",
+        "5, 0 complete epochs, 40 samples",
         "yes, SHA-256",
         "training loss 2.5000, monitored 2.0000, validation_loss 3.2500",
         "1.7500 at step 4",

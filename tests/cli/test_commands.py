@@ -99,6 +99,10 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         ),
         (["run", "--virtual-local-rank", "x.py"], ["--virtual-local-rank: is not supported"]),
         (["run", "--epochs", "3", "x.py"], ["--epochs: unknown option; run --help lists them"]),
+        (
+            ["run", "--grace-perod=3", "x.py"],
+            ["--grace-perod=3: unknown option; did you mean --grace-period?"],
+        ),
         (["run", "--preload", "no_such", __file__], ["--preload=no_such: no module of this name"]),
         (["run", "--resume-with", "a.pt", __file__], ["--resume-with=a.pt: must be a file and"]),
         (["run", "--grace-period", "soon", __file__], ["--grace-period=soon: must be a number"]),
@@ -136,11 +140,14 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["checkpoints", "-c", "no"], ["--checkpoint-dir=no: no such folder"]),
         (["checkpoints", "-c", "file"], ["--checkpoint-dir=file: is a file; give a folder"]),
         (["report", "-l", "no"], ["--log-dir=no: no such folder"]),
+        (["report", "-l", "file"], ["--log-dir=file: is a file; give a folder"]),
+        (["evaluate"], ["--checkpoint-dir=checkpoints: no such folder: no run has saved here;"]),
         (["report", "-l", "."], ["--log-dir=.: holds no run: no summary.json"]),
         (
             ["train", "recovery.warm_spare=2"],
             ["recovery.warm_spare=2: must be true or false, or process, or model"],
         ),
+        (["evaluate", "bst"], ["bst: does not exist; did you mean best?"]),
         (["doctor", "--jsno"], ["--jsno: unknown option; did you mean --json?"]),
     ],
 )

@@ -99,7 +99,7 @@ def note(account, made, *, began_s, since_s=None, detect_s=0.0, generation=1):
         since_s=began_s if since_s is None else since_s,
         detect_s=detect_s,
         generation=generation,
-        outcome="respawned",
+        outcome="replaced",
     )
     account.take(plan, now_s=made.at_s, cause=5)
 

@@ -8,6 +8,7 @@ from rich.cells import cell_len
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.observe.progress_report import (
     FAULTS_SHOWN_MAX,
+    exact_text,
     fault_sentence,
     progress_line,
     summary_block,
@@ -345,3 +346,16 @@ def test_a_script_has_no_epochs_to_show():
     assert starting[2].startswith(" importing 0:12 ")
     assert "epoch" not in progress_line(view)
     assert lines.endswith(" Ctrl-C stops"), "a script saves by itself, or not"
+
+
+def test_a_run_that_was_stopped_is_not_done():
+    """The last frame after a Ctrl-C says so."""
+    view = run_view(2, state="done", step=12, is_stopped=True)
+    assert "stopped" in text_of(drawn(view))[1]
+    assert "done" not in text_of(drawn(view))[1]
+
+
+def test_a_run_without_a_step_is_neither_exact_nor_not():
+    """There are no weights to compare."""
+    assert exact_text(run_summary(steps=0)) == "- (no step was made)"
+    assert exact_text(run_summary()).startswith("yes")

@@ -599,7 +599,8 @@ def test_a_program_that_is_spawned_again_is_one_line(tmp_path):
     first, *_, last = ended.stderr.strip().splitlines()
     assert "spawns.py:10: a process that multiprocessing has spawned calls attach()" in first
     assert "child 2" in ended.stdout
-    assert "spawns.py:16: workers that are started by spawn import the program" in last
+    assert "error: spawns.py:16: workers that are started by spawn import the program" in last
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
 
 
 def test_a_loop_with_another_count_of_ranks_is_refused(tmp_path):

@@ -157,7 +157,7 @@ def test_a_fault_is_reported_when_it_happens_and_when_it_is_repaired(tmp_path):
         (r"rank 0: InjectedError: an injected exception at step 16 in backward", "rank 0"),
     ):
         assert len(re.findall(f"{reported}; replacing {replaced}\n", run.console)) == 1, run.console
-        repaired = rf"{reported} -> respawned, 0 steps lost, \d+\.\d\d s\n"
+        repaired = rf"{reported} -> replaced, no step lost \(\d+\.\d\d s\)\n"
         assert len(re.findall(repaired, run.console)) == 1, run.console
     killed, raised = run.summary()["faults"]
     assert (killed["rank"], killed["victims"], killed["detail"]) == (1, [0], "")

@@ -497,7 +497,7 @@ MUTATIONS = (
     _break("built-as-known", "known = tracing.used", "known = None"),
     _break("local-sealed-last", "self.clear()", "pass", after="os.strerror(errno.EFBIG))"),
     _break("outlives-its-machine", "if step is None or giver is None or giver == number:", "if 1:"),
-    _break("order-is-named", "if now == pickled:", "if now is not None:"),
+    _break("order-is-named", "if now == pickled or", "if now is not None or"),
     _break("late-is-known", "is_late |= bool(is_known_late)", "pass"),
     _break("local-before-commit", "self._write(pickled, step, settled=False)", "pass"),
     _break("once-each-step", "self._give(found[0].read(found[1]), is_foreign=False)", "pass"),

@@ -101,3 +101,14 @@ def test_a_wait_for_data_delays_no_verdict_on_later_hangs(simulate, data_s):
     run.run_until(lambda: len(run.events("fault")) == 1)
     assert run.clock.now_s - began_s < 2.0
     assert_done(run)
+
+
+def test_a_start_waits_for_its_ranks_once_all_is_imported(simulate):
+    """It does not say that it still imports, after the line with the seconds of that."""
+    run = simulate()
+    start = run.supervisor.start
+    assert start.doing(run.clock.now_s)[0] in ("", "importing")
+    run.run_until(lambda: any(text.startswith("importing ") for _, text in run.outputs.said))
+    assert all(not handle.has_begun for handle in run.world.ranks)
+    start.look(run.clock.now_s)
+    assert start.doing(run.clock.now_s) == ("starting ranks", 0.0)

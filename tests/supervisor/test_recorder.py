@@ -8,6 +8,7 @@ from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.kernel.parent.run_facts import RunFacts
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.wire import events
+from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.supervisor.reporting.recorder import Evaluated, Recorder
 from tests.supervisor.simulated import Clock, Outputs
 
@@ -52,6 +53,29 @@ def test_a_repair_in_place_is_a_fault_and_what_followed_from_it(recorder):
     assert (second["event"], second["cause"]) == ("repaired_in_place", 1)
     assert recorder.accounting.faults_total == 2
     assert recorder.facts.inexact_reasons == ["a step was skipped"]
+
+
+def test_a_stop_that_was_asked_for_is_known(recorder):
+    """The display calls such a run stopped, and not done."""
+    assert not recorder.findings.is_stopped
+    recorder.record(events.StopAsked(reason="interrupted"))
+    assert recorder.findings.is_stopped
+
+
+def test_the_report_of_an_evaluation_leaves_the_logged_step(simulate):
+    """It has figures of its own, and neither the loss nor the number of a step."""
+    run = simulate()
+    run.to_step(5)
+    step = {"epoch": 0, "loss": 1.5, "step_s": 0.1}
+    for number, values in ((4, step), (5, {"validation_loss": 2.0})):
+        run.send(run.rank(0), Metrics(rank=0, step=number, values=values))
+        run.pass_time(0.2)
+    found = run.world.ranks[0].metrics
+    assert (found["step"], found["loss"], found["validation_loss"]) == (4, 1.5, 2.0)
+    run.send(run.rank(0), Metrics(rank=0, step=6, values={**step, "loss": 1.25}))
+    run.pass_time(0.2)
+    found = run.world.ranks[0].metrics
+    assert (found["step"], found["loss"], found["validation_loss"]) == (6, 1.25, 2.0)
 
 
 def test_a_fault_that_is_tolerated_is_in_no_account(recorder):

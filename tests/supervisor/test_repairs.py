@@ -66,7 +66,7 @@ def test_each_of_two_faults_that_are_repaired_together_is_reported(simulate):
     run.run_until(lambda: len(run.events("forming")) == 2)
     run.kill(0)
     assert_done(run)
-    reported = [text for _, text in run.outputs.said if "steps lost" in text]
+    reported = [text for _, text in run.outputs.said if " -> " in text]
     assert [text.split(" at ")[0] for text in reported] == [
         f"rank {rank} killed (SIGKILL)" for rank in (1, 0)
     ]

@@ -62,7 +62,7 @@ def plan():
     )
 
 
-def look(handles, *, facts=FACTS, time_s=None, evaluated=None, **changes):
+def look(handles, *, facts=FACTS, time_s=None, evaluated=None, is_stopped=False, **changes):
     accounting = SimpleNamespace(
         began_s=NOW_NS / 1e9 - 5.0,
         faults_total=1,
@@ -72,7 +72,7 @@ def look(handles, *, facts=FACTS, time_s=None, evaluated=None, **changes):
     )
     recorder = SimpleNamespace(
         facts=facts,
-        findings=RunFindings(inexact_reasons=facts.inexact_reasons),
+        findings=RunFindings(inexact_reasons=facts.inexact_reasons, is_stopped=is_stopped),
         accounting=accounting,
         evaluated=evaluated,
         losses=LossHistory(),
@@ -287,3 +287,15 @@ def test_what_a_process_wrote_before_its_log_is_read(tmp_path):
     os.close(theirs)
     process.close_lines()
     assert process.what_it_wrote().before_log == ""
+
+
+@pytest.mark.parametrize(("step", "is_stopped"), [(12, True), (12, False), (25, True)])
+def test_a_run_that_was_stopped_is_not_shown_as_done(handles, step, is_stopped):
+    """Unless it has come to its end all the same; status.json says done in either case."""
+    for handle in handles:
+        train(handle, step=step)
+    view = look(handles, state=RunState.DONE, is_stopped=is_stopped)
+    assert view.shown_state == ("stopped" if (step, is_stopped) == (12, True) else "done")
+    record = status_record(view)
+    assert record["state"] == "done"
+    assert "is_stopped" not in record

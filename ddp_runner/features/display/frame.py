@@ -80,7 +80,7 @@ def _header(view: RunView, width: int, overflow: OverflowMethod) -> Text:
     if name not in (view.title, view.title.removesuffix(".py")):
         left.append(f"  {view.title}")
     right = line(
-        (view.state, STYLE_OF_STATE.get(view.state, PLAIN)),
+        (view.shown_state, STYLE_OF_STATE.get(view.shown_state, PLAIN)),
         f"  {fmt.clock(view.elapsed_s)}",
     )
     run_id = line((f"  {view.run_id}", QUIET))

@@ -30,7 +30,7 @@ CARE = "yellow"  # being repaired, or worth a look
 STYLE_OF_STATE = {
     **dict.fromkeys(("running", "training", "done", "finished"), GOOD),
     **dict.fromkeys(("starting", "ready", "forming", "stopping", "saving"), BUSY),
-    **dict.fromkeys(("recovering", "restarting"), CARE),
+    **dict.fromkeys(("recovering", "restarting", "stopped"), CARE),
     **dict.fromkeys(("faulted", "dead", "lost", "failed"), BAD),
     "waiting": QUIET,
 }

@@ -43,6 +43,7 @@ from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.observe.format import byte_size
 from ddp_runner.observe.gpus import CUDA, HIP, ROCR, VisibleGpus
+from ddp_runner.observe.terminal import fitted
 from ddp_runner.start import COMMAND, IS_CHECKOUT
 from ddp_runner.system.torch_versions import (
     TESTED,
@@ -65,6 +66,7 @@ _SHARED_MEMORY = Path(_SHARED_MEMORY_NAME)
 _SHARED_MEMORY_BYTES_MIN = 1024**2  # for locks; batches are elsewhere
 _DISK_BYTES_MIN = 1024**3
 _OPEN_FILES_MIN = 1024
+_LABEL_COLUMNS = 22
 
 
 def _run(arguments: Arguments) -> int:
@@ -85,7 +87,8 @@ def _run(arguments: Arguments) -> int:
             print(json.dumps({**asdict(check), "verdict": check.verdict.value}))
         else:
             for line in _lines(check):
-                show(line)
+                for part in fitted(line, "INFO", _columns(), labels=_LABEL_COLUMNS):
+                    show(part)
     return ExitCode.FAILED if has_failed else ExitCode.DONE
 
 
@@ -97,9 +100,14 @@ def _of_several(arguments: Arguments) -> Iterator[Check]:
     return several.checks(given, os.environ)
 
 
+def _columns() -> int | None:
+    """Return the width of the terminal; None where standard output is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
 def _lines(check: Check) -> list[str]:
     text = f"{check.verdict.value:<5} {check.name:<15} {check.found}"
-    return [text, *([f"{'':21} -> {check.cure}"] if check.cure else [])]
+    return [text, *([f"{'':<{_LABEL_COLUMNS}}-> {check.cure}"] if check.cure else [])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,8 @@ def _run(arguments: Arguments) -> int:
         raise BadInputError(_TO.long, to, f"must end in {', '.join(FORMS)}")
     if not to.parent.is_dir():
         raise BadInputError(_TO.long, to, "no such folder")
-    return int(import_module(_MODULE).predict(Asked.by(arguments, whole=True), to=to))
+    asked = Asked.by(arguments, whole=True)
+    return int(import_module(_MODULE).predict(asked, to=to))
 
 
 DECLARATION = SmallCommand(

@@ -15,7 +15,7 @@ from ddp_runner.observe.format import byte_size, count, figure
 
 READING = "is being read"
 MONITORED, WRITTEN = "monitored", "written (UTC)"
-COLUMNS = ("step", "state", "verified", "size", MONITORED, "epoch", WRITTEN)
+COLUMNS = ("step", "state", "verified", "size", MONITORED, "epochs", WRITTEN)
 
 
 class Verifications:
@@ -79,7 +79,7 @@ def checkpoint_rows(folder: Path, verified: Verifications) -> list[dict[str, Any
                 "verified": verified.of(entry) or "-",
                 "size": "-" if manifest is None else byte_size(manifest.size_bytes),
                 MONITORED: "-" if manifest is None else _monitored(manifest),
-                "epoch": "-" if manifest is None else str(manifest.epoch),
+                "epochs": "-" if manifest is None else str(manifest.epoch),
                 WRITTEN: "-" if manifest is None else manifest.created_utc[:19].replace("T", " "),
             }
         )

@@ -190,7 +190,7 @@ def _gpu_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "", f"and {len(gpus) - _GPUS_SHOWN_MAX} more in summary.json"
     for epoch in summary.gpu_epochs[-_EPOCHS_SHOWN_MAX:]:
         if use := gpu_use(list(epoch["gpus"].values())):
-            yield f"GPUs, epoch {epoch['epoch']}", use
+            yield f"GPUs, epoch {epoch['epoch'] + 1}", use
 
 
 def _events(path: Path) -> str:

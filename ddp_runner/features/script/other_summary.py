@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddp_runner.kernel.rules.exits import RunStatus
 from ddp_runner.kernel.system.run_files import from_json, read_small
-from ddp_runner.observe.format import count, duration
+from ddp_runner.observe.format import counted, duration
 from ddp_runner.observe.summary import OtherReport
 
 _LABEL_COLUMNS = 12
@@ -102,7 +102,7 @@ def _lines(summary: ScriptSummary) -> Iterator[str]:
         ("script", summary.script),
         (
             "trained",
-            f"{count(summary.steps)} optimizer steps on {summary.world_size} ranks{newest}",
+            f"{counted(summary.steps, 'optimizer step')} on {counted(summary.world_size, 'rank')}{newest}",
         ),
         ("wall time", duration(summary.wall_s)),
         ("faults", str(len(failed))),
@@ -112,7 +112,7 @@ def _lines(summary: ScriptSummary) -> Iterator[str]:
         who = "" if one.rank is None or one.cause.startswith("rank ") else f"rank {one.rank}: "
         who = f"{one.host}: {who}" if one.host else who
         yield (
-            f"  attempt {one.attempt}  {who}{one.cause}, after {count(one.steps)} optimizer steps"
+            f"  attempt {one.attempt}  {who}{one.cause}, after {counted(one.steps, 'optimizer step')}"
             f" in {duration(one.seconds)}"
         )
     if len(failed) > _FAULTS_SHOWN_MAX:

@@ -82,6 +82,7 @@ from ddp_runner.kernel.wire.messages import (
     Ready,
     decode,
 )
+from ddp_runner.observe.format import counted
 from ddp_runner.supervisor import assembly
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
@@ -580,7 +581,7 @@ class ScriptAgent:
 
     def _who(self) -> str:
         on = f" of {machines}" if (machines := self.world.machines()) else ""
-        return f"{self._script.name} on {len(self.world.present)} ranks{on}"
+        return f"{self._script.name} on {counted(len(self.world.present), 'rank')}{on}"
 
     def _name_late_ones(self, now_s: float) -> None:
         """Name the ranks that still run when others have ended for a while: perhaps for ever, at their own end."""

@@ -23,6 +23,7 @@ from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.config.sources import named_file
+from ddp_runner.config.suggest import nearest
 from ddp_runner.core.launch_plan import OpaqueProgram
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings.declaration import Option
@@ -321,7 +322,9 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     is_of_all = name.replace("_", "-").lower() == _OF_ALL
     option = OWN.get(long) or (OPTIONS[long] if long in SHARED else None)
     if option is None:
-        unknown = "unknown option; run --help lists them. The script's own words follow it"
+        near = nearest(name, (*OWN, *SHARED))
+        hint = f"did you mean {near}?" if near else "run --help lists them."
+        unknown = f"unknown option; {hint} The script's own words follow it"
         raise BadInputError(word, "", OF_TASKS.get(long, unknown))
     value = _value(option, attached, rest, is_named=is_config_name(name))
     if option.long == "--nproc-per-node" and value in ("cpu", "gpu"):
@@ -457,8 +460,9 @@ def _resume_with(text: str) -> ResumeWith:
 
 def _check_file(path: str) -> None:
     if not Path(path).is_file():
+        why = "is a folder" if Path(path).is_dir() else "no such file"
         raise BadInputError(
-            "run", path, "no such file; what comes before the script are options and KEY=VALUE"
+            "run", path, f"{why}; what comes before the script are options and KEY=VALUE"
         )
     try:
         compile(Path(path).read_bytes(), path, "exec")

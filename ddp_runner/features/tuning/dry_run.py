@@ -23,6 +23,7 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamPosition
 from ddp_runner.data.workers.count import asked_workers, worker_count
 from ddp_runner.features.tuning.dry_run_report import (
+    COLUMNS,
     MemoryFacts,
     ModuleFacts,
     memory_table,
@@ -85,8 +86,7 @@ def main(
     torch.set_num_threads(plan.threads_per_rank)
     try:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        for line in _lines(plan, hidden, weights_to):
-            columns = columns if line else None  # a table follows, whose rows stay whole
+        for line in _lines(plan, hidden, weights_to, columns=columns or COLUMNS + 1):
             print("\n".join(fitted(printable(named(line)), "INFO", columns)), flush=True)
     except BadInputError:
         raise
@@ -105,7 +105,9 @@ def main(
     return ExitCode.DONE
 
 
-def _lines(plan: LaunchPlan, hidden: tuple[str, ...], weights_to: Path | None) -> Iterator[str]:
+def _lines(
+    plan: LaunchPlan, hidden: tuple[str, ...], weights_to: Path | None, *, columns: int
+) -> Iterator[str]:
     yield from plan.notes
     built = _build(plan, hidden)
     if weights_to is not None:
@@ -120,7 +122,7 @@ def _lines(plan: LaunchPlan, hidden: tuple[str, ...], weights_to: Path | None) -
             where = f"{built.store.directory} holds step {entry.step:,}"
             yield f"{where}: a run would go on from there, this one does not read it"
     yield ""
-    yield from module_table(list(_modules(built.state.model)))
+    yield from module_table(list(_modules(built.state.model)), columns=min(columns - 1, COLUMNS))
     yield ""
     began_s = time.monotonic()
     batch = _first_batch(built)

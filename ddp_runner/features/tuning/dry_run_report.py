@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 79
 ROWS_MAX = 60
-_NAME_COLUMNS_MIN, _KIND_COLUMNS_MAX, _DTYPE_COLUMNS_MAX = 12, 20, 14
+_NAME_COLUMNS_MIN, _KIND_COLUMNS_MIN, _KIND_COLUMNS_MAX, _DTYPE_COLUMNS_MAX = 12, 8, 20, 14
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -51,8 +51,8 @@ class MemoryFacts:
         return kept + self.batch + self.activations
 
 
-def module_table(modules: Sequence[ModuleFacts]) -> list[str]:
-    """A row for each; modules that differ in a number of a list alone share one."""
+def module_table(modules: Sequence[ModuleFacts], *, columns: int = COLUMNS) -> list[str]:
+    """Return a row for each; modules that differ only in a number of a list share one."""
     groups: dict[tuple[object, ...], list[ModuleFacts]] = {}
     for one in modules:
         pattern = _NUMBER.sub("*", f".{one.name}")[1:]
@@ -72,8 +72,11 @@ def module_table(modules: Sequence[ModuleFacts]) -> list[str]:
     left_out = len(rows) - ROWS_MAX
     shown = [("module", "type", "parameters", "trained", "dtype"), *rows[:ROWS_MAX]]
     widths = [max(len(row[column]) for row in shown) for column in range(5)]
-    widths[0] = max(_NAME_COLUMNS_MIN, min(widths[0], COLUMNS - 9 - sum(widths[1:])))
-    lines = [_aligned((_cut(row[0], widths[0]), *row[1:]), widths) for row in shown]
+    room = columns - 9 - sum(widths[2:])  # for the names and types
+    widths[1] = max(_KIND_COLUMNS_MIN, min(widths[1], room - _NAME_COLUMNS_MIN))
+    widths[0] = max(_NAME_COLUMNS_MIN, min(widths[0], room - widths[1]))
+    cut = [(*map(_cut, row[:2], widths), *row[2:]) for row in shown]
+    lines = [_aligned(row, widths) for row in cut]
     lines.insert(1, " " + "-" * (max(map(len, lines)) - 1))
     return lines + ([f" and {left_out} more"] if left_out > 0 else [])
 

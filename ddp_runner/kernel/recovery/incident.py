@@ -156,18 +156,16 @@ def reads_checkpoint(plan: GiveUp | ReplaceRanks) -> bool:
     return isinstance(plan, ReplaceRanks) and plan.loader is not None
 
 
-def _is_back(culprit: Fault) -> str:
-    """A node that comes again may bring its ranks along as they were."""
-    return "back" if culprit.kind is FaultKind.NODE_LOST else "respawned"
-
-
-def outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
-    """Say what was done; empty where nothing was."""
+def outcome_in_words(
+    plan: GiveUp | ReplaceRanks, culprit: Fault, *, replaced: str = "replaced"
+) -> str:
+    """Say what was done; empty where nothing was. ``replaced``: the word for ranks that are there again."""
     if isinstance(plan, GiveUp):
         return ""
     if plan.dropped:
         return f"going on without {rank_list(plan.dropped)}"
-    back = _is_back(culprit)
+    # A node that comes again may bring its ranks along as they were.
+    back = "back" if culprit.kind is FaultKind.NODE_LOST else replaced
     if plan.ranks == (culprit.rank,):
         return back
     if plan.ranks and plan.kept is not None:
@@ -175,14 +173,18 @@ def outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
     return f"{rank_list(plan.ranks)} {back}" if plan.ranks else "formed again"
 
 
+_RESPAWNED = "respawned"  # in events.jsonl and summary.json, which programs read
+
+
 def action_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault, *, actions: Sequence[str]) -> str:
     """Say all that was done about an incident, by the ranks themselves and with them."""
     if isinstance(plan, GiveUp):
         return f"given up: {plan.reason}"
+    outcome = outcome_in_words(plan, culprit, replaced=_RESPAWNED)
     words = list(actions)
     if plan.ranks or plan.dropped:
         source = " from the newest checkpoint" if reads_checkpoint(plan) else ""
-        words.append(outcome_in_words(plan, culprit) + source)
+        words.append(outcome + source)
     elif culprit.kind is FaultKind.REPLICA_DIVERGED and not words:
         words.append("the majority's state taken over")
-    return ", ".join(words) or outcome_in_words(plan, culprit)
+    return ", ".join(words) or outcome

@@ -59,14 +59,12 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.Plan(line=line) if line:
             yield line, "WARNING"
         case events.Repaired():
-            where = f", continuing from step {event.step}" if event.steps_lost else ""
-            yield (
-                (
-                    f"{fault_line(event.culprit)} -> {event.outcome}{where}, "
-                    f"{event.steps_lost} steps lost, {event.seconds:.2f} s"
-                ),
-                "INFO",
-            )
+            lost, again = event.steps_lost, ""
+            if lost:
+                count = "1 step" if lost == 1 else f"{lost:,} steps"
+                again = f", {count} done again from step {event.step:,}"
+            words = f"{fault_line(event.culprit)} -> {event.outcome}{again or ', no step lost'}"
+            yield f"{words} ({event.seconds:.2f} s)", "INFO"
         case events.CopyTaken(step=step):
             yield f"no rank was left: continuing from the copy in memory of step {step}", "INFO"
         case events.Straggler(rank=rank, factor=factor):

@@ -67,6 +67,7 @@ def run_view(
         evaluated_step=None if evaluated is None else evaluated.step,
         evaluated={} if evaluated is None else evaluated.figures,
         inexact_reasons=tuple(findings.inexact_reasons),
+        is_stopped=findings.is_stopped,
         stragglers=findings.stragglers,
         stage=findings.stage,
         faults=recorder.accounting.newest_faults(FAULTS_SHOWN, now_s=now_s),

@@ -17,7 +17,12 @@ from ddp_runner.observe.console import LogTail, Shown, hidden_levels
 from ddp_runner.observe.tail import FollowedMemory
 from ddp_runner.supervisor.reporting.recorder import Recorder
 
-IMPORTING, FORMING, FIRST_STEP = "importing", "connecting ranks", "first step"
+IMPORTING, STARTING, FORMING, FIRST_STEP = (
+    "importing",
+    "starting ranks",
+    "connecting ranks",
+    "first step",
+)
 _CHECKPOINT_SHOWN_FROM_S = 0.1  # to look for one, and find none, is not worth a line
 
 
@@ -58,6 +63,7 @@ class Start:
         self._hidden = hidden_levels(settings)
         self._built_s: dict[Stage, dict[int, float]] = {}
         self._reported: set[Stage] = set()
+        self._has_imported = False
         self._formed_s: float | None = None
         self._is_over = False
         self._doing = ""
@@ -69,6 +75,7 @@ class Start:
 
     def imported(self, seconds: float) -> None:
         """The zygote has torch and the task."""
+        self._has_imported = True
         if not self._is_over and not self._facts.ever_formed:
             self._say(IMPORTING, seconds)
 
@@ -134,7 +141,7 @@ class Start:
             return waits_for
         if any(handle.state is RankState.FORMING for handle in ranks):
             return FORMING
-        return _slowest(ranks) or IMPORTING
+        return _slowest(ranks) or (STARTING if self._has_imported else IMPORTING)
 
     def _committed_ns(self) -> int:
         return max(handle.slot.get(Cell.LAST_COMMIT_NS) for handle in self._world.present)

@@ -10,7 +10,9 @@ import copyreg
 import io
 import pickle
 import sys
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -33,6 +35,7 @@ from ddp_runner.training.local_state.in_place import (
 APART_BYTES = 1 << 16  # from this size on, an array is not copied into the pickle
 _DEPTH_MAX = 6  # of the attribute path that an error names
 _INNER_MAX = 10_000
+_ORDER_S = 3.0  # of CPU time, for reading the order of sets: about five million values
 _LINE = 64  # numbers after which memory is aligned alike, of whichever type
 # Functions and classes that pickles of plain values and arrays name.
 _SAFE = {
@@ -133,23 +136,27 @@ class KeptLocally:
         pairs = [(self.objects[name], content) for name, content in contents.items()]
         Merging(self.objects.values()).give_back(pairs)
 
-    def has_reordered(self, pickled: Pickled) -> bool:
+    def has_reordered(self, pickled: Pickled) -> bool | None:
         """Return True if a set that was restored from ``pickled`` is iterated in another order now.
 
-        Its order follows from all that it has ever held, which no pickle has.
+        Its order follows from all that it has ever held, which no pickle has. None: reading the order takes too long.
         """
         # INVARIANT order-is-named: a set of plain values that is iterated in another order after it was restored is named.
         # Broken if: the order that was pickled is not compared with that of the set as it is now.
         # Guarded by: test_a_set_that_is_iterated_in_another_order_is_named.
-        has_own = any(isinstance(one, set) for one in self.objects.values())
-        if not has_own and pickle.EMPTY_SET not in pickled.text:
+        after: set[tuple[Any, ...]] = set()
+        contents = {name: content_of(one) for name, one in self.objects.items()}
+        now = self._dumped(contents, [], partial(_SetFinder, after, is_shared=self._is_shared))
+        after |= {tuple(one) for one in self.objects.values() if isinstance(one, set)}
+        if now == pickled or all(len(order) < 2 for order in after):
             return False
-        now = self.pickled()
-        if now == pickled:
-            return False
-        before, after = (_SetOrders(one, self.objects).read() for one in (pickled, now))
-        contents = {frozenset(order) for order in after}
-        return any(order not in after and frozenset(order) in contents for order in before)
+        reader = _SetOrders(pickled, self.objects, until_s=time.thread_time() + _ORDER_S)
+        try:
+            before = reader.read()
+        except TimeoutError:
+            return None
+        found = {frozenset(order) for order in after}
+        return any(order not in after and frozenset(order) in found for order in before)
 
     def _is_as_in(self, pickled: Pickled) -> bool:
         """Return True if the objects are as in ``pickled``: then nothing is written."""
@@ -174,8 +181,13 @@ class KeptLocally:
             pending += [inner for _, inner in inside_of(one)]
         return list(found.values())
 
-    def _dumped(self, contents: Any, buffers: list[memoryview]) -> Pickled:
-        kind = _SharedPickler if self._is_shared else _Pickler
+    def _dumped(
+        self,
+        contents: Any,
+        buffers: list[memoryview],
+        kind: Callable[..., _Pickler] | None = None,
+    ) -> Pickled:
+        kind = kind or (_SharedPickler if self._is_shared else _Pickler)
         return _dumped_by(kind, contents, self._name_of, self._table, buffers)
 
     def _loaded(self, pickled: Pickled, *, is_foreign: bool) -> dict[str, Any]:
@@ -259,7 +271,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _dumped_by(
-    kind: type[_Pickler],
+    kind: Callable[..., _Pickler],
     contents: Any,
     names: Mapping[int, str],
     table: Mapping[type, Callable[[Any], Any]],
@@ -355,6 +367,20 @@ class _SharedPickler(_Pickler):
         return self._names.get(id(value))
 
 
+class _SetFinder(_Pickler):
+    """Pickles alike, and puts the order of the items of each set of plain values into ``found``."""
+
+    def __init__(self, found: set[tuple[Any, ...]], *parts: Any, is_shared: bool) -> None:
+        super().__init__(*parts)
+        self._found = found
+        self._is_shared = is_shared
+
+    def persistent_id(self, value: Any) -> str | None:
+        if type(value) in (set, frozenset) and all(isinstance(item, CONSTANT) for item in value):
+            self._found.add(tuple(value))
+        return self._names.get(id(value)) if self._is_shared else None
+
+
 class _Named:
     """Finds what a pickle names: kept objects, classes and functions."""
 
@@ -370,19 +396,24 @@ class _Named:
 
 
 class _SetOrders(_Named, pickle._Unpickler):  # noqa: SLF001 - the one whose steps can be replaced
-    """Reads a pickle that was loaded before, for the order of the items of each of its sets."""
+    """Reads a pickle that was loaded before, for the order of the items of each of its sets. Takes long for a large one.
+
+    ``until_s``: of time.thread_time(); reading raises TimeoutError once it is past.
+    """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
 
-    def __init__(self, pickled: Pickled, live: Mapping[str, Any]) -> None:
+    def __init__(self, pickled: Pickled, live: Mapping[str, Any], *, until_s: float) -> None:
         super().__init__(io.BytesIO(pickled.text), buffers=pickled.buffers)
         self._kept = live
+        self._until_s = until_s
         self._orders: dict[int, tuple[set[Any], list[Any]]] = {}  # the sets live as long as this
+        self._frozen: list[list[Any]] = []
 
     def read(self) -> set[tuple[Any, ...]]:
         """Return the items of each set of plain values, in order."""
         contents = self.load()
-        orders = [order for _, order in self._orders.values()]
+        orders = [*self._frozen, *(order for _, order in self._orders.values())]
         orders += [
             held[0]
             for name, (way, held) in contents.items()
@@ -397,7 +428,19 @@ class _SetOrders(_Named, pickle._Unpickler):  # noqa: SLF001 - the one whose ste
         if type(found) is set:
             self._orders.setdefault(id(found), (found, []))[1].extend(items)
 
+    def _note_frozen(self: Any) -> None:
+        items = self.pop_mark()
+        self._frozen.append(items)
+        self.append(frozenset(items))
+
+    def _look_at_clock(self: Any) -> None:
+        if time.thread_time() > self._until_s:
+            raise TimeoutError
+        self.load_frame()
+
     dispatch[pickle.ADDITEMS[0]] = _note_items
+    dispatch[pickle.FROZENSET[0]] = _note_frozen
+    dispatch[pickle.FRAME[0]] = _look_at_clock  # each 64 KiB
 
 
 class _Loader(_Named, pickle.Unpickler):

@@ -321,9 +321,13 @@ class LocalState:
         assert self._kept is not None, "checked by the caller"
         try:
             self._kept.put_back(pickled, is_foreign=is_foreign)
-            if self._kept.has_reordered(pickled):
+            reordered = self._kept.has_reordered(pickled)
+            if reordered is not False:
+                now = (
+                    "now iterates" if reordered else "may now iterate (it is too large to compare)"
+                )
                 self._lost.append(
-                    f"a set in {', '.join(self.names)} of rank {self._rank} was restored, and now iterates in another"
+                    f"a set in {', '.join(self.names)} of rank {self._rank} was restored, and {now} in another"
                     " order: loop over sorted(s), or use a dict"
                 )
         except Exception as error:

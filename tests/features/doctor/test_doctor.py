@@ -16,7 +16,7 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli.hardware import machine_checks
-from ddp_runner.cli.hardware.machine_checks import Probed, Verdict, probe
+from ddp_runner.cli.hardware.machine_checks import Check, Probed, Verdict, probe
 from ddp_runner.features.doctor import doctor, gpu_checks
 from ddp_runner.features.doctor.gpu_checks import (
     check_collectives,
@@ -275,3 +275,17 @@ def test_a_failing_check_of_nccl_says_what_to_try():
     assert check.verdict is Verdict.FAIL
     assert check.found == "NCCL 2.27.5, 1 rank on cuda:0: rank 0 in forming: x"
     assert "NCCL_DEBUG=WARN" in check.cure
+
+
+def test_a_check_fits_a_narrow_terminal(monkeypatch, capsys):
+    """Its lines are broken between words, below the finding."""
+    check = Check(name="memory", verdict=Verdict.WARN, found="word " * 15, cure="free some of it")
+    monkeypatch.setattr(doctor, "all_checks", lambda *parts, **named: iter([check]))
+    monkeypatch.setattr(doctor, "_columns", lambda: 60)
+    assert main(["doctor", "--cpu", "--quick"]) == 0
+    first, *rest, cure = capsys.readouterr().out.splitlines()
+    assert first.startswith("warn  memory          word")
+    assert all(line.startswith(" " * 22 + "word") for line in rest)
+    assert rest
+    assert max(map(len, (first, *rest, cure))) < 60
+    assert cure == " " * 22 + "-> free some of it"

@@ -106,9 +106,9 @@ def test_a_report_shows_gpus_and_their_newest_epochs(tmp_path, capsys):
     lines = [one for one in lines if one.startswith("GPU")]
     assert len(lines) == 1 + 8
     assert lines[0].split(maxsplit=2)[2] == "use 50% (peak 90%), memory efficiency 80%, power 310 W"
-    assert lines[1].startswith("GPUs, epoch 12")
+    assert lines[1].startswith("GPUs, epoch 13")
     assert "use 60% (peak 100%)" in lines[-1]
-    assert lines[-1].startswith("GPUs, epoch 19")
+    assert lines[-1].startswith("GPUs, epoch 20")
 
 
 def test_two_runs_stand_side_by_side(tmp_path, monkeypatch, capsys):

@@ -212,3 +212,12 @@ def test_every_stage_is_tried_with_what_the_one_before_has_built(tmp_path):
     assert "0.weight" in done.stderr
     assert sorted(tmp_path.rglob("*")) == found
     assert not list(handed_over.glob("ddp_dry_run_*"))
+
+
+@pytest.mark.parametrize("columns", [60, 79])
+def test_a_table_fits_a_narrow_terminal(columns):
+    """Names and types are cut in their middle."""
+    rows = [module("encoder.layers.3.attention.out", kind="NonDynamicallyQuantizableLinear")]
+    table = module_table(rows, columns=columns)
+    assert max(map(len, table)) <= columns
+    assert table[-1].split()[-3:] == ["10", "yes", "float32"]
