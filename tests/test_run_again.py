@@ -1,11 +1,15 @@
-"""Running failed tests once more: what passes alone is flaky, what fails again or was excused is not."""
+"""What continuous integration does about tests: failed ones run once more, and the faster Python runs all."""
 
 import json
 import subprocess
 import sys
+import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.faster_python import faster, looked_at
 
 SCRIPT = Path(__file__).with_name("run_again.py")
 TESTS = """
@@ -61,3 +65,29 @@ def test_many_failures_are_no_accident(run_again):
     ended = run_again(*(f"test_{number}" for number in range(4)))
     assert "too many" in ended.stdout
     assert ended.returncode == 1
+
+
+@pytest.fixture
+def pythons(tmp_path):
+    """Make a program that answers as a Python of that version and speed would."""
+
+    def make(name, *, version, seconds, code=0):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho '[[3, {version}], {seconds}]'\nexit {code}\n")
+        program.chmod(0o755)
+        return str(program)
+
+    return make
+
+
+def test_ci_takes_the_faster_build_of_the_same_python(pythons):
+    """The usual one stays where the other is hardly faster, of another version, or unfit for an environment."""
+    usual = pythons("usual", version=11, seconds=0.10)
+    quick = pythons("quick", version=11, seconds=0.08)
+    assert faster(usual, quick) == quick
+    assert faster(usual, pythons("same", version=11, seconds=0.095)) == usual
+    assert faster(usual, pythons("other", version=12, seconds=0.05)) == usual
+    assert faster(usual, pythons("unfit", version=11, seconds=0.05, code=1)) == usual
+    assert faster(usual, "/nonexistent") == usual
+    is_fit = Path(sysconfig.get_path("include"), "Python.h").exists() and find_spec("ensurepip")
+    assert bool(looked_at(sys.executable)) is bool(is_fit)

@@ -10,7 +10,11 @@ import pytest
 
 from tests.scenarios.harness import TRAIN, Outputs, Run
 
-STEPS = 48
+# Two epochs of two ranks: most of what is tested comes in the first half of that.
+STEPS = 24
+# For tests in which much happens, one thing after the other: ``(*SETTINGS, *LONG)``.
+LONG_STEPS = 48
+LONG = ("--max-steps", LONG_STEPS)
 # No test of what is not about hangs fails because a busy machine did not run a rank for two seconds.
 PATIENT = ("recovery.hang_min_s=20",)
 SETTINGS = (
@@ -59,17 +63,17 @@ def made_once(tmp_path_factory, worker_id):
 
 @pytest.fixture(scope="session")
 def fault_free(made_once):
-    """``fault_free(world)``: the undisturbed run of that world size.
+    """``fault_free(world)``: the undisturbed run of that world size; ``fault_free(world, *LONG)``: the long one.
 
     Its weights are those of any run with its seed, batch size and steps, whatever else is set. That of two
     ranks starts as a person's does, with loader workers, and all that are held against it as forks; it
     evaluates after each epoch, and they after every third one.
     """
 
-    def made(world):
-        is_whole = world == 2
+    def made(world, *length):
+        is_whole = world == 2 and not length
         settings = SETTINGS if is_whole else WITHOUT_WORKERS
         how = {"command": TRAIN} if is_whole else {}
-        return made_once(*settings, "evaluate_interval=1", world=world, **how)
+        return made_once(*settings, "evaluate_interval=1", *length, world=world, **how)
 
     return made

@@ -22,10 +22,10 @@ def loader_pids(run):
 def test_a_total_of_workers_is_shared_out_and_kept(tmp_path, fault_free):
     """Rank 0 has the one that is over; a replacement has its rank's part; the weights are as ever."""
     settings = [word for word in SETTINGS if word != "num_workers=1"]
-    with Run(tmp_path, *settings, "workers_total=3", "task.pace_s=0.1", world=2) as run:
+    with Run(tmp_path, *settings, "workers_total=3", "task.pace_s=0.2", world=2) as run:
         poll(lambda: [len(pids) for pids in loader_pids(run)] == [2, 1], what="workers")
         before = loader_pids(run)[1]
-        run.wait_for_step(8)
+        run.wait_for_step(4)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         poll(lambda: len(pids := loader_pids(run)[1]) == 1 and pids != before, what="a new worker")
         assert run.wait() == 0, run.console
@@ -42,8 +42,8 @@ def accumulated(made_once):
 
 def test_a_total_of_batches_trains_as_its_part_for_each_rank(tmp_path, accumulated):
     """To the bit, also where a rank is killed; the start block shows both readings."""
-    with Run(tmp_path, *TOTAL, world=2) as run:
-        run.wait_for_step(8)
+    with Run(tmp_path, *TOTAL, "task.pace_s=0.04", world=2) as run:
+        run.wait_for_step(4)
         run.signal(signal.SIGKILL, run.rank_pid(0))
         assert run.wait() == 0, run.console
     assert (run.digest, run.summary()["exact"]) == (accumulated.digest, True)

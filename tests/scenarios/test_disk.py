@@ -12,7 +12,7 @@ import pytest
 from ddp_runner.checkpoint.store import CheckpointStore
 from tests.disks import small_disk
 
-from .conftest import PATIENT, STEPS
+from .conftest import LONG, LONG_STEPS, PATIENT, STEPS
 from .conftest import WITHOUT_WORKERS as SETTINGS
 from .harness import WORKLOAD, Run, poll
 from .test_trackers import WRITTEN, assert_same_points, stands
@@ -305,12 +305,12 @@ def test_a_finished_run_is_kept_elsewhere_where_its_disk_stays_full(made_once, t
 
 def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(fault_free, tmp_path):
     """The one before it is taken, the bad one is set aside with its reason; a copy in memory would be taken instead."""
-    specs = injected("corrupt_checkpoint:rank=0,step=26", "kill:rank=0,step=27")
+    specs = injected("corrupt_checkpoint:rank=0,step=22", "kill:rank=0,step=23")
     hold = tmp_path / HOLD_NAME
     hold.write_text("12")
     with Run(tmp_path, *SETTINGS, "save_interval=0", "memory_every=0", *specs, world=1) as run:
         run.wait_for_checkpoint(10)
-        hold.write_text("26")
+        hold.write_text("22")
         run.wait_for_checkpoint(20)  # which is written beside the next steps
         hold.unlink()
         assert run.wait() == 0, run.console
@@ -330,7 +330,7 @@ def test_logs_that_cannot_be_written_cost_lines_only(fault_free, tmp_path):
     hold = tmp_path / HOLD_NAME
     hold.write_text("12")
     with small_disk(tmp_path / "logs", size_kb=1024):
-        with Run(tmp_path, *SETTINGS, *WRITTEN, *injected("kill:rank=1,step=40")) as run:
+        with Run(tmp_path, *SETTINGS, *LONG, *WRITTEN, *injected("kill:rank=1,step=40")) as run:
             run.wait_for_step(8)
             poll(lambda: (8, 0) in stands(run.logs), what="a line of that step")
             with contextlib.suppress(OSError), (tmp_path / "logs" / "filler").open("wb") as filler:
@@ -341,15 +341,15 @@ def test_logs_that_cannot_be_written_cost_lines_only(fault_free, tmp_path):
             assert run.wait() == 0, run.console
             assert "cannot be written (No space left on device)" in run.console
         lines = (run.logs / "audit_rank_0.jsonl").read_text(encoding="utf-8").splitlines()
-        assert 8 <= len(lines) < STEPS
+        assert 8 <= len(lines) < LONG_STEPS
         loaded = CheckpointStore(run.checkpoints, keep_last=1).load()
-        reference = CheckpointStore(fault_free(2).checkpoints, keep_last=1).load()
-        assert loaded.manifest.step == STEPS
+        reference = CheckpointStore(fault_free(2, *LONG).checkpoints, keep_last=1).load()
+        assert loaded.manifest.step == LONG_STEPS
         for name, tensor in reference.state["model"].items():
             assert loaded.state["model"][name].equal(tensor)
         (run.logs / "filler").unlink()
-        with Run(tmp_path, *SETTINGS, *WRITTEN, "--max-steps", STEPS + 6) as run:
+        with Run(tmp_path, *SETTINGS, *WRITTEN, "--max-steps", LONG_STEPS + 6) as run:
             assert run.wait() == 0, run.console
         written = {step for step, rank in stands(run.logs) if rank == 0}
-        assert written >= {*range(1, 9), *range(STEPS + 1, STEPS + 7)}
+        assert written >= {*range(1, 9), *range(LONG_STEPS + 1, LONG_STEPS + 7)}
         assert_same_points(run)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
+from tests.scenarios.conftest import LONG, WITHOUT_WORKERS
 from tests.scenarios.harness import Run, poll
 
+SETTINGS = (*WITHOUT_WORKERS, *LONG)
 HIDDEN = Path(__file__).with_name("hidden.py")
 # Both come to their end before the run does, on a machine that has more to do.
 DRILLS = ("drill_at=2,5", "task.pace_s=0.05")
@@ -38,7 +39,7 @@ def test_drills_change_no_bit_of_a_run(fault_free, tmp_path, world):
     """Nor are they a fault; they are reported, and what they have written is gone."""
     console = "verbose" if world == 3 else "normal"
     run = finish(tmp_path, *DRILLS, "num_workers=1", f"log.console={console}", world=world)
-    assert run.digest == fault_free(world).digest
+    assert run.digest == fault_free(world, *LONG).digest
     summary = run.summary()
     assert summary["exact_proof"]["drilled"] == [2, 5], run.console
     assert (summary["exact"], summary["faults"]) == (True, [])
@@ -55,7 +56,7 @@ def test_the_product_drills_by_itself(fault_free, tmp_path):
         run.wait_for_event("drill", step=2)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait() == 0, run.console
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     assert run.summary()["exact"]
     assert 2 in run.summary()["exact_proof"]["drilled"]
 
@@ -71,7 +72,7 @@ def test_steps_at_random_are_drilled_and_each_repair_is_proved(fault_free, tmp_p
             poll(lambda count=passed: len(run.events("drill")) > count, what="a drill")
             assert run.events("drill")[-1]["rank"] == 1 - killed
         assert run.wait() == 0, run.console
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     summary = run.summary()
     assert summary["exact"], run.console
     assert summary["exact_proof"]["repairs_proved"] == "2 of 2"
@@ -145,7 +146,7 @@ def test_a_drill_that_is_killed_or_stopped_is_skipped(fault_free, tmp_path, numb
         assert run.wait() == 0, run.console
     how = "ended (signal 9)" if number == signal.SIGKILL else "was stopped"
     assert f"drill at step 2 of rank 0 skipped: its process {how}" in run.console
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     assert run.summary()["faults"] == []
     assert "a drill of rank 0" in (run.logs / "drill.log").read_text(encoding="utf-8")
 
@@ -158,7 +159,7 @@ def test_a_drill_is_ended_when_an_incident_opens(fault_free, tmp_path, rank):
         run.signal(signal.SIGKILL, run.rank_pid(rank))
         poll(lambda: not Path(f"/proc/{pid}").exists(), what="the end of the drill")
         assert run.wait() == 0, run.console
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     summary = run.summary()
     assert [fault["kind"] for fault in summary["faults"]] == ["rank_killed"]
     assert summary["exact"], run.console
@@ -173,7 +174,7 @@ def test_a_run_with_a_replacement_ends_once_a_drill_has_passed(fault_free, tmp_p
         run.wait_for_step(45)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait() == 0, run.console
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     summary = run.summary()
     assert summary["exact"], run.console
     assert len(summary["exact_proof"]["drilled"]) == 1
@@ -214,7 +215,7 @@ def test_a_disk_that_refuses_a_drill_costs_the_drill_only(fault_free, tmp_path):
         assert run.wait() == 0, run.console
     assert "drill at step 2 of rank 0 skipped: " in run.console
     assert f"{share} could not be written" in run.console
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     assert run.summary()["exact_proof"]["drilled"] == []
     assert run.summary()["exact"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from tests.scenarios.conftest import WITHOUT_WORKERS
+from tests.scenarios.conftest import LONG, WITHOUT_WORKERS
 from tests.scenarios.harness import Run, poll
 
 # The zygote first: once one was lost, the next one stands by.
@@ -25,7 +25,7 @@ def kill_and_await_another(run, name):
 
 def test_whichever_helper_is_killed_is_followed_by_another(fault_free, tmp_path):
     """Their kills are in the journal with their signal; the store's is a fault, which costs no step."""
-    settings = (*WITHOUT_WORKERS, "task.pace_s=0.5", "log.trackers=csv")
+    settings = (*WITHOUT_WORKERS, *LONG, "task.pace_s=0.5", "log.trackers=csv")
     with Run(tmp_path, *settings) as run:
         run.wait_for_event("spare_ready")
         for name in HELPERS:
@@ -38,4 +38,4 @@ def test_whichever_helper_is_killed_is_followed_by_another(fault_free, tmp_path)
     assert "the tracker csv has ended: signal 9; it is restarted" in run.console
     faults = [(fault["kind"], fault["steps_lost"]) for fault in run.summary()["faults"]]
     assert faults == [("store_died", 0)]
-    assert (run.digest, run.summary()["exact"]) == (fault_free(2).digest, True)
+    assert (run.digest, run.summary()["exact"]) == (fault_free(2, *LONG).digest, True)

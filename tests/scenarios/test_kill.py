@@ -22,8 +22,8 @@ def refused(*words):
 
 def test_the_rank_that_is_named_is_killed_and_replaced(tmp_path, capsys):
     """One line says which process; the fault is a kill; what is no rank or no run is refused."""
-    with Run(tmp_path, *WITHOUT_WORKERS, "task.pace_s=0.05") as run:
-        run.wait_for_step(5)
+    with Run(tmp_path, *WITHOUT_WORKERS, "task.pace_s=0.1") as run:
+        run.wait_for_step(3)
         pid = poll(run.status)["ranks"][1]["pid"]
         folder = ("-l", str(run.logs))
         assert "kill=2: must be the number of a rank" in refused("2", *folder)

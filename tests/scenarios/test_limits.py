@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from tests.disks import small_disk
-from tests.scenarios.conftest import STEPS
+from tests.scenarios.conftest import LONG, LONG_STEPS, STEPS
 from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run
 
 
 def test_a_reached_target_loss_is_a_completed_run(tmp_path):
     """The smoothed loss decides, so a full window of steps is trained at least; saved, exit 0."""
-    with Run(tmp_path, *SETTINGS, "target_loss=1000") as run:
+    with Run(tmp_path, *SETTINGS, *LONG, "target_loss=1000") as run:
         assert run.wait() == 0, run.console
     summary = run.summary()
     assert summary["status"] == "completed"
-    assert summary["steps"] < STEPS
+    assert summary["steps"] < LONG_STEPS
     assert summary["checkpoint"].endswith(f"step_{summary['steps']:08d}.pt")
     assert "target loss 1000 reached" in run.console
 
@@ -55,7 +55,7 @@ def test_a_disk_too_small_for_a_checkpoint_does_not_stop_the_training(tmp_path):
     folder = tmp_path / "checkpoints"
     with small_disk(folder, size_kb=1024):
         asked = ("task.width=40000", "checkpoint_timeout_s=2")
-        with Run(tmp_path, *SETTINGS, *asked) as run:
+        with Run(tmp_path, *SETTINGS, *LONG, *asked) as run:
             assert run.wait() == 1, run.console
         assert not list(folder.glob("step_*"))
     console = run.console
@@ -65,4 +65,4 @@ def test_a_disk_too_small_for_a_checkpoint_does_not_stop_the_training(tmp_path):
     assert str(folder) in reported[-1]
     summary = run.summary()
     assert (summary["status"], summary["exit_code"]) == ("failed", 1)
-    assert run.audit(2)[0].keys() == set(range(1, STEPS + 1))
+    assert run.audit(2)[0].keys() == set(range(1, LONG_STEPS + 1))

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_runner.data.order import SampleOrder
 from tests.scenarios.cgroups import memory_cgroup
-from tests.scenarios.conftest import PATIENT, SETTINGS, STEPS
+from tests.scenarios.conftest import LONG, LONG_STEPS, PATIENT, SETTINGS
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
 from tests.scenarios.workload import HOLD_NAME
 
@@ -41,9 +41,9 @@ def quarantined(run):
 def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path, fault_free):
     """SIGKILL and SIGSTOP: the weights of a fault-free run, one generation, the same processes."""
     blows = (
-        "loader_kill:rank=1,step=10",
-        "loader_stop:rank=1,step=21",
-        "loader_kill:rank=0,step=32",
+        "loader_kill:rank=1,step=5",
+        "loader_stop:rank=1,step=11",
+        "loader_kill:rank=0,step=17",
     )
     run = finish(tmp_path, *SETTINGS, *(f"--inject={blow}" for blow in blows))
     summary = run.summary()
@@ -69,9 +69,9 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
 def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, fault_free):
     """Each once, the sample is well when it is tried again: batches and weights of a fault-free run."""
     troubles = ("data 0 exit7", "data 0 raise", "data 1 sleep600")
-    settings = ("loader_timeout_s=4", "task.pace_s=0.09")
+    settings = ("loader_timeout_s=4", "task.pace_s=0.18")
     with Run(tmp_path, *SETTINGS, *settings, world=2) as run:
-        run.wait_for_step(5)
+        run.wait_for_step(3)
         for trouble in troubles:
             (tmp_path / "written").write_text(trouble, encoding="utf-8")
             (tmp_path / "written").rename(tmp_path / TROUBLE)
@@ -213,7 +213,7 @@ def test_a_loader_worker_killed_by_the_kernel_for_memory_is_reported_so(tmp_path
             pytest.skip("this machine lets us make no memory cgroup")
         train = (*cgroup.enter, sys.executable, "-m", "ddp_runner", "train")
         # Before it kills, the kernel takes its time to look for pages that it can drop.
-        harm = ("hang_min_s=30", "task.how=allocate", "task.bad=133", "task.pace_s=0.05")
+        harm = ("hang_min_s=30", "task.how=allocate", "task.bad=133", "task.pace_s=0.15")
         # The worker comes to that sample some steps before step 11, and not before there is a limit.
         hold = tmp_path / HOLD_NAME
         hold.write_text("3")
@@ -277,7 +277,7 @@ def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, fault_free):
     breaking = ("task.place=validation", "task.bad=3", "on_bad_sample=substitute")
     hold = tmp_path / HOLD_NAME
     hold.write_text("16")
-    with Run(tmp_path, *SETTINGS, *evaluating, *breaking, task=BREAKING, world=2) as run:
+    with Run(tmp_path, *SETTINGS, *LONG, *evaluating, *breaking, task=BREAKING, world=2) as run:
         run.wait_for_step(14)
         (tmp_path / TROUBLE).write_text("validation 1 sleep600", encoding="utf-8")
         hold.unlink()
@@ -291,14 +291,14 @@ def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, fault_free):
     ]
     steps = [fault["step"] for fault in summary["faults"]]
     assert steps[:2] == [12, 12]
-    assert steps[2] in range(24, STEPS, 12)
+    assert steps[2] in range(24, LONG_STEPS, 12)
     assert summary["faults"][1]["cause"].startswith("validation sample 3 (epoch 0) could not be")
     assert {event["phase"] for event in run.events("fault")} == {"evaluate"}
     assert (summary["exact"], len(run.events("forming"))) == (True, 1)
     lines = (run.logs / "quarantine_validation.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["index"] for line in lines] == [3]
     assert len(tries(tmp_path)) == 3, "in the first of four evaluations only"
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
 
 
 @pytest.mark.parametrize("stateful", [True, False], ids=["with a state", "by skipping"])

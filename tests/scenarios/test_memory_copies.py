@@ -61,9 +61,10 @@ def test_a_copy_that_does_not_fit_is_passed_over_for_a_file(tmp_path):
 
 def test_without_copies_the_newest_file_is_taken(tmp_path, made_once):
     """Control: ``memory_every=0`` has no memory and no copy."""
-    with Run(tmp_path, *WITHOUT_WORKERS, "memory_every=0", "task.pace_s=0.05") as run:
-        run.wait_for_checkpoint(10)
-        run.wait_for_step(14)
+    saves = ("save_every_steps=5",)
+    with Run(tmp_path, *WITHOUT_WORKERS, "memory_every=0", *saves, "task.pace_s=0.1") as run:
+        run.wait_for_checkpoint(5)
+        run.wait_for_step(7)
         run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 1)))
         assert run.wait() == 0, run.console
     assert not run.events("copy_taken")

@@ -18,7 +18,9 @@ import pytest
 from ddp_runner.features.launchers.restart_log import read_restart_log, restart_log_path
 from ddp_runner.kernel.wire.messages import RestartProgress
 from tests import ready
-from tests.scenarios.conftest import SETTINGS, STEPS
+from tests.scenarios import conftest
+from tests.scenarios.conftest import LONG
+from tests.scenarios.conftest import LONG_STEPS as STEPS
 from tests.scenarios.harness import DEADLINE_S, Run, assert_every_sample_once, poll
 from tests.scenarios.workload import TROUBLE_NAME
 
@@ -30,6 +32,7 @@ TORCHRUN = (
 )
 
 
+SETTINGS = (*conftest.SETTINGS, *LONG)
 SLOWLY = ("task.pace_s=0.12",)  # what happens comes three seconds before the end, or so
 TWO_STARTS_S = 180.0  # each of which imports torch in every process, on a machine that may be busy
 
@@ -86,7 +89,7 @@ def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(fault_free, tmp_path
         pids = {rank_process(run, rank).pid for rank in (0, 1)}
         run.signal(signal.SIGKILL, rank_process(run, 1).pid)
         assert run.wait(TWO_STARTS_S) == 0, run.console
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     assert "PacedTask does not read model.vocab_size: it has no effect" in run.console
     summary = run.summary()
     assert (summary["exact"], summary["steps"], summary["exit_code"]) == (True, STEPS, 0)
@@ -105,7 +108,7 @@ def test_torchrun_restarts_ranks_after_an_exception_and_no_bit_differs(fault_fre
         (tmp_path / TROUBLE_NAME).write_text("loss 1 raise", encoding="utf-8")
         assert run.wait(TWO_STARTS_S) == 0, run.console
     assert not (tmp_path / TROUBLE_NAME).exists(), "it was raised"
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     assert run.summary()["exact"] is True
     generations = {line["generation"] for line in run.audit(2)[0].values()}
     assert generations == {1, 2}, "it was restarted once"
@@ -127,7 +130,7 @@ def test_torchrun_restarts_after_a_hang_and_no_bit_differs(fault_free, tmp_path,
         assert run.wait(400.0) == 0, run.console
     print(f"{time.monotonic() - began_s:.0f} s in all")
     assert not hung.is_running()
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"], summary["exit_code"]) == (True, STEPS, 0)
     assert {line["generation"] for line in run.audit(2)[0].values()} == {1, 2}
@@ -243,6 +246,6 @@ def test_ranks_that_are_started_by_hand_resume_when_they_are_started_again(
     ):
         for rank in (first, second, third):
             assert rank.wait() == 0, rank.console
-    assert first.digest == fault_free(3).digest
+    assert first.digest == fault_free(3, *LONG).digest
     assert first.summary()["exact"] is True
     assert_every_sample_once(first, 3, samples=192)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import signal
 
-from tests.scenarios.conftest import STEPS, WITHOUT_WORKERS
+from tests.scenarios.conftest import LONG, LONG_STEPS, WITHOUT_WORKERS
 from tests.scenarios.harness import Run
 from tests.scenarios.workload import HOLD_NAME
 
 FIRST, LAST = 10, 40
-ASKED = (*WITHOUT_WORKERS, "--profile", f"steps={FIRST}:{LAST},memory", "log.phase_times=true")
+ASKED = (*WITHOUT_WORKERS, *LONG, "--profile", f"steps={FIRST}:{LAST},memory")
+ASKED = (*ASKED, "log.phase_times=true")
 FAULTS = (
     *("--inject", "kill:rank=1,step=11,phase=backward"),
     *("--inject", "kill:rank=0,step=13,phase=backward"),
@@ -58,8 +59,8 @@ def test_ranks_are_traced_through_faults_and_a_resume_to_the_same_weights(fault_
         assert run.wait() == 0, run.console
     for rank in (0, 1):
         assert steps_traced(run, rank) == list(range(stopped_at + 1, LAST + 1))
-    assert (run.summary()["steps"], run.summary()["exact"]) == (STEPS, True)
-    assert run.digest == fault_free(2).digest
+    assert (run.summary()["steps"], run.summary()["exact"]) == (LONG_STEPS, True)
+    assert run.digest == fault_free(2, *LONG).digest
     metrics = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [each for each in map(json.loads, metrics) if "learning_rate" in each]
     # A rank that injects faults does not time its steps.

@@ -16,7 +16,7 @@ from tests.scenarios.leftovers import has_lost_a_peer, is_idle, unread_bytes
 from tests.scenarios.workload import TROUBLE_NAME
 
 # Each harm comes three seconds before the end, should a test be held up.
-SLOWLY = ("task.pace_s=0.1",)
+SLOWLY = ("task.pace_s=0.2",)
 
 
 def check_recovered(run, *, kind, digest, ranks, steps=(0,), lost_most=0):
@@ -47,7 +47,7 @@ def wait_for_repair(run, number):
 
 def test_a_killed_rank_costs_no_weight(fault_free, tmp_path):
     """SIGKILL each rank: it is replaced, the next one can be, and the digest is that of a fault-free run."""
-    ranks, steps = (0, 1, 2), (4, 12, 20)
+    ranks, steps = (0, 1, 2), (2, 6, 10)
     with Run(tmp_path, *SETTINGS, *SLOWLY, world=3) as run:
         for rank, step in zip(ranks, steps, strict=True):
             run.wait_for_step(step)
@@ -85,24 +85,22 @@ def test_a_rank_stopped_while_its_only_peer_died_loses_no_step(fault_free, tmp_p
 
 def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(fault_free, tmp_path):
     """With no replica left the newest checkpoint is the source, and the lost steps are counted."""
-    with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY, world=1) as run:
-        run.wait_for_step(16)
-        run.wait_for_checkpoint(10)
+    with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY, "save_every_steps=5", world=1) as run:
+        run.wait_for_step(8)
+        run.wait_for_checkpoint(5)
         run.signal(signal.SIGKILL, run.rank_pid(0))
         (fault,) = check_recovered(
             run,
             kind="rank_killed",
             digest=fault_free(1).digest,
             ranks=(0,),
-            steps=(16,),
+            steps=(8,),
             lost_most=STEPS,
         )
     (formed,) = [one for one in run.events("rank_formed") if one["generation"] == 2]
     (killed,) = run.events("fault")
     reported = [one["step"] for one in run.events("checkpoint_saved") if one["id"] < killed["id"]]
-    assert formed["committed_step"] >= max([10, *reported]), (
-        "the newest save may still be under way"
-    )
+    assert formed["committed_step"] >= max([5, *reported]), "the newest save may still be under way"
     assert fault["steps_lost"] + formed["committed_step"] in (fault["step"], fault["step"] + 1)
 
 
@@ -110,7 +108,7 @@ def test_a_rank_that_leaves_before_the_end_is_replaced(fault_free, tmp_path):
     """os._exit in user code is a fault whatever the code, and so is sys.exit: the peers wait."""
     with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY) as run:
         for number, action in enumerate(("exit0", "leave", "exit7")):
-            run.wait_for_step(4 + 8 * number)
+            run.wait_for_step(2 + 4 * number)
             (tmp_path / TROUBLE_NAME).write_text(f"loss 1 {action}")
             wait_for_repair(run, number + 1)
         assert run.wait() == 0, run.console
@@ -129,7 +127,7 @@ def test_a_rank_that_leaves_before_the_end_is_replaced(fault_free, tmp_path):
 def test_an_exception_that_comes_once_is_reported_once_and_survived(fault_free, tmp_path, rank):
     """User code that raises is retried; its traceback stands once on the console and in its log."""
     with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY) as run:
-        run.wait_for_step(14)
+        run.wait_for_step(7)
         (tmp_path / TROUBLE_NAME).write_text(f"loss {rank} raise")
         (fault,) = check_recovered(
             run, kind="rank_raised", digest=fault_free(2).digest, ranks=(rank,)
@@ -169,7 +167,7 @@ def test_a_fault_is_reported_when_it_happens_and_when_it_is_repaired(tmp_path):
 def test_two_ranks_killed_at_once_are_both_replaced(fault_free, tmp_path):
     """One survivor is enough: it holds everything that was committed. One repair is, too."""
     with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY, world=3) as run:
-        run.wait_for_step(14)
+        run.wait_for_step(7)
         run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 2)))
         assert run.wait() == 0, run.console
     assert run.digest == fault_free(3).digest
@@ -185,7 +183,7 @@ def test_ranks_killed_again_and_again_cost_no_weight(fault_free, tmp_path):
     """Each repair leaves a world that can be repaired again."""
     with Run(tmp_path, *WITHOUT_WORKERS, *SLOWLY) as run:
         for number, rank in enumerate((1, 0, 1)):
-            run.wait_for_step(4 + 8 * number)
+            run.wait_for_step(2 + 4 * number)
             run.signal(signal.SIGKILL, run.rank_pid(rank))
             wait_for_repair(run, number + 1)
         assert run.wait() == 0, run.console

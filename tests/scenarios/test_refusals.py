@@ -120,10 +120,14 @@ def test_a_finished_run_may_be_launched_again_with_another_interval(fault_free, 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_resumed(fault_free, tmp_path):
     """One flipped bit is found; the run falls back, says so, and ends with the fault-free weights."""
-    settings = (*SETTINGS, "task.pace_s=0.12")  # the signal must come well before the end
+    settings = (
+        *SETTINGS,
+        "save_every_steps=5",
+        "task.pace_s=0.24",
+    )  # the signal must come well before the end
     with Run(tmp_path, *settings) as run:
-        run.wait_for_step(22)
-        run.wait_for_checkpoint(20)
+        run.wait_for_step(11)
+        run.wait_for_checkpoint(10)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
     newest = max(run.checkpoints.glob("step_*.pt"))
@@ -134,6 +138,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_resumed(fault_f
         assert run.wait() == 0, run.console
     assert run.digest == fault_free(2).digest
     damaged_step = int(newest.stem.removeprefix("step_"))
-    assert 20 <= run.events("run_begins")[-1]["resumed_step"] < damaged_step
+    assert 10 <= run.events("run_begins")[-1]["resumed_step"] < damaged_step
     assert f"{newest.name} is unusable" in run.console
     assert list(run.checkpoints.glob(f"{newest.name}.bad*"))

@@ -29,7 +29,7 @@ def test_the_spare_becomes_the_rank_that_died(fault_free, tmp_path):
 
     Of two ranks that die together one gets it. It was no rank before: in no status, and no process more.
     """
-    words = ("recovery.warm_spare=model", "task.pace_s=0.15")
+    words = ("recovery.warm_spare=model", "task.pace_s=0.3")
     with Run(tmp_path, *SETTINGS, *words, world=3) as run:
         first = spare_of(run)
         status = poll(lambda: status_with_spare(run), what="a status")  # every half second
@@ -69,7 +69,7 @@ def test_a_task_that_leads_its_output_away_becomes_a_rank(fault_free, tmp_path):
     """What it has said before is in the rank's log; nobody waits for what the other end of a pipe may never send."""
     task = tmp_path / "leads_away.py"
     task.write_text(LEADS_AWAY, encoding="utf-8")
-    words = ("recovery.warm_spare=model", "task.pace_s=0.08")
+    words = ("recovery.warm_spare=model", "task.pace_s=0.16")
     with Run(tmp_path / "run", *SETTINGS, *words, task=f"{task}:LeadsAway") as run:
         spare = spare_of(run)
         run.signal(signal.SIGKILL, run.rank_pid(1))
@@ -84,10 +84,10 @@ def test_a_task_that_leads_its_output_away_becomes_a_rank(fault_free, tmp_path):
 @pytest.mark.parametrize("setting", ["true", "process", "false"])
 def test_what_a_spare_is_on_the_cpu(fault_free, tmp_path, setting):
     """One that may have built the model, one that has not, or none."""
-    words = (f"recovery.warm_spare={setting}", "task.pace_s=0.08")
+    words = (f"recovery.warm_spare={setting}", "task.pace_s=0.16")
     with Run(tmp_path, *SETTINGS, *words) as run:
         spare = None if setting == "false" else spare_of(run)
-        run.wait_for_step(12)
+        run.wait_for_step(6)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         run.wait_for_event("repaired")
         assert run.rank_pid(1) == spare or setting == "false"
@@ -104,7 +104,7 @@ def test_what_a_spare_is_on_the_cpu(fault_free, tmp_path, setting):
 def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(fault_free, tmp_path):
     """Nobody trains less for it; a rank that dies meanwhile, or with it, is forked."""
     # A spare that is stopped is soon replaced; a rank of a busy machine is given its time.
-    quick = ("task.pace_s=0.18", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
+    quick = ("task.pace_s=0.36", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
     with Run(tmp_path, *SETTINGS, *quick) as run:
         run.signal(signal.SIGKILL, spare_of(run))
         run.wait_for_event("spare_ended", signal=signal.SIGKILL)
@@ -127,7 +127,7 @@ def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(fault_free, 
 @pytest.mark.parametrize("stopped", [False, True], ids=["asleep", "stopped"])
 def test_a_spare_dies_with_a_supervisor_that_is_killed(tmp_path, stopped):
     """By the kernel: one that is stopped could not even read that its channel is closed."""
-    with Run(tmp_path, *SETTINGS, "task.pace_s=0.08") as run:
+    with Run(tmp_path, *SETTINGS, "task.pace_s=0.16") as run:
         spare = spare_of(run)
         if stopped:
             run.signal(signal.SIGSTOP, spare)

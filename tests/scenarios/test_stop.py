@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.scenarios.conftest import STEPS
+from tests.scenarios.conftest import LONG, LONG_STEPS, STEPS
 from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run, poll
 
@@ -66,7 +66,7 @@ def finish(folder, *, world, settings=SETTINGS, steps=STEPS):
 
 def test_a_launch_ends_in_time_and_the_next_goes_on(fault_free, tmp_path):
     """By its own limit, then before the end that SLURM has announced."""
-    settings = (*SETTINGS, "task.pace_s=0.3")
+    settings = (*SETTINGS, *LONG, "task.pace_s=0.3")
     with Run(tmp_path, *settings, "--max-time", "6s") as run:
         assert run.wait() == 75, run.console
     assert "run.max_time has passed" in run.console
@@ -75,22 +75,23 @@ def test_a_launch_ends_in_time_and_the_next_goes_on(fault_free, tmp_path):
     with Run(tmp_path, *settings, variables=announced) as run:
         assert run.wait() == 75, run.console
     assert "SLURM ends the job in" in run.console
-    assert 0 < first <= run.summary()["steps"] < STEPS
-    assert finish(tmp_path, world=2, settings=settings).digest == fault_free(2).digest
+    assert 0 < first <= run.summary()["steps"] < LONG_STEPS
+    run = finish(tmp_path, world=2, settings=settings, steps=LONG_STEPS)
+    assert run.digest == fault_free(2, *LONG).digest
 
 
 @pytest.mark.parametrize(
     ("world", "stops"),
     [
-        (1, ((5, signal.SIGTERM), (18, signal.SIGINT))),
-        (2, ((3, signal.SIGINT), (16, signal.SIGHUP))),
-        (3, ((18, signal.SIGUSR1),)),
+        (1, ((3, signal.SIGTERM), (9, signal.SIGINT))),
+        (2, ((2, signal.SIGINT), (8, signal.SIGHUP))),
+        (3, ((9, signal.SIGUSR1),)),
     ],
     ids=["1", "2", "3"],
 )
 def test_a_run_stopped_at_any_step_ends_as_without_stops(fault_free, tmp_path, world, stops):
     """Each launch starts at the exact next step, and takes every step's samples as without faults."""
-    settings = (*SETTINGS, "task.pace_s=0.12")  # each signal must come well before the end
+    settings = (*SETTINGS, "task.pace_s=0.24")  # each signal must come well before the end
     reached, names = 0, set()
     for steps, number in stops:
         with Run(tmp_path, *settings, world=world) as run:
@@ -107,8 +108,8 @@ def test_a_run_stopped_at_any_step_ends_as_without_stops(fault_free, tmp_path, w
 
 
 ROUNDABOUT = (
-    ((11, signal.SIGTERM, to_one_rank), (11, signal.SIGTERM, to_everybody)),
-    ((10, signal.SIGHUP, to_everybody),),
+    ((5, signal.SIGTERM, to_one_rank), (6, signal.SIGTERM, to_everybody)),
+    ((5, signal.SIGHUP, to_everybody),),
 )
 
 
@@ -116,7 +117,7 @@ ROUNDABOUT = (
 def test_a_stop_signal_to_others_than_the_supervisor_stops_in_order(fault_free, tmp_path, stops):
     """A rank alone, or all processes at once: the same saved end."""
     # A spare must be ready before the end, and an evaluation has loader workers of its own.
-    settings = (*SETTINGS, "num_workers=1", "task.pace_s=0.18", "evaluate_interval=0")
+    settings = (*SETTINGS, "num_workers=1", "task.pace_s=0.36", "evaluate_interval=0")
     reached = 0
     for steps, number, deliver in stops:
         with Run(tmp_path, *settings) as run:
@@ -128,33 +129,33 @@ def test_a_stop_signal_to_others_than_the_supervisor_stops_in_order(fault_free, 
 def test_a_stop_during_evaluation_does_not_wait_for_its_end(fault_free, tmp_path):
     """A long evaluation is cut short; the resumed run makes it good and ends with the same weights."""
     slow = (
-        *(*SETTINGS, "evaluate_interval=0", "evaluate_every_steps=36"),
+        *(*SETTINGS, "evaluate_interval=0", "evaluate_every_steps=18"),
         *("task.validation_samples=240", "task.validation_s=0.2", "task.pace_s=0"),
     )
     with Run(tmp_path, *slow) as run:
-        run.wait_for_step(36)
+        run.wait_for_step(18)
         poll(lambda: run.phase(0) == "evaluate", what="the evaluation")
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
-        assert run.summary()["steps"] == 36
-        assert not evaluations(run, step=36)
+        assert run.summary()["steps"] == 18
+        assert not evaluations(run, step=18)
     resumed = finish(tmp_path, world=2, settings=slow)
-    assert evaluations(resumed, step=36) == 1
+    assert evaluations(resumed, step=18) == 1
     assert resumed.digest == fault_free(2).digest
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["without faults", "as its rank dies"])
 def test_a_checkpoint_can_be_asked_for(fault_free, tmp_path, is_lost):
     """SIGUSR2 to the supervisor: one file of that time, and the run goes on as if nothing were."""
-    settings = (*SETTINGS, "save_every_steps=1000", "task.pace_s=0.09")
+    settings = (*SETTINGS, "save_every_steps=1000", "task.pace_s=0.18")
     with Run(tmp_path, *settings) as run:
-        run.wait_for_step(12)
+        run.wait_for_step(6)
         run.signal(signal.SIGUSR2)
         if is_lost:
             run.signal(signal.SIGKILL, run.rank_pid(0))
         saved = run.wait_for_event("checkpoint_saved")
         assert run.wait() == 0, run.console
-    assert 12 <= saved["step"] < STEPS
+    assert 6 <= saved["step"] < STEPS
     path = f"{run.checkpoints / 'step_'}{saved['step']:08d}.pt"
     # A rank may die when the file is there and nobody knows of it.
     reported = [f"saved {path}"] + [f"{path} is on disk"] * is_lost
@@ -165,7 +166,7 @@ def test_a_checkpoint_can_be_asked_for(fault_free, tmp_path, is_lost):
 
 def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(fault_free, tmp_path):
     """Only the supervisor acts on it: no other one dies of it, or writes its stacks."""
-    settings = (*SETTINGS, "num_workers=1", "save_every_steps=1000", "task.pace_s=0.15")
+    settings = (*SETTINGS, "num_workers=1", "save_every_steps=1000", "task.pace_s=0.3")
     with Run(tmp_path, *settings) as run:
         run.wait_for_step(2)
         to_everybody(run, signal.SIGUSR2)

@@ -32,7 +32,7 @@ def living(processes):
 
 def test_what_a_rank_has_started_ends_when_the_rank_is_replaced(tmp_path):
     """Only what that one started; the rest when the run is complete, and the guardian with it."""
-    settings = (*SETTINGS, "num_workers=0", "task.pace_s=0.05")
+    settings = (*SETTINGS, "num_workers=0", "task.pace_s=0.1")
     with Run(tmp_path, *settings, task=TASK) as run:
         run.wait_for_step(3)
         assert run.named("ddp:guardian")

@@ -7,7 +7,7 @@ import signal
 from importlib.util import find_spec
 
 from tests.features.trackers.test_trackers import read_back, rows, scalars, stands
-from tests.scenarios.conftest import PATIENT, STEPS, WITHOUT_WORKERS
+from tests.scenarios.conftest import LONG, LONG_STEPS, PATIENT, WITHOUT_WORKERS
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import HOLD_NAME
 
@@ -17,7 +17,7 @@ SETTINGS = (
     *("-b", 8, "num_workers=0", "save_every_steps=10", "evaluate_every_steps=10"),
     *("--audit", *WRITTEN, *PATIENT),
 )
-WATCHED = (*WITHOUT_WORKERS, *WRITTEN, "log.gpu_watch_s=0.2")
+WATCHED = (*WITHOUT_WORKERS, *LONG, *WRITTEN, "log.gpu_watch_s=0.2")
 
 
 def kill_tracker(run, name):
@@ -115,10 +115,10 @@ def test_points_and_figures_of_use_are_exact_through_faults_of_every_kind(fault_
     kinds = [fault["kind"] for fault in run.summary()["faults"]]
     assert kinds == ["replica_diverged", "rank_killed"]
     assert "rolled back to step" in run.console
-    assert_written(run, steps=STEPS)
+    assert_written(run, steps=LONG_STEPS)
     assert all(rss_bytes for rank in (0, 1) for rss_bytes, _ in use_of(run, rank).values())
     assert_use_is_summed_up(run)
-    assert (run.digest, run.summary()["exact"]) == (fault_free(2).digest, True)
+    assert (run.digest, run.summary()["exact"]) == (fault_free(2, *LONG).digest, True)
 
 
 def test_trackers_lose_no_point_though_they_and_ranks_are_killed(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
+from tests.scenarios.conftest import LONG, WITHOUT_WORKERS
 from tests.scenarios.harness import ROOT, Run, poll
 
 VANDAL = Path(__file__).with_name("vandal.py")
@@ -56,7 +56,7 @@ def listening(pid):
 
 def test_whoever_talks_to_a_run_s_ports_and_store_ends_nothing(fault_free, tmp_path):
     """Garbage, silence, and values in the store, overwritten and deleted: the weights are the fault-free ones."""
-    settings = (*SETTINGS, "task.pace_s=0.3", "recovery.max_restarts=100")
+    settings = (*WITHOUT_WORKERS, *LONG, "task.pace_s=0.3", "recovery.max_restarts=100")
     with Vandal() as vandal, Run(tmp_path, *settings) as run:
         run.wait_for_step(3)
         (store,) = listening(run.named("ddp:store").pid)
@@ -83,7 +83,7 @@ def test_whoever_talks_to_a_run_s_ports_and_store_ends_nothing(fault_free, tmp_p
             assert run.process.poll() is None, run.console
             run.wait_for_step(run.committed() + 1)
         assert run.wait() == 0, run.console
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
     faults = {fault["kind"] for fault in run.summary()["faults"]}
     assert "store_tampered" in faults
     # Who waits for what was deleted is stuck, where nobody reads the store before its time is up.

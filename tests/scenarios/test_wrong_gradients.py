@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
+from tests.scenarios.conftest import LONG, WITHOUT_WORKERS
 from tests.scenarios.harness import Run
 
+SETTINGS = (*WITHOUT_WORKERS, *LONG)
 HIDDEN = Path(__file__).with_name("hidden.py")
 # Of two ranks the second is drilled at the second of each pair of steps.
 PAIRS = ("drill_at=2,3,14,15", "recovery.proof_share=0", "task.pace_s=0.2")
@@ -43,7 +44,7 @@ def test_a_wrong_gradient_is_found_and_undone(fault_free, tmp_path):
     summary = run.summary()
     assert [(one["kind"], one["rank"]) for one in summary["faults"]] == [("wrong_gradient", 1)]
     assert summary["exact"], run.console
-    assert run.digest == fault_free(2).digest
+    assert run.digest == fault_free(2, *LONG).digest
 
 
 def test_state_that_only_one_process_has_is_no_device(tmp_path):

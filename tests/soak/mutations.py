@@ -61,13 +61,15 @@ def sources(package: Path = PACKAGE) -> dict[Path, str]:
     return {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
 
 
-def invariants(files: dict[Path, str]) -> list[Invariant]:
-    """All that the package names, in the order of its files."""
+def invariants(files: dict[Path, str], name: str = "") -> list[Invariant]:
+    """All that the package names, in the order of its files; with ``name`` only those of that name."""
     found = []
     for path, text in files.items():
+        if f"INVARIANT {name}" not in text:
+            continue
         lines = text.splitlines()
         for number, line in enumerate(lines):
-            if (named := _NAMED.search(line)) is not None:
+            if (named := _NAMED.search(line)) is not None and name in ("", named[1]):
                 tests = _guards(lines[number : number + _GUARDS_LINES_MAX])
                 found.append(Invariant(name=named[1], path=path, line=number, tests=tests))
     return found
@@ -82,9 +84,12 @@ def _guards(lines: list[str]) -> tuple[str, ...]:
 
 def place_of(mutation: Mutation, files: dict[Path, str]) -> Place:
     """Where it is made. Raises ValueError where that is not one place."""
-    named = [one for one in invariants(files) if one.name == mutation.invariant]
+    named = invariants(files, mutation.invariant)
     found = []
+    anchor = mutation.after or f"INVARIANT {mutation.invariant}:"
     for path, text in files.items():
+        if anchor not in text:
+            continue
         lines = text.splitlines(keepends=True)
         if mutation.after:
             starts = [n for n, line in enumerate(lines) if mutation.after in line]

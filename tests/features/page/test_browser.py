@@ -117,12 +117,12 @@ def test_a_killed_rank_is_seen_within_two_seconds(tmp_path):
     """As a mark and as a row, on a page that may die; a page of its own then shows the rest, and stops the run."""
     with Run(
         tmp_path / "run",
-        *("max_steps=100000", "task.samples=100000", "task.pace_s=0.05", "audit=true"),
-        *("log_interval=5", "recovery.max_restarts=100"),
+        *("max_steps=100000", "task.samples=100000", "task.pace_s=0.2", "audit=true"),
+        *("log_interval=2", "recovery.max_restarts=100"),
         *("--page", "--page-can-inject", f"log.page_port={free_port()}"),
         environment={"PYTHONPATH": IMPORTS},
     ) as run:
-        run.wait_for_step(30)
+        run.wait_for_step(10)
         with (run.logs / "rank_0.log").open("a") as log:
             log.write(f"{EVIL}\n")
         found = poll(lambda: LINK.search(run.output_path.read_text()), what="the link")
