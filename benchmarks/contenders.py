@@ -190,13 +190,16 @@ class Contender:
 
     def pause(self) -> None:
         """Stop every process of the tree where it stands."""
-        for process in self.tree():
-            process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Undo :meth:`pause`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
         for process in self.tree():
-            process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(psutil.NoSuchProcess):  # a drill that has just ended
+                process.send_signal(number)
 
     def end(self) -> None:
         """End it, however far it is, and remove its folder."""

@@ -173,16 +173,18 @@ class CopyInterval(CheckpointInterval):
     def __init__(self, *, now_s: float) -> None:
         super().__init__(now_s=now_s)
         self._costs_s: deque[float] = deque(maxlen=COPY_COSTS)
+        self._usual_cost_s = 0.0
 
     def _learn(self, newest: SaveCost) -> None:
         self._costs_s.append(newest.training_s)
+        self._usual_cost_s = statistics.median(self._costs_s)
 
     def interval_s(self, *, now_s: float, step_s: float) -> float:
         """Return the interval that follows from the measurements so far."""
         del now_s
         if not self._costs_s:
             return max(FIRST_COPY_S, STEPS_MIN * step_s)
-        best_s = statistics.median(self._costs_s) / COPY_SHARE_MAX
+        best_s = self._usual_cost_s / COPY_SHARE_MAX
         if len(self._costs_s) < COPY_COSTS_MIN:
             best_s = min(best_s, UNSURE_COPY_MAX_S)
         return max(INTERVAL_MIN_S, STEPS_MIN * step_s, best_s)

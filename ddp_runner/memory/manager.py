@@ -70,7 +70,7 @@ def next_level(
     return Level.OK
 
 
-def may_collect_fully(*, since_last_s: float, cost_s: float, cost_share: float = 0.005) -> bool:
+def may_collect_fully(*, since_last_s: float, cost_s: float, cost_share: float = 0.001) -> bool:
     """Return whether a full garbage collection of ``cost_s`` stays within its share of the time.
 
     A full collection walks every object of the process: 40-60 ms with torch imported, which is a
@@ -81,7 +81,7 @@ def may_collect_fully(*, since_last_s: float, cost_s: float, cost_share: float =
 
 _MB = 1_000_000
 _LOOKS_BETWEEN_REACTIONS = 10  # while a level lasts; a reaction costs some 50 ms
-_LEAST_GAP_S = 0.1  # between looks
+_LEAST_GAP_S = 0.5  # between looks
 _LOG_LEVEL = {
     Level.OK: "info",
     Level.WARN: "warning",

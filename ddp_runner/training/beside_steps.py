@@ -13,6 +13,8 @@ from ddp_runner.training.exactness.own_share import ShareNotes
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.rank_context import RankParts, TaskParts
 
+NOTHING: AbstractContextManager[None] = nullcontext()  # of a step with nothing beside it
+
 
 class Noting(Protocol):
     """Makes steps, and can note this rank's share of one."""
@@ -30,7 +32,7 @@ class BesideSteps:
     ) -> AbstractContextManager[None]:
         """Return a context for the step of ``micro_batches`` that begins now; a loop's step gives no micro-batches."""
         del stepper, group, micro_batches
-        return nullcontext()
+        return NOTHING
 
     def conclude(self, group: Group) -> None:
         """Take note that the last step is made, and the run complete."""

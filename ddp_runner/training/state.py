@@ -422,7 +422,7 @@ class TrainState:
 
     def begin_training(self) -> None:
         """Have every module in training mode, where one is not; a model may have thousands."""
-        if not all(module.training for module in self._modules):
+        if False in [module.training for module in self._modules]:
             self.model.train()
 
     def flags(self) -> list[bool]:

@@ -27,7 +27,7 @@ from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.wire.events import TuningChanged
 from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.audit import open_audit
-from ddp_runner.training.beside_steps import BesideSteps
+from ddp_runner.training.beside_steps import NOTHING, BesideSteps
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.sync_batchnorm import Peers
 from ddp_runner.training.components.tuning import AdaptRules, adapt
@@ -105,6 +105,7 @@ class TaskSteps:
         self._logged_at_ns = time.monotonic_ns()
         self._trained_samples = 0  # since then; those of the state go back with it
         self._waited_ns = 0
+        self._has_epoch_hook = isinstance(workload.task, EndsEpochs)
         self._streams = StreamWatch(group, parts.runtime, first_step=state.committed_step)
 
     def close(self) -> None:
@@ -127,21 +128,32 @@ class TaskSteps:
 
         Raises WrapAgainError where the step is to be begun again, after :meth:`wrap_again`.
         """
-        with contextlib.ExitStack() as around:
-            for one in self._beside:
-                around.enter_context(one.beside(self._stepper, self._group, micro_batches))
-            around.enter_context(self._first.watched(self._stepper))
-            result = self._stepper.run(
-                micro_batches,
-                votes=votes,
-                may_commit=self._guard.may_commit,
-                while_reducing=self._send_next,
-            )
+        around = [one.beside(self._stepper, self._group, micro_batches) for one in self._beside]
+        around = [
+            one for one in (*around, self._first.watched(self._stepper)) if one is not NOTHING
+        ]
+        if (
+            not around
+        ):  # as nearly always: an empty stack of contexts takes longer than all the rest here
+            result = self._run(micro_batches, votes)
+        else:
+            with contextlib.ExitStack() as entered:
+                for one in around:
+                    entered.enter_context(one)
+                result = self._run(micro_batches, votes)
         if result is not None:
             self._state.local.settle()
             report_large_local(self._parts)
         self._wraps = 0
         return result
+
+    def _run(self, micro_batches: list[MicroBatch], votes: Votes) -> StepResult | None:
+        return self._stepper.run(
+            micro_batches,
+            votes=votes,
+            may_commit=self._guard.may_commit,
+            while_reducing=self._send_next,
+        )
 
     def take(self, step: int) -> list[MicroBatch]:
         """Give this rank's share of ``step``, also of a former one; blocks until it is loaded."""
@@ -149,7 +161,8 @@ class TaskSteps:
             self._parts.profile.before(step)
         self._turn_to_data(step)
         batches = self._loader.take(step)
-        self._state.side.note_counted(f"data.{name}" for name in self._loader.counted)
+        if self._loader.counted:
+            self._state.side.note_counted(f"data.{name}" for name in self._loader.counted)
         return self._arrived(batches)
 
     def settle(self) -> None:
@@ -228,9 +241,9 @@ class TaskSteps:
     def due(self, step: int) -> DueActions:
         """Say what the settings and the task's hooks have due once ``step`` steps are committed."""
         length = self._workload.length
-        has_hook = isinstance(self._workload.task, EndsEpochs)
         due = due_by_settings(self._settings, length, step)
-        return replace(due, end_epoch=has_hook and length.ends_epoch(step))
+        ends = self._has_epoch_hook and length.ends_epoch(step)
+        return replace(due, end_epoch=True) if ends else due
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
         """Take in a step that was made; may say so, skip it for good or go back to an older state."""

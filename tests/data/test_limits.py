@@ -35,7 +35,7 @@ class Many:
         self._tensors = tensors
 
     def __getitem__(self, index):
-        return [torch.full((3,), index) for _ in range(self._tensors)]
+        return [torch.full((1000,), index) for _ in range(self._tensors)]  # too large for copies
 
 
 def _load_with_few_files(me, tensors):

@@ -337,12 +337,15 @@ def test_more_workers_than_cores_load_and_are_reported(reference):
 
 
 class Nested:
-    """Samples of every shape that collating knows, and two views of one tensor."""
+    """Samples of every shape that collating knows, and two views of one tensor of this ``size``."""
 
     deterministic = True
 
+    def __init__(self, size):
+        self._size = size
+
     def __getitem__(self, index):
-        base = torch.arange(4.0) + index
+        base = torch.arange(float(self._size)) + index
         return {
             "views": (base[:2], base[2:]),
             "array": np.full((2, 2), index, dtype=np.int32),
@@ -360,13 +363,14 @@ def _keep_views(samples):
     return {"all": collate_batch(samples), "left": whole[:, :2], "whole": whole}
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches_are_those_of_default_collate(num_workers):
-    """Through memory files as in the rank itself: same structure, types, values; views stay views."""
-    with make(Nested(), num_workers=num_workers, collate_fn=_keep_views) as loader:
+@pytest.mark.parametrize(("num_workers", "size"), [(0, 4), (1, 4), (1, 10_000)])
+def test_batches_are_those_of_default_collate(num_workers, size):
+    """As copies, and through memory files, as in the rank itself: same structure, types, values; views stay views."""
+    dataset = Nested(size)
+    with make(dataset, num_workers=num_workers, collate_fn=_keep_views) as loader:
         for step in range(3):
             for taken in loader.take(step):
-                expected = default_collate([Nested()[index] for index in taken.indices])
+                expected = default_collate([dataset[index] for index in taken.indices])
                 assert repr(taken.batch["all"]) == repr(expected)
                 left, whole = taken.batch["left"], taken.batch["whole"]
                 assert torch.equal(whole, torch.cat(expected["views"], 1))

@@ -17,7 +17,7 @@ import pytest
 
 from ddp_runner.core.loader_recovery import CALM_STEPS
 from ddp_runner.data.order import SampleOrder
-from ddp_runner.data.workers.pool import garbage_kept
+from ddp_runner.data.workers.pool import _Mailboxes, garbage_kept
 from ddp_runner.data.workers.timeouts import SLICE_S
 from ddp_runner.kernel.rules.faults import FaultKind
 from tests.data.failing import (
@@ -42,6 +42,19 @@ from tests.data.failing import (
     take_until,
 )
 from tests.processes import poll
+
+
+def test_messages_to_workers_come_in_order_and_nobody_waits():
+    """Small ones are written at once; those that do not fit into the pipe, and all after them, by a thread."""
+    box, threads = _Mailboxes().Queue(), threading.active_count()
+    sent = [b"small", *(bytes(3000) for _ in range(40)), bytes(100_000), b"last"]
+    box.put(sent[0])
+    assert threading.active_count() == threads
+    for message in sent[1:]:
+        box.put(message)  # of more than a pipe holds, while nobody reads
+    assert [box.get(timeout=LONG_S) for _ in sent] == sent
+    box.close()
+    box.join_thread()
 
 
 def test_killed_worker_is_replaced_at_once(pin):

@@ -23,7 +23,8 @@ from ddp_runner.kernel.rules.lifecycle import (
 )
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
-from tests.supervisor.simulated import Clock
+from ddp_runner.kernel.wire.messages import LoaderWorkers, Metrics
+from tests.supervisor.simulated import TICK_S, Clock, Simulation
 
 PHASES = [
     *(Phase.DATA, Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.REDUCE),
@@ -203,3 +204,25 @@ def test_a_world_that_changes_is_seen_at_once():
     assert counts.world_changes == before
     handle.member.advance(MembershipEvent.DROPPED)
     assert counts.world_changes > before
+
+
+def test_figures_alone_are_no_reason_to_look_at_the_run(monkeypatch):
+    """They are taken in at once; the run is looked at with the next tick, and at once for any other message."""
+    simulation, turns = Simulation(ranks=2), []
+    simulation.to_step(3)
+    advance = simulation.supervisor.advance
+    monkeypatch.setattr(simulation.supervisor, "advance", lambda: (turns.append(1), advance()))
+
+    def say(message):
+        simulation.send(simulation.rank(1), message)
+        simulation.loop._turn()
+        return len(turns)
+
+    simulation.loop._turn()
+    figures = Metrics(rank=1, step=3, values={"loss": 7.5, "epoch": 0.0})
+    assert (say(figures), simulation.world.ranks[1].metrics["loss"]) == (1, 7.5)
+    assert say(LoaderWorkers(rank=1, pids=(5,))) == 2
+    assert say(figures) == 2
+    simulation.clock.now_s += TICK_S
+    assert say(figures) == 3
+    simulation.close()

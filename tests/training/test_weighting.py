@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.kernel.replica.loss import LossForm, Weighted
 from ddp_runner.kernel.step.session import Votes, WrapAgainError
-from ddp_runner.training.step import Stepper, StepRules
+from ddp_runner.training.step import Stepper, StepRules, clip_on_host, gradients_of, norm_on_host
 from tests.data.mapped import map_loader
 from tests.kernel.group.joining import join
 from tests.processes import hosted_store, run_ranks
@@ -17,6 +19,7 @@ from tests.processes import hosted_store, run_ranks
 from .building import (
     CPU,
     MICRO_BATCH,
+    as_plain,
     bits_of,
     build_replica,
     build_state,
@@ -212,3 +215,19 @@ def test_a_step_without_any_weight_is_skipped():
     """There is no mean of nothing; no weight and no statistic has changed."""
     with hosted_store() as port:
         assert run_ranks(_without_weight, 2, port) == [(False, True, 0.0, True)] * 2
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 40.0, float("nan"), float("inf")])
+def test_gradients_on_the_host_are_clipped_as_torch_clips_them(scale):
+    """Norm and gradients to the bit: below the limit, about it, above it, and where it is no number."""
+    torch.manual_seed(1)
+    ours = [nn.Parameter(torch.zeros(size)) for size in ((3, 5), (7,), (1,))]
+    for one in ours:
+        one.grad = torch.randn(one.shape) * scale
+    theirs = copy.deepcopy(ours)
+    for one, other in zip(theirs, ours, strict=True):
+        one.grad = other.grad.clone()
+    norm = norm_on_host(gradients_of(ours))
+    clip_on_host(ours, 4.0, norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 4.0)
+    assert as_plain([norm, *gradients_of(ours)]) == as_plain([expected, *gradients_of(theirs)])

@@ -83,7 +83,7 @@ class MemorySettings:
     """MemoryManager: when it looks and when it acts. Shares are of the smallest known limit."""
 
     memory_check_interval: Annotated[Positive, CANNOT_MATTER] = 10
-    """Steps between memory checks, of which there are at most ten a second."""
+    """Steps between memory checks, of which there are at most two a second."""
     cleanup_interval: Annotated[NonNegative, CANNOT_MATTER] = 500
     """Steps between garbage collections, which also empty the device's cache if memory is tight. 0: free memory
     only when it is tight."""

@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
+SMALL_BYTES = (
+    16 << 10
+)  # up to here a copy through the pipe takes less than making, sending and mapping a file
+
 
 class MemoryFiles:
     """The files of one batch, by the identity of the storages that they hold."""
@@ -87,10 +91,10 @@ def _stacked(samples: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         stacked: Tensor = collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
         return stacked
     first = samples[0]
-    if not BATCH.may_open:
+    size_bytes = len(samples) * first.numel() * first.element_size()
+    if not BATCH.may_open or size_bytes <= SMALL_BYTES:
         return torch.stack(samples)
     try:
-        size_bytes = len(samples) * first.numel() * first.element_size()
         storage = BATCH.new_storage(size_bytes)
     except (OSError, RuntimeError):  # torch's own duplicate of a descriptor
         return torch.stack(samples)  # the transport finds another way, or says what is missing

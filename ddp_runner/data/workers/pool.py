@@ -24,6 +24,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import active_children
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext
+from multiprocessing.queues import Queue
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,6 +228,8 @@ class WorkerPool:
             for outbox in outboxes:
                 outbox.close()
         self._workers: list[BaseProcess] = list(self._iterator._workers)
+        # The process ids of the workers, by worker number.
+        self.pids = tuple(worker.pid for worker in self._workers if worker.pid is not None)
         results = self._iterator._worker_result_queue
         receiver = _Receiver(results, self._workers, self._inboxes)
         self._pins = _PinAhead(receiver, _current_device()) if settings.pin_memory else None
@@ -256,7 +261,7 @@ class WorkerPool:
                         collects=collects,
                         then=source.enter_worker,
                     ),
-                    multiprocessing_context="fork",
+                    multiprocessing_context=_Mailboxes(),
                     generator=torch.Generator(),  # or the rank's own generator would move
                 )
                 return _Iterator(loader)
@@ -273,11 +278,6 @@ class WorkerPool:
     def counted(self) -> tuple[str, ...]:
         """The attributes that loads count up in a worker's copy of the dataset, as far as they are known."""
         return self._inboxes.counted
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process ids of the workers, by worker number."""
-        return tuple(worker.pid for worker in self._workers if worker.pid is not None)
 
     @property
     def arrived(self) -> int:
@@ -386,6 +386,46 @@ class _Iterator(_MultiProcessingDataLoaderIter):
         _remove_worker_pids(id(self))
         self._worker_pids_set = False
         super()._reset(loader, first_iter)
+
+
+class _Mailbox(Queue):  # type: ignore[type-arg]  # takes no argument before Python 3.12
+    """A queue that writes a message itself while it fits into the pipe; from the first that does not on, a thread does.
+
+    To wake that thread takes longer than a small step leaves, and it competes for the interpreter's lock.
+    """
+
+    def __init__(self, maxsize: int, *, ctx: Any) -> None:
+        super().__init__(maxsize, ctx=ctx)
+        own: Any = self  # whose attributes typeshed does not show
+        self._room = select.poll()
+        self._room.register(own._writer, select.POLLOUT)
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Send ``obj``. It never waits for the reader."""
+        own: Any = self
+        if own._thread is not None or not self._has_written(ForkingPickler.dumps(obj)):
+            super().put(obj, block, timeout)
+
+    def _has_written(self, message: memoryview[int]) -> bool:
+        # The wire form has 4 bytes more. A pipe that is ready has room for as much (pipe(7): PIPE_BUF).
+        own: Any = self
+        if len(message) + 4 > select.PIPE_BUF or not own._sem.acquire(block=False):
+            return False
+        with own._wlock:
+            has_room = bool(self._room.poll(0))
+            if has_room:
+                own._writer.send_bytes(message)
+        if not has_room:
+            own._sem.release()
+        return has_room
+
+
+class _Mailboxes(ForkContext):
+    """Processes that are forked, and have :class:`_Mailbox` as their queues."""
+
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - as in the class above it
+        """Return a new queue."""
+        return _Mailbox(maxsize, ctx=self.get_context())
 
 
 class _Recorded:

@@ -1,4 +1,4 @@
-"""Carries batches from a loader worker to its rank: tensors as memory files, never by appointment.
+"""Carries batches from a loader worker to its rank: large tensors as memory files, never by appointment.
 
 Torch's own way makes the rank *ask* the sending worker for each tensor's descriptor, over a socket
 in the temporary folder: the rank blocks for ever if that worker is stopped, fails if it is dead,
@@ -29,7 +29,7 @@ from torch.utils.data import get_worker_info
 
 from ddp_runner.data.attributes import CountedReads
 from ddp_runner.data.workers.fetch import Key, Reader, SampleFailed, failed
-from ddp_runner.data.workers.memory_files import BATCH, as_bytes
+from ddp_runner.data.workers.memory_files import BATCH, SMALL_BYTES, as_bytes, identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,20 +62,24 @@ class PackedBatch(NamedTuple):
     """A batch on its way: the pickled rest, and how many descriptors ``worker`` sent for it.
 
     Instead of them :data:`OUT_OF_FILES`, if the worker could not open so many; there is no batch then.
+    ``copies``: the content of storages that need no file.
     """
 
     worker: int
     body: bytes
     descriptors: int
+    copies: tuple[bytes, ...] = ()
     counted: tuple[str, ...] = ()  # what its loads count up in the dataset, see CountedReads
 
 
 class _Packer(ForkingPickler):
-    """Pickles a batch, its CPU storages as numbered descriptors in ``descriptors``, or by value."""
+    """Pickles a batch, its CPU storages as numbered ``descriptors``; small ones, or all ``by_value``, as ``copies``."""
 
     def __init__(self, file: io.BytesIO, *, by_value: bool) -> None:
         super().__init__(file)
         self.descriptors: list[int] = []
+        self.copies: list[bytes] = []
+        self._copied: dict[int, int] = {}  # the place in there, by the identity of the storage
         self._by_value = by_value
         self.dispatch_table = {
             **self.dispatch_table,
@@ -94,16 +98,25 @@ class _Packer(ForkingPickler):
     def _reduce_storage(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         if storage.device.type != "cpu" or storage.nbytes() == 0:
             return reduce_storage(storage)  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
-        if self._by_value:
-            return _copied_storage, (bytes(as_bytes(storage)),)
+        if self._by_value or storage.nbytes() <= SMALL_BYTES:
+            number = self._copied.setdefault(identity(storage), len(self.copies))
+            if number == len(self.copies):  # else a view of it was packed before
+                self.copies.append(bytes(as_bytes(storage)))
+            return _copied_storage, (number,)
         descriptor = BATCH.descriptor_of(storage)
         if descriptor not in self.descriptors:  # views share a storage
             self.descriptors.append(descriptor)
         return _received_storage, (self.descriptors.index(descriptor), storage.nbytes())
 
 
-def _copied_storage(content: bytes) -> torch.UntypedStorage:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
+def _copied_storage(number: int) -> torch.UntypedStorage:
+    """Stands for one of the copies in a pickle; never called itself."""
+    raise TransportError(f"copy {number} outside an unpacker")
+
+
+def _storage_of(content: bytes) -> torch.UntypedStorage:
+    """Return memory of torch's own: how it is aligned may show in the last bits of what is computed from it."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).clone().untyped_storage()
 
 
 def _received_storage(number: int, size_bytes: int) -> torch.UntypedStorage:
@@ -111,19 +124,30 @@ def _received_storage(number: int, size_bytes: int) -> torch.UntypedStorage:
     raise TransportError(f"storage {number} of {size_bytes} bytes outside an unpacker")
 
 
-class _Unpacker(pickle.Unpickler):
-    """Undoes :class:`_Packer` with the descriptors that came beside the pickle."""
+_FOUND: dict[tuple[str, str], Any] = {}  # what batches are made of, by module and name
 
-    def __init__(self, file: io.BytesIO, descriptors: Sequence[int]) -> None:
+
+class _Unpacker(pickle.Unpickler):
+    """Undoes :class:`_Packer` with the descriptors and copies that came beside the pickle."""
+
+    def __init__(
+        self, file: io.BytesIO, descriptors: Sequence[int], copies: Sequence[bytes]
+    ) -> None:
         super().__init__(file)
         self._descriptors = descriptors
+        self._copies = [_storage_of(content) for content in copies]
 
     def find_class(self, module: str, name: str) -> Any:
+        if name == _copied_storage.__name__ and module == __name__:
+            return self._copies.__getitem__
         if name == _received_storage.__name__ and module == __name__:
             # Not a method: in the memo of its own unpickler, that would keep every batch alive
             # until the next garbage collection.
             return partial(_mapped_storage, self._descriptors)
-        return super().find_class(module, name)
+        known = _FOUND.get((module, name))  # a search of modules for each of a batch's few names
+        if known is None:
+            known = _FOUND[module, name] = super().find_class(module, name)
+        return known
 
 
 def _mapped_storage(
@@ -201,7 +225,12 @@ class PackedSource:
         finally:
             packer.let_go()
             BATCH.close()
-        return PackedBatch(worker=worker, body=file.getvalue(), descriptors=len(packer.descriptors))
+        return PackedBatch(
+            worker=worker,
+            body=file.getvalue(),
+            descriptors=len(packer.descriptors),
+            copies=tuple(packer.copies),
+        )
 
     def _send(self, descriptors: Sequence[int], outbox: socket.socket) -> None:
         # INVARIANT descriptors-first: a batch is announced only after all its descriptors are in
@@ -233,7 +262,7 @@ class Inboxes:
                 descriptors += self._receive(
                     packed.worker, missing=packed.descriptors - len(descriptors)
                 )
-            return _Unpacker(io.BytesIO(packed.body), descriptors).load()
+            return _Unpacker(io.BytesIO(packed.body), descriptors, packed.copies).load()
         except (OSError, RuntimeError) as error:  # torch's own duplicate of a descriptor
             if isinstance(error, OSError) and error.errno not in _NO_FILES_LEFT:
                 raise

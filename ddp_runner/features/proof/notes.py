@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ from ddp_runner.kernel.system.disk import Disk
 from ddp_runner.kernel.system.run_files import replace_file
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import DrillAt, DrillPart
-from ddp_runner.training.beside_steps import BesideSteps, Noting
+from ddp_runner.training.beside_steps import NOTHING, BesideSteps, Noting
 from ddp_runner.training.exactness.own_share import ShareNotes
 from ddp_runner.training.local_state.by_value import handed_over
 from ddp_runner.training.local_state.local_state import packed
@@ -123,10 +124,9 @@ class Drills(BesideSteps):
             runtime.answer[DrillAt] = self._take_asked
         self._state.readers.append(self._release_state)
 
-    @contextlib.contextmanager
     def beside(
         self, stepper: Noting, group: Group, micro_batches: Sequence[MicroBatch]
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Do this rank's part of a due drill while a step runs, if one is due with it.
 
         INVARIANT untouched: a drill changes no bit of the run: its input is copied and noted, and
@@ -141,13 +141,18 @@ class Drills(BesideSteps):
             self._asked = None  # of the generation before: not all ranks know of it
         drilled = self._drilled_at(step, group)
         if drilled is None:
-            yield
-            return
+            return NOTHING
         if self._writes:
             self._begin_writing(step)
         if group.rank != drilled:
-            yield
-            return
+            return NOTHING
+        return self._drilled_step(step, stepper, group, micro_batches)
+
+    @contextlib.contextmanager
+    def _drilled_step(
+        self, step: int, stepper: Noting, group: Group, micro_batches: Sequence[MicroBatch]
+    ) -> Iterator[None]:
+        """Note this rank's share of ``step`` while it is made, for the drill that computes it again."""
         self._is_drilled_next()
         more = self._looked_into(stepper, micro_batches) if self._diagnoses else Looked()
         problem = self._hold_own(step, more)

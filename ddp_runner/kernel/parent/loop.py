@@ -18,6 +18,8 @@ from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.lifecycle import Machine, RunEvent, RunState
 from ddp_runner.kernel.rules.stopping import StopSignal, TimeLimit
 from ddp_runner.kernel.system.clock import Clock
+from ddp_runner.kernel.wire.messages import Metrics
+from ddp_runner.kernel.wire.packets import name_of
 
 TICK_S = 0.1
 _QUIT = "SIGQUIT"  # a shell has its background jobs ignore it; a run ends of it all the same
@@ -110,7 +112,7 @@ class Loop:
     ) -> None:
         self._clock = clock
         self._traffic = traffic
-        self._began_s = clock.monotonic()
+        self._began_s = self._turned_s = clock.monotonic()  # the latter: the newest turn for all
         self._supervisor = supervisor
         self._node: Node = supervisor.node
         self._limit = limit
@@ -145,13 +147,10 @@ class Loop:
             )
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(TICK_S):
-            if key.data is None:
-                self._take_signals()
-            elif self._traffic is not None and key.data[0] is self._traffic.source:
-                self._traffic.hear(key.data[1])
-            elif (received := self._node.receive(*key.data)) is not None:
-                self._supervisor.on_packet(*received)
+        # Figures are no fact to act on: short steps would have the whole run looked at for each of their lines.
+        if self._hear() and self._clock.monotonic() < self._turned_s + TICK_S:
+            return
+        self._turned_s = self._clock.monotonic()
         for ended in self._node.reap():
             if not any(one.took(ended) for one in self._sideshows):
                 self._supervisor.on_ended(ended)
@@ -164,6 +163,20 @@ class Loop:
         self._supervisor.advance()
         for one in self._sideshows:
             one.look(self._clock.monotonic())
+
+    def _hear(self) -> bool:
+        """Take in whatever comes within a tick; return whether that is figures of ranks, and nothing else."""
+        ready, are_figures = self._selector.select(TICK_S), True
+        for key, _ in ready:
+            received = None
+            if key.data is None:
+                self._take_signals()
+            elif self._traffic is not None and key.data[0] is self._traffic.source:
+                self._traffic.hear(key.data[1])
+            elif (received := self._node.receive(*key.data)) is not None:
+                self._supervisor.on_packet(*received)
+            are_figures &= received is not None and name_of(received[0]) == Metrics.__name__
+        return bool(ready) and are_figures
 
     def _look_at_clock(self, now_s: float) -> None:
         """Ask for the end once, where the time of this launch is over."""

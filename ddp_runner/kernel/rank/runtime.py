@@ -210,7 +210,8 @@ class SupervisedRuntime:
     def report(self, message: Message) -> None:
         """Send to the supervisor; without one there is nothing left to do."""
         message = without_secrets_in(message, self.logger.hidden)
-        self.logger.debug(f"to the supervisor: {brief(message)}")
+        if self.logger.is_debug:
+            self.logger.debug(f"to the supervisor: {brief(message)}")
         if isinstance(message, LoaderWorkers):
             self.loader_pids = message.pids
         if isinstance(message, Faulted):

@@ -105,6 +105,8 @@ def read_loss(value: object) -> LossOutput:
 def checked_loss(value: object, *, what: str = "") -> Tensor:
     """``value`` as a float scalar. Raises FaultError, which no retry repairs, for anything else."""
     if isinstance(value, Tensor):
+        if value.dtype is torch.float32 and value.dim() == 0:
+            return value  # as nearly always: a view of it would be one more node for backward
         wrong = _wrong_tensor(value)
         if not wrong:
             return value.float().reshape(())

@@ -40,6 +40,17 @@ PLAIN_FORM = LossForm()  # one number
 _LARGEST = torch.finfo(torch.float32).max
 
 
+class _InHand:
+    """The step in hand. A module's own attributes take ten times as long to set, in every step."""
+
+    __slots__ = ("broken", "has_graph")
+
+    def __init__(self) -> None:
+        # Whether a micro-batch of it has been in trouble.
+        self.broken: Tensor | bool = False
+        self.has_graph = False  # of a loss of it, to any parameter
+
+
 class LossModule(nn.Module):
     """The module that DDP wraps: the model, the loss, and the parameter whose gradient carries signals."""
 
@@ -71,24 +82,27 @@ class LossModule(nn.Module):
         is_loss[Signal.LOSS] = 1.0
         trouble[Signal.TROUBLE] = self._own_trouble
         self._is_loss, self._trouble = is_loss.bool().to(device), trouble.to(device)
-        self._broken: Tensor | bool = (
-            False  # whether a micro-batch of this step has been in trouble
-        )
+        self._step = _InHand()
+        self._wrapped = (model, self.signal)  # found without a search
         self._nothing = torch.zeros((), device=device, dtype=torch.float32)
         self.unit = 1.0  # in which totals and weights are summed
-        self.has_graph = False  # of a loss of this step, to any parameter
+
+    @property
+    def has_graph(self) -> bool:
+        """True if a loss of the step in hand has a graph to any parameter."""
+        return self._step.has_graph
 
     def begin_step(self) -> None:
         """Begin a step: no micro-batch of it has been in trouble yet."""
-        self._broken = False
-        self.has_graph = False
+        self._step.broken = self._step.has_graph = False
 
     def forward(
         self, batch: Any, weight: float, votes: Sequence[float], loss_limit: float, count: float
     ) -> Tensor:
         """The weighted loss of ``batch``; ``votes``: a number for each signal; ``count``: its samples."""
-        output = read_loss(self._computed(batch, int(count)))
-        self.has_graph = self.has_graph or output.value.requires_grad
+        model, signal = self._wrapped
+        output = read_loss(self._computed(model, batch, int(count)))
+        self._step.has_graph |= output.value.requires_grad
         share: Tensor | float = weight  # of the whole step that this batch is
         if output.weight is not None:
             share = output.weight * self.unit
@@ -112,7 +126,7 @@ class LossModule(nn.Module):
         carried = (self._on_host if on_host else self._on_device)(own, limit, values)
         if self.form.cells:
             carried = torch.cat([carried, self._beside(output, weight=weight, share=share)])
-        return weighted + torch.dot(self.signal, carried)
+        return weighted + torch.dot(signal, carried)
 
     # Trouble is reported once a step: the numbers are summed over all its micro-batches.
 
@@ -120,8 +134,8 @@ class LossModule(nn.Module):
         """``values`` with this rank's own loss and trouble; plain numbers take a tenth of the time."""
         number = own.item()
         values[Signal.LOSS] += number
-        if not self._broken and not (math.isfinite(number) and number <= float(limit)):
-            self._broken = True
+        if not self._step.broken and not (math.isfinite(number) and number <= float(limit)):
+            self._step.broken = True
             values[Signal.TROUBLE] += self._own_trouble
         return torch.tensor(values, dtype=torch.float32)
 
@@ -132,19 +146,20 @@ class LossModule(nn.Module):
         else:  # what is not finite is no number between these either
             broken = own.clamp(-_LARGEST, min(limit, _LARGEST)).ne(own)
         news = broken
-        if isinstance(self._broken, Tensor):
-            news = broken.logical_and(self._broken.logical_not())
-            broken = broken.logical_or(self._broken)
-        self._broken = broken
+        before = self._step.broken
+        if isinstance(before, Tensor):
+            news = broken.logical_and(before.logical_not())
+            broken = broken.logical_or(before)
+        self._step.broken = broken
         carried = torch.where(self._is_loss, own, news * self._trouble)
         if any(values):
             carried += torch.tensor(values, device=own.device, dtype=torch.float32)
         return carried
 
-    def _computed(self, batch: Any, count: int) -> Any:
+    def _computed(self, model: nn.Module, batch: Any, count: int) -> Any:
         if len(self._devices) == 1:
-            return self._loss(self.model, batch)
-        return loss_over_devices(self._loss, self.model, batch, devices=self._devices, count=count)
+            return self._loss(model, batch)
+        return loss_over_devices(self._loss, model, batch, devices=self._devices, count=count)
 
     def _beside(self, output: LossOutput, *, weight: float, share: Tensor | float) -> Tensor:
         """The numbers beside the loss: means over the step's samples once they are summed; the weight last."""

@@ -114,7 +114,7 @@ class Replica:
             form=form,
             others=others,
         )
-        self.agreed_form = form
+        self.agreed_form = self._form = form
         self._wrap(module, group=group, settings=settings, slot=slot, device=device)
 
     def _wrap(
@@ -129,12 +129,13 @@ class Replica:
         """``module``: has ``model``, ``signal``, ``has_graph`` and ``begin_step()``, as LossModule."""
         self.group = group
         self._module: Any = module
+        self._signal: Any = module.signal  # the parameter whose gradient carries the signals
         self._slot = slot
         self._waits = wait_clock(group.device)
         self._device = device or NoDeviceProgress()
         self.sums = BucketSums(
             group,
-            module.signal,
+            self._signal,
             not_all_used=Signal.NOT_ALL_USED,
             gradient_dtype=settings.gradient_dtype,
             on_begun=self._has_begun_sums,
@@ -200,25 +201,27 @@ class Replica:
 
     def use_unit(self, unit: float) -> None:
         """Set the factor of totals and weights before they are summed; it is the same on all ranks."""
-        self._module.unit = unit
+        if self._module.unit != unit:
+            self._module.unit = unit
 
     @property
     def sums_totals(self) -> bool:
         """True if the loss has a weight: ranks then sum totals instead of means."""
-        return bool(self._module.form.is_weighted)
+        return self._form.is_weighted
 
     def divide_by_weight(self, gradients: list[Tensor], *, scale: float = 1.0) -> None:
         """Make means of summed totals, on the device, without a look at it.
 
         After backward. ``scale``: the gradient scaler's, which stays. Without any weight they are not finite.
         """
-        torch._foreach_div_(gradients, self._module.signal.grad[-1] / scale)
+        torch._foreach_div_(gradients, self._signal.grad[-1] / scale)
 
     def means(self, signals: Sequence[float]) -> LossMeans:
         """Return the means over all ranks' losses, from the summed ``signals``."""
-        form: LossForm = self._module.form
+        form, loss = self._form, signals[Signal.LOSS]
+        if not form.cells:
+            return LossMeans(loss=loss, parts={}, weight=None)
         named = dict(zip(form.names, signals[len(Signal) :], strict=False))
-        loss = signals[Signal.LOSS]
         if not form.is_weighted:
             return LossMeans(loss=loss, parts=named, weight=None)
         weight = signals[-1]
@@ -275,7 +278,7 @@ class Replica:
                 raise RuntimeError(
                     f"Expected to have finished reduction: no gradient came for {names or 'some parameter'}"
                 ) from error
-        if self._module.signal.grad is None:
+        if self._signal.grad is None:
             raise RuntimeError(
                 "Expected to have finished reduction: no gradient was reduced at all"
             )
@@ -313,12 +316,14 @@ class Replica:
 
         Reading waits for the device, once for both. ``scale``: the gradient scaler's.
         """
-        gradient = self._module.signal.grad
+        gradient = self._signal.grad
         if gradient is None:
             raise RuntimeError("signals are known only after backward")
         other = None
         if beside is None:
             values = gradient.tolist()
+        elif gradient.is_cpu and beside.is_cpu:
+            values, other = gradient.tolist(), beside.item()
         else:
             both = torch.promote_types(gradient.dtype, beside.dtype)  # neither loses a bit
             *values, other = torch.cat(
@@ -382,7 +387,7 @@ class Replica:
         if self.on_own_gradient is None:
             return
         for parameter, gradient in zip(bucket.parameters(), _gradients_in(bucket), strict=True):
-            if parameter is not self._module.signal:
+            if parameter is not self._signal:
                 self.on_own_gradient(parameter, _as_laid_out(gradient, parameter))
 
     def reach(self, moment: Moment) -> None:

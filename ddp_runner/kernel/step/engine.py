@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -31,7 +32,7 @@ from ddp_runner.kernel.step.commit import State
 from ddp_runner.kernel.step.durable import Durable, Trust
 from ddp_runner.kernel.step.failure import drop_frames, fault_of
 from ddp_runner.kernel.step.runtime import Generation, Runtime
-from ddp_runner.kernel.step.session import Makers, Session, StepInHand
+from ddp_runner.kernel.step.session import Makers, Session, StepInHand, WrapAgainError
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import Faulted, RankFormed
 from ddp_runner.kernel.wire.messages import Ready
@@ -95,6 +96,29 @@ class Place:
     device: torch.device
     backend: str
     timeout_s: float
+
+
+class _Block:
+    """The block in which a step is made. A generator as a context takes ten times as long, in every step."""
+
+    __slots__ = ("_end", "_step")
+
+    def __init__(self, step: StepInHand, end: Callable[[Exception | None], None]) -> None:
+        self._step, self._end = step, end
+
+    def __enter__(self) -> StepInHand:
+        return self._step
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is not None and not isinstance(error, Exception):
+            return False
+        self._end(error)
+        return True
 
 
 class Engine:
@@ -191,19 +215,26 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - as in a step
                 self._break_off(error)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[StepInHand]:
+    def step(self) -> AbstractContextManager[StepInHand]:
         """Return a context for making the step that was yielded; the caller sets its result.
 
         An error in the block is reported and goes no further: a ``for`` hands no exception to its
         iterator, so this does, and :meth:`steps` continues from there.
         """
         assert self._session is not None, "a step is made where steps() has yielded it"
-        assert self._step is not None, "as above"
-        try:
-            with self._session.step(self._step):
-                yield self._step
-        except Exception as error:  # noqa: BLE001 - the step boundary: becomes a Fault
+        return _Block(self.in_hand, self._end_step)
+
+    def _end_step(self, error: Exception | None) -> None:
+        """End the step in hand, whose block has raised ``error``, or nothing."""
+        if error is None:
+            try:
+                assert self._session is not None, "as in step()"
+                self._session.end(self.in_hand)
+            except Exception as found:  # noqa: BLE001 - the step boundary: becomes a Fault
+                error = found
+        if isinstance(error, WrapAgainError):
+            self.in_hand.must_wrap = True  # it is begun again
+        elif error is not None:
             self._break_off(error)
 
     def _next_generation(self) -> Generation:

@@ -1,14 +1,13 @@
 """One formed generation on one rank: where each of its steps begins and ends, and what is due between.
 
-The steps are made elsewhere: ``while step := session.begin(): with session.step(step): ...``
+The steps are made elsewhere: ``while step := session.begin(): ...; session.end(step)``
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -272,17 +271,8 @@ class Session:
         )
         return self._step
 
-    @contextlib.contextmanager
-    def step(self, step: StepInHand) -> Iterator[None]:
-        """Return a context for making a step that was begun. Its errors pass, except for WrapAgainError."""
-        try:
-            yield
-        except WrapAgainError:
-            step.must_wrap = True
-        else:
-            self._end(step)
-
-    def _end(self, step: StepInHand) -> None:
+    def end(self, step: StepInHand) -> None:
+        """Account for a step that was begun, once it is made or left out."""
         begun = collectives_begun()
         self._runtime.slot.set(Cell.COLLECTIVES, begun)
         if step.result is None:
@@ -344,8 +334,7 @@ class Session:
         return slot.get(Cell.CHECKPOINT_NS) + slot.get(Cell.COMPARISON_NS)
 
     def _account(self, step: StepInHand, result: StepResult) -> None:
-        now_ns = time.monotonic_ns()
-        slot = self._runtime.slot
+        now_ns, slot = time.monotonic_ns(), self._runtime.slot
         aside_ns = self._aside_ns() - step.aside_ns
         took_ns = now_ns - step.began_ns
         self._durable.committed(
@@ -354,15 +343,14 @@ class Session:
             is_wanted=result.wanted.save,
             is_mine=step.votes.save,
         )
-        slot.add(Cell.OWN_NS, took_ns - result.waited_ns - aside_ns)
-        slot.add(Cell.OWN_STEPS, 1)
-        slot.add(Cell.PRODUCTIVE_NS, took_ns - step.waited_ns - aside_ns)
-        slot.add(Cell.DATA_WAIT_NS, step.waited_ns)
-        slot.set(Cell.STEP_NS, took_ns)
-        slot.set(Cell.BUSY_NS, took_ns - step.waited_ns - result.waited_ns)
-        slot.set(Cell.REDUCE_NS, result.waited_ns)
-        slot.set(Cell.LAST_COMMIT_NS, now_ns)
-        slot.set(Cell.SAMPLES, self._state.samples)
+        slot.account(
+            now_ns,
+            took_ns,
+            aside_ns=aside_ns,
+            for_data_ns=step.waited_ns,
+            for_peers_ns=result.waited_ns,
+            samples=self._state.samples,
+        )
 
     def _may_save(self, *, wanted: bool) -> bool:
         """Not amid skipped steps: a roll-back would lead into them again. It is made up for later."""

@@ -60,6 +60,8 @@ class Buffers:
 
     def live(self) -> list[Tensor]:
         """The tensors that the modules use now, in one order; without the empty ones."""
+        if not self._slots:  # as of many models; this is asked for in every step
+            return []
         found = [*self._persistent(), *self._shared_unsaved()]
         there = [one.detach() for one in found if one is not None and one.numel()]
         return [one for one in there if not is_spread(one)]

@@ -90,8 +90,8 @@ class LossMonitor:
 
     def _judge_window(self) -> Verdict:
         """Compare a full window with the best and the target."""
-        smoothed = self.smoothed
-        if smoothed is None or not self._is_full:
+        smoothed = self.smoothed if self._is_full else None
+        if smoothed is None:
             return Verdict.CONTINUE
         if self._best is None or smoothed < self._best:
             self._best = smoothed
@@ -116,10 +116,10 @@ class LossMonitor:
     @property
     def target_reached(self) -> bool:
         """True if the mean of a full window is at the target, also right after loading a state."""
-        smoothed = self.smoothed
-        if self._target_loss is None or smoothed is None or not self._is_full:
+        if self._target_loss is None or not self._is_full:
             return False
-        return smoothed <= self._target_loss
+        smoothed = self.smoothed
+        return smoothed is not None and smoothed <= self._target_loss
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values. The target and the limits belong to the settings and are not included."""

@@ -7,6 +7,7 @@ thread takes 190 ms instead of 442 with AVX512-BF16; without them the casts make
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,10 +65,15 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for one forward, loss included; backward runs outside of it."""
+        is_plain = self._dtype is torch.float32
+        if is_plain and not torch.is_autocast_enabled(self._device_type):
+            return (
+                contextlib.nullcontext()
+            )  # a tenth of the time that torch takes to change nothing
         return torch.autocast(
             self._device_type,
-            dtype=torch.bfloat16 if self._dtype is torch.float32 else self._dtype,
-            enabled=self._dtype is not torch.float32,
+            dtype=torch.bfloat16 if is_plain else self._dtype,
+            enabled=not is_plain,
         )
 
     def drop_unfinished_step(self) -> None:

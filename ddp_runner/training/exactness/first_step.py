@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from ddp_runner.kernel.rules.faults import rank_list
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import Proved, TuningChanged
 from ddp_runner.observe.format import byte_size
+from ddp_runner.training.beside_steps import NOTHING
 from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.rank_context import RankParts, TaskParts
@@ -144,12 +146,12 @@ class FirstStep:
     def _refuse(self, what: str) -> NoReturn:
         raise BadInputError("--task", self._parts.settings.run.task, what)
 
+    def watched(self, stepper: Stepper) -> AbstractContextManager[None]:
+        """Return a context for making a step, in which the results of the rehearsed one are recorded."""
+        return NOTHING if self._rehearsed is None else self._noted(stepper)
+
     @contextlib.contextmanager
-    def watched(self, stepper: Stepper) -> Iterator[None]:
-        """Record the results of the rehearsed step while it is made."""
-        if self._rehearsed is None:
-            yield
-            return
+    def _noted(self, stepper: Stepper) -> Iterator[None]:
         with stepper.noted() as notes:
             yield
             if self._repeated is None:
