@@ -10,11 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand
-from ddp_runner.cli.engines import OnEach, by_engine
-from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.hardware.machine import allow_open_files, core_count
 from ddp_runner.cli.parser import INSTEAD, TrainArguments, parse_train
-from ddp_runner.cli.planning import plan_launch
 from ddp_runner.config import (
     refuse_without_supervisor,
 )
@@ -41,12 +38,18 @@ def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
         print(_page(arguments.page))
         return 0
     if ENGINE in dict(arguments.nodes):
+        from ddp_runner.cli.engines import OnEach, by_engine  # noqa: PLC0415 - as below
+
         return by_engine(OnEach(verb="train", options=tuple(words)), arguments)
     return _on_machines(arguments, words, ahead)
 
 
 def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteAhead | None) -> int:
     """Train on this machine, or on several that each start the command themselves."""
+    # Imported here, so that --help and wrong words answer without loading what plans a launch.
+    from ddp_runner.cli.extras import take_keys  # noqa: PLC0415
+    from ddp_runner.cli.planning import plan_launch  # noqa: PLC0415
+
     rank = plain_rank(os.environ)
     keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words)
@@ -66,8 +69,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
         from ddp_runner.cli.nodes import train_on_several  # noqa: PLC0415 - as below
 
         return train_on_several(plan, token_file=dict(arguments.nodes).get("--token-file", ""))
-    # Imported here, so that --help and wrong input answer without loading the supervisor.
-    from ddp_runner.supervisor.assembly import supervise  # noqa: PLC0415
+    from ddp_runner.supervisor.assembly import supervise  # noqa: PLC0415 - as above
 
     return supervise(plan, ahead=ahead)
 
