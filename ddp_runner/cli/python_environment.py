@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
-from importlib import import_module
+from importlib import import_module, invalidate_caches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -405,6 +405,7 @@ def _become_command(python: Path, words: list[str]) -> int:
     if python != Path(sys.executable):
         start = str(REPOSITORY / "ddp_runner" / "start.py")
         os.execv(python, [str(python), start, name, *words])  # noqa: S606 - which find_python() chose
+    invalidate_caches()  # packages may have been installed since this process began
     sys.argv[1:] = words
     return int(import_module(name).main(words))
 
