@@ -29,7 +29,7 @@ fail() {
 # Prints the program behind an interpreter that starts and is new enough to run ddp_runner/cli/python_environment.py:
 # a version manager's script in its place takes longer to find it than the rest of this one.
 program_of() {
-    "$1" -I -c 'import sys; print(sys.executable) if sys.version_info >= (3, 10) else sys.exit(1)' 2>/dev/null
+    "$1" -I -S -c 'import sys; print(sys.executable) if sys.version_info >= (3, 10) else sys.exit(1)' 2>/dev/null
 }
 
 # Prints the interpreter to begin with: the chosen one, else the active one, else the first fit.
@@ -80,5 +80,4 @@ extra=
 if [[ (${1:-} == docs || ${1:-} == page) && " ${*:2} " != *" --help "* && " ${*:2} " != *" -h "* ]]; then
     extra=$1
 fi
-python=$("$first" "$start" ddp_runner.cli.python_environment --extra "$extra")
-exec "$python" "$start" ddp_runner.__main__ "$@"
+exec "$first" "$start" ddp_runner.cli.python_environment --extra "$extra" --run "$@"

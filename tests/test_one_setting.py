@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp_runner.config import from_record, to_record
+from ddp_runner.core.run_stages import StagePlace
+from ddp_runner.core.settings import MemorySettings, OptimSettings, RunSettings, Settings
+from ddp_runner.kernel.rules.errors import BadInputError
+
 ROOT = Path(__file__).parents[1]
 ABOVE = '    """Optimizer, schedule and precision."""\n'
 FIELD = '''
@@ -152,3 +157,54 @@ def test_a_new_field_is_compared_on_resume_and_between_machines(found):
 def test_a_stage_may_have_a_new_field(found):
     """Its steps follow from it."""
     assert found["stages"] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "wrong"),
+    [
+        (RunSettings, "epochs", 0),
+        (RunSettings, "seed", 2**63),
+        (RunSettings, "device", "tpu"),
+        (RunSettings, "debug", "perhaps"),
+        (RunSettings, "gpus", (0, -1)),
+        (OptimSettings, "learning_rate", float("nan")),
+        (OptimSettings, "max_grad_norm", True),
+        (Settings, "run", {"epochs": 1}),
+        (Settings, "task", {"width": object()}),
+    ],
+)
+def test_a_value_that_is_not_legal_is_refused_where_it_is_made(kind, name, wrong):
+    """By a program as by a file: no settings with such a value exist."""
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}\.{name}: "):
+        kind(**{name: wrong})
+
+
+def test_texts_and_lists_become_the_values_of_their_settings():
+    """The control; and a record in JSON gives the same settings, with their stage."""
+    made = Settings(
+        run=RunSettings(epochs="3", gpus="0,1", init_from="scratch"),
+        memory=MemorySettings(activation_checkpointing="all"),
+        task={"sizes": (1, 2)},
+        stages=({"name": "a"},),
+        stage=StagePlace(names=("a",), number=0, digests=("d",)),
+    )
+    assert (made.run.epochs, made.run.gpus, made.run.init_from) == (3, (0, 1), "")
+    assert (made.memory.activation_checkpointing, made.task) == ("all", {"sizes": [1, 2]})
+    assert from_record(json.loads(json.dumps(to_record(made)))) == made
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"run": {"epochs": 0}}, "run.epochs=0: must be a whole number, 1 or more"),
+        ({"run": {"epoch": 1}}, "run.epoch: unknown setting"),
+        ({"runs": {}}, "runs: unknown setting"),
+        ({"run": 3}, "run: must be plain values"),
+        ({"stage": {"number": 0}}, "stage: must be plain values"),
+    ],
+)
+def test_a_record_that_is_none_is_refused_in_words(record, said):
+    """As one that another version has written, or a damaged file."""
+    with pytest.raises(BadInputError) as caught:
+        from_record(record)
+    assert str(caught.value) == said

@@ -1,7 +1,8 @@
 """Finds or makes the Python environment; the standard library is all it needs.
 
 ``start.py ddp_runner.cli.python_environment`` prints the interpreter to run with on standard output and
-everything for people on standard error. It never changes an environment that it did not make.
+everything for people on standard error; with ``--run WORDS...`` it becomes the command instead. It never changes an
+environment that it did not make.
 
 Order: ``$DDP_RUNNER_PYTHON`` (an error if it does not satisfy the requirements), the active virtual or conda
 environment, the repository's complete ``.venv``, the interpreter this runs in, a new ``.venv``. One line names
@@ -23,7 +24,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from importlib import metadata
+from functools import cache
+from importlib import import_module, invalidate_caches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 PYTHON_MIN = (3, 10)
 REPOSITORY = Path(__file__).resolve().parents[2]
 _OURS = "ddp_runner_made_this"
+_RUN = "--run"  # all words behind it are the command's
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)\s*(\[[^\]]*\])?\s*([^;#]*)")
+_INSTALLED = re.compile(r"(.+)-([^-]+)\.dist-info")
 _CLAUSE = re.compile(r"^(===|~=|==|!=|<=|>=|<|>)\s*([^\s]+)$")
 
 
@@ -113,14 +117,42 @@ def unmet(requirements: Sequence[str]) -> list[str]:
             problems.append(f"{line!r} is not understood")
             continue
         name, _, clauses = match.groups()
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        version = installed_version(name)
+        if not version:
             problems.append(f"{name} is missing")
             continue
         if not satisfies(version, clauses):
             problems.append(f"{name} is {version}, and {clauses.strip()} is needed")
     return problems
+
+
+def installed_version(name: str) -> str:
+    """Return the version of an installed package; empty if there is none."""
+    if version := _installed().get(_normal(name)):
+        return version
+    # In an unusual form, if at all. Imported here, since that takes longer than all the rest of a check.
+    metadata = import_module("importlib.metadata")
+    try:
+        return str(metadata.version(name) or "")  # an uninstall may leave a folder without it
+    except (metadata.PackageNotFoundError, KeyError):
+        return ""
+
+
+@cache
+def _installed() -> dict[str, str]:
+    """Return name to version, by the names of the folders that installers make."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            for entry in os.listdir(folder or "."):  # noqa: PTH208 - it may have thousands
+                is_one = _INSTALLED.fullmatch(entry)
+                if is_one and os.path.exists(os.path.join(folder, entry, "METADATA")):  # noqa: PTH110, PTH118
+                    found.setdefault(_normal(is_one[1]), is_one[2])
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 class Repository:
@@ -326,9 +358,13 @@ def _install(repository: Repository) -> None:
             "set DDP_RUNNER_PYTHON to a Python that satisfies requirements.txt"
         )
     # `python train.py` finds the package too, behind whatever the environment has, and nothing beside the package.
-    folder = repository.root / "ddp_runner" / "on_path"
+    package = repository.root / "ddp_runner"
+    folder = package / "on_path"
     for packages in repository.venv.glob("lib/python*/site-packages"):
         (packages / "ddp_runner.pth").write_text(f"{folder}\n", encoding="utf-8")
+    # As pip does for what it installs: else a launch takes a second longer where PYTHONDONTWRITEBYTECODE is set.
+    compiled = [str(repository.python), "-I", "-m", "compileall", "-q", str(package)]
+    subprocess.run(compiled, stdout=sys.stderr, check=False)  # noqa: S603
 
 
 def _say(text: str) -> None:
@@ -342,7 +378,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--extra", default="", help="also satisfy this extra of pyproject.toml")
     parser.add_argument("--check", nargs="*", metavar="REQUIREMENT", help="only test these, here")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    is_run = _RUN in words
+    own = words[: words.index(_RUN)] if is_run else words
+    options = parser.parse_args(own)
     if options.check is not None:
         problems = unmet([*options.check, *options.rest])
         sys.stdout.write("; ".join(problems))
@@ -354,8 +393,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    if is_run:
+        return _become_command(python, words[len(own) + 1 :])
     sys.stdout.write(f"{python}\n")
     return 0
+
+
+def _become_command(python: Path, words: list[str]) -> int:
+    """Run the command in ``python``: in this process, if that is its interpreter."""
+    name = "ddp_runner.__main__"
+    if python != Path(sys.executable):
+        start = str(REPOSITORY / "ddp_runner" / "start.py")
+        os.execv(python, [str(python), start, name, *words])  # noqa: S606 - which find_python() chose
+    invalidate_caches()  # packages may have been installed since this process began
+    sys.argv[1:] = words
+    return int(import_module(name).main(words))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand
-from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.hardware.machine import allow_open_files, core_count
 from ddp_runner.cli.parser import INSTEAD, TrainArguments, parse_train
-from ddp_runner.cli.planning import plan_launch
 from ddp_runner.cli.several import OnEach, several_machines
 from ddp_runner.config import (
     refuse_without_supervisor,
@@ -46,6 +44,10 @@ def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
 
 def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteAhead | None) -> int:
     """Train on this machine, or on several that each start the command themselves."""
+    # Imported here, so that --help and wrong words answer without loading what plans a launch.
+    from ddp_runner.cli.extras import take_keys  # noqa: PLC0415
+    from ddp_runner.cli.planning import plan_launch  # noqa: PLC0415
+
     rank = plain_rank(os.environ)
     keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words)

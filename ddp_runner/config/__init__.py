@@ -6,7 +6,6 @@ Imports nothing of the package but ``core``. Only this room reads names of setti
 from ddp_runner.config.compose import (
     Resolved,
     SettingsError,
-    build_models,
     from_flat,
     origins_of,
     refuse_untrue,
@@ -49,7 +48,6 @@ __all__ = [
     "SettingsError",
     "Surroundings",
     "aligned",
-    "build_models",
     "check_relations",
     "described_key",
     "difference",

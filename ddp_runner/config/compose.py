@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING
-
-from pydantic import TypeAdapter, ValidationError
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.config.fields import (
     BUILT_IN_TASKS,
@@ -17,6 +14,7 @@ from ddp_runner.config.fields import (
     FieldSpec,
     find_key,
     known_fields,
+    sections,
     whose_value,
 )
 from ddp_runner.config.foreign_values import RunFacts, in_our_values, is_fact, note_on, untrue
@@ -37,8 +35,9 @@ from ddp_runner.config.stage_list import (
     in_stage,
     without_stages,
 )
+from ddp_runner.core.run_stages import StagePlace
 from ddp_runner.core.settings import Settings
-from ddp_runner.core.settings.declaration import TEXTS
+from ddp_runner.core.settings.declaration import TEXTS, legal
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.secrets import HIDDEN
 
@@ -289,11 +288,6 @@ def _weaker_is_off(
         values[weaker], origin[weaker] = off[weaker], "preset"
 
 
-@cache
-def _settings_adapter() -> TypeAdapter[Settings]:
-    return TypeAdapter(Settings)
-
-
 def build_settings(values: Mapping[str, object]) -> Settings:
     """Settings of dotted keys. Raises BadInputError for a value that ``Settings`` refuses."""
     nested: dict[str, dict[str, object]] = {}
@@ -304,27 +298,37 @@ def build_settings(values: Mapping[str, object]) -> Settings:
 
 
 def validate_record(record: Mapping[str, object]) -> Settings:
-    """Settings of nested plain values. Raises BadInputError in our words, not pydantic's."""
-    try:
-        return _settings_adapter().validate_python(dict(record))
-    except ValidationError as error:
-        raise_problems([_in_words(found) for found in error.errors()])
-        raise
+    """Settings of nested plain values. Raises BadInputError, or SettingsError for several wrong values."""
+    problems: list[BadInputError] = []
+    found: dict[str, Any] = {}
+    hints = {field.name: field.type for field in fields(Settings)}
+    for name, given in record.items():
+        owner = sections().get(name)
+        try:
+            if owner is not None and isinstance(given, Mapping):
+                problems += _wrong_in(name, given)
+                found[name] = given if problems else owner(**given)
+            elif name == "stage" and isinstance(given, Mapping):
+                found[name] = StagePlace.from_record(given)
+            else:
+                found[name] = legal(hints[name], given)
+        except KeyError:
+            problems.append(BadInputError(name, "", "unknown setting"))
+        except ValueError:
+            problems.append(BadInputError(name, "", "must be plain values"))
+    raise_problems(problems)
+    return Settings(**found)
 
 
-def build_models() -> None:
-    """Build the models of all settings now, which pydantic leaves to their first use: forks inherit them."""
-    settings = validate_record({})
-    replace(settings, run=replace(settings.run))
-
-
-def _in_words(found: Mapping[str, object]) -> BadInputError:
-    location = found["loc"]
-    parts = [str(part) for part in location] if isinstance(location, tuple) else [str(location)]
-    key = ".".join(parts[:2])
-    spec = known_fields().get(key)
-    if spec is None:
-        is_free = key.startswith(f"{TASK_SECTION}.")
-        words = "must be a plain value" if is_free else "unknown setting"
-        return BadInputError(key, "", words)
-    return BadInputError(key, _shown(found.get("input")), f"must be {spec.expected()}")
+def _wrong_in(section: str, values: Mapping[str, object]) -> Iterator[BadInputError]:
+    """Yield an error for each value of a section that is no setting, or is not legal."""
+    for name, value in values.items():
+        key = f"{section}.{name}"
+        spec = known_fields().get(key)
+        if spec is None:
+            yield BadInputError(key, "", "unknown setting")
+            continue
+        try:
+            legal(spec.hint, value)
+        except (ValueError, OverflowError):
+            yield BadInputError(key, _shown(value), f"must be {spec.expected()}")

@@ -1,7 +1,7 @@
 """Every setting, as the notes at its field in ``core.settings`` declare it, and the names that it has. Never reads files.
 
-Pydantic checks a value's type and range. The words of a message come from the same notes, because a person must be
-shown the option, the value and what would be right, in the same words for YAML, environment, command line and Python.
+The words of a message come from the notes that check a value, because a person must be shown the option, the value
+and what would be right, in the same words for YAML, environment, command line and Python.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import types
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
-
-from annotated_types import Ge, Gt, Le, Lt
 
 from ddp_runner.config.foreign import ANSWERS, REMOVED
 from ddp_runner.config.suggest import nearest
@@ -26,10 +24,12 @@ from ddp_runner.core.settings.declaration import (
     TEXT,
     Alias,
     DeviceDefault,
+    Limit,
     OnResume,
     Option,
     ReadBy,
     Written,
+    legal,
 )
 from ddp_runner.kernel.rules.errors import BadInputError
 
@@ -48,11 +48,11 @@ _Note = TypeVar("_Note")
 class FieldSpec:
     """One setting: its name and default, its type, and the notes that its annotation has.
 
-    ``written``: how its values are written, None where they are only words; ``words``: what may be given beside
+    ``hint``: that annotation; ``written``: how its values are written, None where they are only words; ``words``: what may be given beside
     numbers, or instead of them; ``limits``: of its numbers; ``optional``: it may be None.
     """
 
-    owner: type
+    hint: Any
     section: str
     name: str
     default: object
@@ -114,7 +114,7 @@ class FieldSpec:
     def parse(self, value: object) -> Any:
         """The setting's value for ``value``, text or native. Raises ValueError or OverflowError if it is none.
 
-        The words that a setting has may be given in any case; pydantic reads all else.
+        The words that a setting has may be given in any case.
         """
         word = value.strip().lower() if isinstance(value, str) else None
         # YAML reads a bare `off` as False, so for a setting that can be off both mean None.
@@ -124,7 +124,7 @@ class FieldSpec:
             return "off"
         if word in self.words and self.written not in (TEXT, NAMES):
             return word
-        return getattr(self.owner(**{self.name: value}), self.name)
+        return legal(self.hint, value)
 
 
 @cache
@@ -141,25 +141,25 @@ def sections() -> Mapping[str, type]:
 def known_fields() -> Mapping[str, FieldSpec]:
     """Dotted key -> spec of every setting but the free ``task.X``."""
     specs = (
-        _spec(owner, section, field)
+        _spec(section, field)
         for section, owner in sections().items()
         for field in dataclasses.fields(owner)
     )
     return {spec.key: spec for spec in specs}
 
 
-def _spec(owner: type, section: str, field: dataclasses.Field[Any]) -> FieldSpec:
+def _spec(section: str, field: dataclasses.Field[Any]) -> FieldSpec:
     bare, *notes = get_args(field.type)
     parts = tuple(_parts(bare, tuple(notes)))
     written = [one for _, beside in parts for one in beside if isinstance(one, Written)]
     return FieldSpec(
-        owner=owner,
+        hint=field.type,
         section=section,
         name=field.name,
         default=field.default,
         written=written[-1] if written else None,  # of a list, and not of one of its items
         words=tuple(word for part, _ in parts for word in _words_of(part)),
-        limits=tuple(text for _, beside in parts for text in _limits_of(beside)),
+        limits=tuple(one.words for _, beside in parts for one in beside if isinstance(one, Limit)),
         optional=any(part is type(None) for part, _ in parts),
         notes=tuple(notes),
     )
@@ -179,19 +179,6 @@ def _parts(hint: object, notes: tuple[object, ...]) -> Iterator[tuple[object, tu
 
 def _words_of(hint: object) -> tuple[str, ...]:
     return get_args(hint) if get_origin(hint) is Literal else ()
-
-
-def _limits_of(notes: Sequence[object]) -> Iterator[str]:
-    for note in notes:
-        match note:
-            case Ge(ge=least):
-                yield f"{least:g} or more"
-            case Gt(gt=least):
-                yield f"above {least:g}"
-            case Le(le=most):
-                yield f"at most {most:g}"
-            case Lt(lt=most):
-                yield f"below {most:g}" if most < 2**53 else "below 2**63"
 
 
 # Name of another launcher's or trainer's -> the setting that means the same.

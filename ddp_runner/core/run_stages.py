@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-
-from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass as checked
+from typing import Any
 
 from ddp_runner.kernel.rules.errors import BadInputError
 
@@ -20,7 +18,7 @@ AVERAGE = ":ema"
 _OPTION = "--stage"
 
 
-@checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", defer_build=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlace:
     """The stage that settings belong to. ``names``: all stages, in order.
 
@@ -37,6 +35,15 @@ class StagePlace:
     begins_with: str = ""
     best_is_used: bool = False
     digests: tuple[str, ...] = ()
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> StagePlace:
+        """Return the place that ``asdict()`` and JSON have made ``record`` of. Raises ValueError for any other."""
+        try:
+            lists = {key: tuple(record[key]) for key in ("names", "digests")}
+            return cls(**{**record, **lists})
+        except (KeyError, TypeError) as error:
+            raise ValueError(record) from error
 
     @property
     def name(self) -> str:

@@ -22,8 +22,6 @@ from ddp_runner.training.starting.fork_safety import make_forks_safe
 from ddp_runner.training.starting.task_import import import_task_module
 from ddp_runner.training.trainer import DDPTrainer
 
-config.build_models()  # once, in the zygote that imports this: a replaced rank has no time for it
-
 # What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
 # a process imports it; gloo's backend is looked up on first use.
 IMPORTED_AHEAD = (

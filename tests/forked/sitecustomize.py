@@ -33,6 +33,8 @@ def _launch():
         words = given[3:]
     elif given[1:2] == ["ddp_runner.__main__"] and given[0].endswith("start.py"):
         words = given[2:]
+    elif given[1:2] == ["ddp_runner.cli.python_environment"] and "--run" in given:
+        words = given[given.index("--run") + 1 :]
     else:
         return None
     return None if words[:1] in (["page"], ["docs"]) else words

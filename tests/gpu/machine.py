@@ -30,7 +30,6 @@ PINNED_BYTES = GB
 _PACKAGES = (
     "torch",
     "numpy",
-    "pydantic",
     "psutil",
     "triton",
     "nvidia-nccl-cu13",

@@ -7,12 +7,11 @@ stands. The notes in its annotation (``declaration``) are all that help, resume,
 """
 
 from collections.abc import Mapping
-
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from ddp_runner.core.run_stages import StagePlace
-from ddp_runner.core.settings.declaration import SECTION
+from ddp_runner.core.settings.declaration import FREE, Section
 from ddp_runner.core.settings.operation import (
     CheckpointSettings,
     DdpSettings,
@@ -38,21 +37,22 @@ __all__ = [
 ]
 
 JsonValue = str | int | float | bool | None | list[object] | dict[str, object]
+Free = Annotated[Mapping[str, JsonValue], FREE]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class Settings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Section):
     """A run's settings, resolved; ``task``: arguments of a user's own; ``stage``: which of ``stages`` they are of."""
 
-    run: RunSettings = Field(default_factory=RunSettings)
-    model: ModelSettings = Field(default_factory=ModelSettings)
-    data: DataSettings = Field(default_factory=DataSettings)
-    optim: OptimSettings = Field(default_factory=OptimSettings)
-    ddp: DdpSettings = Field(default_factory=DdpSettings)
-    memory: MemorySettings = Field(default_factory=MemorySettings)
-    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
-    log: LogSettings = Field(default_factory=LogSettings)
-    recovery: RecoverySettings = Field(default_factory=RecoverySettings)
-    task: Mapping[str, JsonValue] = Field(default_factory=dict)
-    stages: tuple[Mapping[str, JsonValue], ...] = ()
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    ddp: DdpSettings = field(default_factory=DdpSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    recovery: RecoverySettings = field(default_factory=RecoverySettings)
+    task: Free = field(default_factory=dict)
+    stages: tuple[Free, ...] = ()
     stage: StagePlace | None = None

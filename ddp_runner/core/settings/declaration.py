@@ -8,20 +8,15 @@ reads these notes, and everything else asks ``config.fields``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
-from typing import Annotated, Any
-
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ddp_runner.kernel.rules.stopping import seconds_of
 
-# Of each section. No schema is built before there are values: the help has none. Nor is an annotation of theirs a string,
-# since evaluating those would take a third of the start.
-SECTION = ConfigDict(extra="forbid", strict=False, defer_build=True)
 _YES = frozenset({"true", "yes", "on", "1"})
 _NO = frozenset({"false", "no", "off", "0"})
 
@@ -122,18 +117,101 @@ class DeviceDefault:
 class Written:
     """The written form of a type's values: the words for it in messages, and the function that reads them.
 
-    ``read`` takes text or a native value, and raises ValueError. Pydantic calls it before it checks type and range, so
-    this note stands behind the limits: ``Annotated[int, Ge(1), WHOLE]``.
+    ``read`` takes text or a native value, and raises ValueError.
     """
 
     words: str
     read: Callable[[object], object]
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Pydantic's hook for notes that are validators."""
-        return core_schema.no_info_before_validator_function(self.read, handler(source))
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit of a number: the words for it in messages, and the function that tests it."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyAs:
+    """The word that stands for an empty text."""
+
+    word: str
+
+
+def at_least(bound: float) -> Limit:
+    """Return the limit that includes ``bound`` as the lowest number."""
+    return Limit(f"{bound:g} or more", lambda number: number >= bound)
+
+
+def at_most(bound: float) -> Limit:
+    """Return the limit that includes ``bound`` as the highest number."""
+    return Limit(f"at most {bound:g}", lambda number: number <= bound)
+
+
+def above(bound: float) -> Limit:
+    """Return the limit that excludes ``bound`` and lower numbers."""
+    return Limit(f"above {bound:g}", lambda number: number > bound)
+
+
+def below(bound: float, words: str = "") -> Limit:
+    """Return the limit that excludes ``bound`` and higher numbers. ``words``: for ``bound``."""
+    return Limit(f"below {words or f'{bound:g}'}", lambda number: number < bound)
+
+
+def legal(hint: Any, value: object) -> Any:
+    """Return the setting's value for ``value``, text or native. Raises ValueError or OverflowError if it is none.
+
+    ``hint``: the annotation of the field, with its notes.
+    """
+    notes: Sequence[object] = ()
+    if get_origin(hint) is Annotated:
+        hint, *notes = get_args(hint)
+    for note in notes:
+        if isinstance(note, Written):
+            value = note.read(value)
+    found = _of_type(hint, value)
+    for note in notes:
+        if isinstance(note, Limit) and not note.holds(found):
+            raise ValueError(value)
+        if isinstance(note, EmptyAs) and found == note.word:
+            return ""
+    return found
+
+
+def _of_type(hint: Any, value: object) -> Any:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        for part in parts:
+            with suppress(ValueError, OverflowError):
+                return legal(part, value)
+    elif origin is Literal:
+        if value in parts:
+            return value
+    elif origin is tuple:
+        if isinstance(value, (list, tuple)):
+            return tuple(legal(parts[0], item) for item in value)
+    elif isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ValueError(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Makes each value of a section of settings legal, and refuses one that cannot be."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for the first field whose value is not legal."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is field.default:
+                continue
+            try:
+                object.__setattr__(self, field.name, legal(field.type, value))
+            except (ValueError, OverflowError):
+                raise ValueError(
+                    f"{type(self).__name__}.{field.name}: {value!r} is not legal"
+                ) from None
 
 
 def read_switch(value: object) -> bool:
@@ -146,7 +224,7 @@ def read_switch(value: object) -> bool:
 
 def _whole(value: object) -> int:
     if isinstance(value, bool):
-        raise ValueError(value)  # noqa: TRY004 - the one error that a validator of pydantic raises
+        raise ValueError(value)  # noqa: TRY004 - the one error of a value that is not legal
     if isinstance(value, int):
         return value
     if isinstance(value, str):
@@ -212,6 +290,23 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip().lower() for name in _texts(value)))
 
 
+def _plain_values(value: object) -> dict[str, object]:
+    """Arguments of a user's own task, with lists for tuples as in a record of them."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError(value)
+    return {name: _plain(item) for name, item in value.items()}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if value is not None and not isinstance(value, (str, int, float)):
+        raise ValueError(value)
+    return value
+
+
 WHOLE = Written("a whole number", _whole)
 WHOLES = Written("whole numbers separated by commas", _items)
 NUMBER = Written("a number", _number)
@@ -220,20 +315,21 @@ TEXT = Written("text", _text)
 TEXTS = Written("a list of texts", _texts)
 NAMES = Written("names separated by commas, of", _names)
 DURATION = Written("a time such as 23h30m, 90m or 3600 (seconds)", _duration)
+FREE = Written("a mapping of plain values", _plain_values)
 STEPS = Written("a whole number, 0 or more, or a share between 0 and 1", _steps_or_share)
 
 Switch = Annotated[bool, SWITCH]
 Text = Annotated[str, TEXT]
 Texts = Annotated[tuple[str, ...], TEXTS]
-Positive = Annotated[int, Ge(1), WHOLE]
-NonNegative = Annotated[int, Ge(0), WHOLE]
+Positive = Annotated[int, at_least(1), WHOLE]
+NonNegative = Annotated[int, at_least(0), WHOLE]
 Positives = Annotated[tuple[Positive, ...], WHOLES]
 Number = Annotated[float, NUMBER]
-AtLeast0 = Annotated[float, Ge(0), NUMBER]
-Above0 = Annotated[float, Gt(0), NUMBER]
-Above1 = Annotated[float, Gt(1), NUMBER]
-Between0And1 = Annotated[float, Gt(0), Lt(1), NUMBER]
-Below1 = Annotated[float, Ge(0), Lt(1), NUMBER]
-Share = Annotated[float, Ge(0), Le(1), NUMBER]
+AtLeast0 = Annotated[float, at_least(0), NUMBER]
+Above0 = Annotated[float, above(0), NUMBER]
+Above1 = Annotated[float, above(1), NUMBER]
+Between0And1 = Annotated[float, above(0), below(1), NUMBER]
+Below1 = Annotated[float, at_least(0), below(1), NUMBER]
+Share = Annotated[float, at_least(0), at_most(1), NUMBER]
 Duration = Annotated[float, DURATION]
 StepsOrShare = Annotated[int | float, STEPS]

@@ -1,9 +1,7 @@
 """Settings of how a run is kept going: process group, memory, checkpoints, logs."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
-
-from annotated_types import Ge, Le
-from pydantic.dataclasses import dataclass
 
 from ddp_runner.core.settings.declaration import (
     CANNOT_MATTER,
@@ -12,7 +10,6 @@ from ddp_runner.core.settings.declaration import (
     PER_MACHINE,
     PER_STAGE,
     REPORTED,
-    SECTION,
     WHOLE,
     Above0,
     Alias,
@@ -21,15 +18,18 @@ from ddp_runner.core.settings.declaration import (
     Option,
     OptionGroup,
     Positive,
+    Section,
     Share,
     Switch,
     Text,
     Texts,
+    at_least,
+    at_most,
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class DdpSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpSettings(Section):
     """DistributedDataParallel and its process group."""
 
     backend: Annotated[
@@ -68,8 +68,8 @@ class DdpSettings:
     and, under a supervisor, to evaluate or to save."""
     port: Annotated[
         int,
-        Ge(0),
-        Le(65_535),
+        at_least(0),
+        at_most(65_535),
         WHOLE,
         CANNOT_MATTER,
         PER_MACHINE,
@@ -78,8 +78,8 @@ class DdpSettings:
     """TCP port of the store where ranks meet. 0: any free port."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class MemorySettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings(Section):
     """MemoryManager: when it looks and when it acts. Shares are of the smallest known limit."""
 
     memory_check_interval: Annotated[Positive, CANNOT_MATTER] = 10
@@ -115,14 +115,14 @@ class MemorySettings:
     """Share of the limit at which memory is freed and the loader prefetches less."""
     limit_share: Annotated[Share, CANNOT_MATTER, PER_MACHINE] = 0.98
     """Share of the limit at which the log says that the limit is reached."""
-    leak_window_steps: Annotated[int, Ge(20), WHOLE, CANNOT_MATTER] = 1000
+    leak_window_steps: Annotated[int, at_least(20), WHOLE, CANNOT_MATTER] = 1000
     """Steps over which memory must grow steadily to be reported as a suspected leak."""
     leak_mb_per_1000_steps: Annotated[Above0, CANNOT_MATTER] = 50.0
     """Slowest growth that is reported as a suspected leak, in MB per 1,000 steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class CheckpointSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings(Section):
     """When state is saved and which files are kept."""
 
     save_interval: Annotated[NonNegative, CANNOT_MATTER, PER_STAGE, Alias("save_every_epochs")] = 1
@@ -179,8 +179,8 @@ class CheckpointSettings:
     """Direction of monitor: the lowest (min) or the highest (max) value is the best. max is refused for a loss."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class LogSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings(Section):
     """Metrics, evaluations, trackers and the live page: what is written and shown, and how often."""
 
     log_interval: Annotated[
@@ -274,7 +274,9 @@ class LogSettings:
     ] = False
     """Serve the live page on this machine, in a separate process that ends with the run. It needs the extra page;
     without it the run trains without a page."""
-    page_port: Annotated[int, Ge(1), Le(65_535), WHOLE, CANNOT_MATTER, PER_MACHINE] = 8080
+    page_port: Annotated[int, at_least(1), at_most(65_535), WHOLE, CANNOT_MATTER, PER_MACHINE] = (
+        8080
+    )
     """TCP port of the live page. If it is taken, the next free port is used."""
     page_can_inject: Annotated[
         Switch,

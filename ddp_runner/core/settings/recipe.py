@@ -1,9 +1,7 @@
 """Settings that the weights follow from: model, data, optimizer."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
-
-from annotated_types import Ge
-from pydantic.dataclasses import dataclass
 
 from ddp_runner.core.settings.declaration import (
     CANNOT_MATTER,
@@ -13,7 +11,6 @@ from ddp_runner.core.settings.declaration import (
     PER_STAGE,
     REFUSED,
     REPORTED,
-    SECTION,
     WHOLE,
     Above0,
     Alias,
@@ -27,23 +24,25 @@ from ddp_runner.core.settings.declaration import (
     Positive,
     Positives,
     ReadBy,
+    Section,
     StepsOrShare,
     Switch,
     Text,
+    at_least,
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class ModelSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings(Section):
     """The built-in Transformer language models; ``dataset_size`` and ``vocab_size`` shape the synthetic one."""
 
-    vocab_size: Annotated[int, Ge(2), WHOLE, REFUSED, PER_STAGE, ReadBy("synthetic")] = 1024
+    vocab_size: Annotated[int, at_least(2), WHOLE, REFUSED, PER_STAGE, ReadBy("synthetic")] = 1024
     """Number of tokens of the synthetic task's language. The task bytes always has 256."""
     dataset_size: Annotated[Positive, REFUSED, PER_STAGE, ReadBy("synthetic")] = 10_000
     """Number of training samples of the synthetic task."""
     seq_len: Annotated[
         int,
-        Ge(2),
+        at_least(2),
         WHOLE,
         REFUSED,
         PER_STAGE,
@@ -61,8 +60,8 @@ class ModelSettings:
     """Probability that an activation is dropped in training."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class DataSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings(Section):
     """The data, and how it is fed to the model."""
 
     path: Annotated[
@@ -170,8 +169,8 @@ class DataSettings:
     """Share of the text that the task bytes keeps for validation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class OptimSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimSettings(Section):
     """Optimizer, schedule and precision."""
 
     optimizer: Annotated[

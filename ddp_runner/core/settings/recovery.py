@@ -1,15 +1,12 @@
 """The settings of a repair: how long is waited for whom, and how often is tried again before giving up."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
-
-from annotated_types import Ge, Gt, Le
-from pydantic.dataclasses import dataclass
 
 from ddp_runner.core.settings.declaration import (
     CANNOT_MATTER,
     NUMBER,
     PER_MACHINE,
-    SECTION,
     Above0,
     Above1,
     Alias,
@@ -21,15 +18,19 @@ from ddp_runner.core.settings.declaration import (
     OptionGroup,
     Positive,
     Positives,
+    Section,
     Share,
     Switch,
+    above,
+    at_least,
+    at_most,
 )
 
 STOPPED_MAX_S = 2.0  # that the system may hold a process stopped, however long others may take
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class RecoverySettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverySettings(Section):
     """Limits how much is repaired before the run gives up."""
 
     max_restarts: Annotated[
@@ -85,7 +86,7 @@ class RecoverySettings:
     # On GPUs a generation that was left may take 30 s to be let go, and making communicators some more.
     form_timeout_s: Annotated[Above0, CANNOT_MATTER, DeviceDefault(gpu=120.0)] = 60.0
     """Time limit for the ranks to form a process group and agree on the state, in seconds."""
-    node_silent_s: Annotated[float, Ge(1), NUMBER, CANNOT_MATTER] = 3.0
+    node_silent_s: Annotated[float, at_least(1), NUMBER, CANNOT_MATTER] = 3.0
     """Seconds without a message after which a machine counts as lost, with several machines."""
     node_patience_s: Annotated[AtLeast0, CANNOT_MATTER] = 30.0
     """Time to wait for a lost machine before the run continues with fewer, in seconds."""
@@ -129,7 +130,7 @@ class RecoverySettings:
     """Multiple of the window's median gradient norm above which a norm is an explosion."""
     explosion_loss_max: Annotated[Number | None, CANNOT_MATTER] = None
     """Loss above which any step, the first included, is an explosion. none: no such threshold."""
-    explosion_rate_factor: Annotated[float, Gt(0), Le(1), NUMBER, CANNOT_MATTER] = 1.0
+    explosion_rate_factor: Annotated[float, above(0), at_most(1), NUMBER, CANNOT_MATTER] = 1.0
     """Factor for the learning rate after each explosion, in addition to the skipped step. 1: no change."""
     explosion_recover_steps: Annotated[Positive, CANNOT_MATTER] = 1000
     """Steps over which a rate lowered that way returns to its value, in equal parts."""

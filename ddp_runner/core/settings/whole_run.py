@@ -1,11 +1,8 @@
 """Settings of the run as a whole: what is run, how long, on which devices, and where its files go."""
 
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Literal
-
-from annotated_types import Ge, Lt
-from pydantic import AfterValidator
-from pydantic.dataclasses import dataclass
 
 from ddp_runner.core.settings.declaration import (
     CANNOT_MATTER,
@@ -14,31 +11,28 @@ from ddp_runner.core.settings.declaration import (
     PER_STAGE,
     REFUSED,
     REPORTED,
-    SECTION,
     TEXT,
     WHOLE,
     WHOLES,
     Alias,
     AtLeast0,
     Duration,
+    EmptyAs,
     NonNegative,
     Number,
     Option,
     OptionGroup,
     Positive,
+    Section,
     Switch,
     Text,
     Texts,
+    at_least,
+    below,
 )
 
-
-def _no_scratch(written: str) -> str:
-    """``scratch`` is the word for no start weights, which wins over a file's."""
-    return "" if written == "scratch" else written
-
-
-StartWeights = Annotated[str, TEXT, AfterValidator(_no_scratch)]
-
+# The word for no start weights wins over a file's.
+StartWeights = Annotated[str, TEXT, EmptyAs("scratch")]
 
 LOGS = "logs"  # of all runs; each has a folder of its own below
 CHECKPOINTS = "checkpoints"
@@ -46,8 +40,8 @@ LATEST = "latest"  # in LOGS: points to the newest run's folder
 FOLDERS = (("run.log_dir", LOGS), ("run.checkpoint_dir", CHECKPOINTS))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=SECTION)
-class RunSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings(Section):
     """The task, the length of the run, and the folders of its files."""
 
     task: Annotated[
@@ -78,8 +72,8 @@ class RunSettings:
     """Name of the run and of its folders. The default is the name of the task."""
     seed: Annotated[
         int,
-        Ge(0),
-        Lt(2**63),
+        at_least(0),
+        below(2**63, "2**63"),
         WHOLE,
         REFUSED,
         PER_STAGE,

@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.command import TrainCommand, option_lines
-from ddp_runner.cli.extras import take_keys
 from ddp_runner.cli.hardware.machine import allow_open_files
 from ddp_runner.cli.parser import LONG_OF_SHORT, OPTIONS, is_config_name, parse_train
-from ddp_runner.cli.planning import asked_settings, plan_launch
 from ddp_runner.cli.several import OnEach, several_machines
-from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.config.foreign_values import is_fact, is_foreign_switch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.config.sources import named_file
@@ -106,6 +103,11 @@ def run(words: Sequence[str]) -> int:
     if several_machines().engine in dict(arguments.nodes):
         on_each = _on_each(words, sorted_words, is_loop=attaches(script))
         return several_machines().by_engine(on_each, arguments)
+    # Imported here, so that --help and wrong words answer without loading what plans a launch, and below what supervises it.
+    from ddp_runner.cli.extras import take_keys  # noqa: PLC0415
+    from ddp_runner.cli.planning import plan_launch  # noqa: PLC0415
+    from ddp_runner.cli.stage_choice import refuse_stages  # noqa: PLC0415
+
     keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words, has_modes=False)
     refuse_stages(plan.settings, "are for a task")
@@ -174,6 +176,8 @@ def _with_script(plan: LaunchPlan, script: ScriptPlan, own: Mapping[str, str]) -
 
 def settings_of(words: Sequence[str]) -> Settings:
     """The settings of the run that ``words`` ask for. Raises BadInputError."""
+    from ddp_runner.cli.planning import asked_settings  # noqa: PLC0415 - as above
+
     found = _sort(words)
     return asked_settings(parse_train(_settings(found, _script(found))), dict(os.environ))
 
@@ -184,8 +188,7 @@ def _supervise(
     """``script``: None where it is a loop that attaches, and its run a training."""
     plan = replace(plan, command=(*plan.command[:3], "run", *masked_words(words)))
     allow_open_files(plan.world_size)
-    # Imported here, so that --help and wrong input answer without loading the supervisor.
-    from ddp_runner.features.script import parent  # noqa: PLC0415
+    from ddp_runner.features.script import parent  # noqa: PLC0415 - as above
 
     return parent.supervise(plan, script, token_file=token_file)
 
