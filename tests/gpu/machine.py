@@ -30,6 +30,7 @@ PINNED_BYTES = GB
 _PACKAGES = (
     "torch",
     "numpy",
+    "pydantic",
     "psutil",
     "triton",
     "nvidia-nccl-cu13",
