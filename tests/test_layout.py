@@ -21,7 +21,7 @@ FOLDER_FILES_MAX = 20
 
 # Imports of our own inside functions: a command is loaded when it is asked for, torch when it is needed,
 # rich when a display is drawn. One more than this wants a reason beside it, and a larger number here.
-FUNCTION_IMPORTS_MAX = 12
+FUNCTION_IMPORTS_MAX = 19
 
 
 def _module(path):

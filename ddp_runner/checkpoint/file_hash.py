@@ -123,7 +123,7 @@ class FileHash:
 
 
 def _new_sum() -> Callable[[], _Hash]:
-    from ddp_runner.kernel.values.word_sums import BlockSum  # noqa: PLC0415 - numpy; a supervisor has none
+    from ddp_runner.values.word_sums import BlockSum  # noqa: PLC0415 - numpy; a supervisor has none
 
     return BlockSum
 

@@ -21,7 +21,7 @@ from ddp_runner.checkpoint.file_hash import (
     digest_of,
 )
 from ddp_runner.checkpoint.manifest import Manifest, manifest_name
-from ddp_runner.kernel.values.word_sums import odd_numbers
+from ddp_runner.values.word_sums import odd_numbers
 
 from .states import save
 

@@ -242,7 +242,7 @@ def test_a_set_that_is_iterated_in_another_order_is_named(make, change, is_shrun
 
 
 @pytest.mark.parametrize("has_set", [True, False])
-def test_the_order_of_sets_in_a_large_state_is_compared_for_seconds_at_most(monkeypatch, has_set):
+def test_the_order_of_sets_is_compared_for_seconds_at_most(monkeypatch, has_set):
     """Else nobody knows it, and the run is not called exact; without sets there is nothing to compare."""
     monkeypatch.setattr(by_value, "_ORDER_S", 0.0)
     kept = KeptLocally(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.kernel.values.word_sums import MULTIPLIER, WORDS_MAX, odd_numbers, sum_of
+from ddp_runner.values.word_sums import MULTIPLIER, WORDS_MAX, odd_numbers, sum_of
 
 PACKED_BYTES = 1 << 14  # tensors up to that are hashed many at once: one alone takes 20 us
 _PACKED_TYPES = (
