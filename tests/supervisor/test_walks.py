@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 WALKS = {
     "before `train` supervises": 37,
     "before `run` supervises": 37,
-    "a quiet turn of the supervisor": 44,
-    "a killed rank, in the supervisor": 59,
+    "a quiet turn of the supervisor": 45,
+    "a killed rank, in the supervisor": 60,
 }
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from ddp_runner.features.proof.parent import LocalDrills
+from ddp_runner.features.proof.local_drills import LocalDrills
 from ddp_runner.features.proof.rules import folder_name
 from ddp_runner.kernel.wire.events import Drill
 from ddp_runner.kernel.wire.messages import DrillPart
