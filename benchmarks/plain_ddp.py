@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEED = 1234
+OPTIM = OptimSettings(learning_rate=1e-4, beta2=0.999, warmup_steps=100)  # as contenders.py has ours
 VALIDATION_FRACTION = 0.05
 
 
@@ -121,7 +122,7 @@ def accumulated(ddp: DistributedDataParallel, batch: torch.Tensor, parts: int) -
 def main() -> None:
     asked = parse()
     dist.init_process_group("gloo")
-    optim = OptimSettings()
+    optim = OPTIM
     model = build_model(asked)
     optimizer = build_optimizer(model, optim)
     trained = [p for group in optimizer.param_groups for p in group["params"]]

@@ -145,7 +145,8 @@ def check(size: Size) -> bool:
     for name in NAMES:
         with Contender(name, size, steps=40) as contender:
             contender.wait()
-            states.append(torch.load(contender.checkpoint, weights_only=True)["model"])
+            loaded = torch.load(contender.checkpoint, weights_only=True)
+            states.append(loaded.get("model", loaded))  # final.pt of ours is the weights alone
     first = states[0]
     return all(
         state.keys() == first.keys() and all(torch.equal(state[key], first[key]) for key in first)

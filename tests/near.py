@@ -97,7 +97,7 @@ def main(words: list[str]) -> None:
         sys.exit(f"--near {words[0]}: must be a file of ddp_runner/")
     found = near(file)
     if not found:
-        sys.exit(f"--near {words[0]}: no test imports it, nor what imports it; see ARCHITECTURE.md")
+        sys.exit(f"--near {words[0]}: no test imports it, nor what imports it; see CONTRIBUTING.md")
     chosen = [str(path.relative_to(ROOT)) for path in found[:FILES_MAX]]
     left = f", and {len(found) - FILES_MAX} more" if len(found) > FILES_MAX else ""
     print(f"near {words[0]}: {' '.join(chosen)}{left}", flush=True)

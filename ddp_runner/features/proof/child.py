@@ -1,5 +1,6 @@
-"""Runs a fire drill in its own process: it acts like a replacement of one rank, in the background, outside the run.
+"""Runs a fire drill in its own process, and gives a rank its part.
 
+The drill acts like a replacement of one rank, in the background, outside the run.
 It uses idle processor and disk time only, and the kernel ends it first when memory is short. It writes to its own
 log, and reports its result to the supervisor.
 """

@@ -122,11 +122,11 @@ def ended(process):
 
 
 def contents(folder):
-    """Every file below a folder by its name, with a hash of what it holds."""
+    """Every file below a folder by its name, with a hash of what it holds; without Python's bytecode."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.parent.name != "__pycache__"
     }
 
 
