@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEED = 1234
-OPTIM = OptimSettings(learning_rate=1e-4, beta2=0.999, warmup_steps=100)  # as contenders.py has ours
+# Those that contenders.py gives ours.
+OPTIM = OptimSettings(learning_rate=1e-4, beta2=0.999, warmup_steps=100)
 VALIDATION_FRACTION = 0.05
 
 
