@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,38 @@ def test_texts_and_lists_become_the_values_of_their_settings():
     assert (made.run.epochs, made.run.gpus, made.run.init_from) == (3, (0, 1), "")
     assert (made.memory.activation_checkpointing, made.task) == ("all", {"sizes": [1, 2]})
     assert from_record(json.loads(json.dumps(to_record(made)))) == made
+
+
+class Rate(float):
+    """As numpy's float64 is one."""
+
+
+class Width(str, Enum):
+    WIDE = "wide"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "given", "value"),
+    [
+        (RunSettings, "max_time", "1h", 3600.0),
+        (RunSettings, "max_time", "23h30m", 84_600.0),
+        (RunSettings, "max_time", "3600", 3600.0),
+        (RunSettings, "max_time", 90, 90.0),
+        (RunSettings, "name", Width.WIDE, "wide"),
+        (
+            Settings,
+            "task",
+            {"width": Width.WIDE, "rate": Rate(0.5)},
+            {"width": "wide", "rate": 0.5},
+        ),
+    ],
+)
+def test_what_is_written_in_another_way_becomes_a_plain_value(kind, name, given, value):
+    """Times in units, numbers without a point, and what a program has in types of its own."""
+    made = getattr(kind(**{name: given}), name)
+    assert made == value
+    parts = made.values() if isinstance(made, dict) else [made]
+    assert {type(one) for one in parts} <= {float, str}
 
 
 @pytest.mark.parametrize(

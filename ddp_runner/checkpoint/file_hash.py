@@ -63,7 +63,7 @@ class FileHash:
         self._digests = bytearray()  # of the blocks that are full
         self._full: list[_Hash] = []  # whose digests are to come
         self._parts: queue.SimpleQueue[tuple[_Hash, memoryview] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._owed = 0
         self._threads: list[threading.Thread] = []
 
@@ -97,17 +97,24 @@ class FileHash:
 
     def wait(self) -> None:
         """Return once the piece is hashed."""
+        wrong: Exception | None = None
         while self._owed:
-            self._done.get()
+            wrong = self._done.get() or wrong
             self._owed -= 1
+        if wrong is not None:
+            raise wrong
         self._digests += b"".join(one.digest() for one in self._full)
         self._full.clear()
 
     def _run(self) -> None:
         while (pair := self._parts.get()) is not None:
             one, part = pair
-            one.update(part)
-            self._done.put(None)
+            try:
+                one.update(part)
+            except Exception as error:  # noqa: BLE001 - raised by wait(): memory may be short
+                self._done.put(error)
+            else:
+                self._done.put(None)
 
     def close(self) -> str:
         """End the threads; the digest as hexadecimal digits."""

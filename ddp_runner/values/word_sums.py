@@ -43,7 +43,8 @@ def sum_of(words: Words, *, first: int = 0) -> int:
     for at in range(0, len(words), _AT_ONCE):
         part = words[at : at + _AT_ONCE]
         mixed = room[: len(part)]
-        np.right_shift(part, 32, out=mixed)
+        # Without its sign: a shift that keeps it folds a word and its complement into the same one, zeros and ones too.
+        np.right_shift(part.view(np.uint64), np.uint64(32), out=mixed.view(np.uint64))
         np.bitwise_xor(mixed, part, out=mixed)
         total += int(np.dot(mixed, odd[at : at + _AT_ONCE]))
     return total

@@ -21,6 +21,7 @@ from ddp_runner.checkpoint.file_hash import (
     digest_of,
 )
 from ddp_runner.checkpoint.manifest import Manifest, manifest_name
+from ddp_runner.values import word_sums
 from ddp_runner.values.word_sums import odd_numbers
 
 from .states import save
@@ -41,7 +42,8 @@ def of_sums(data):
         block += bytes(-len(block) % 8)
         words = struct.unpack(f"<{len(block) // 8}q", block)
         total = sum(
-            ((word >> 32) ^ word) * factor for word, factor in zip(words, odd, strict=False)
+            ((word >> 32 & 0xFFFFFFFF) ^ word) * factor
+            for word, factor in zip(words, odd, strict=False)
         )
         sums += (total % 2**64).to_bytes(8, "little")
     return hashlib.sha256(sums + len(data).to_bytes(8, "little")).hexdigest()
@@ -87,6 +89,31 @@ def test_a_changed_or_moved_block_is_another_digest():
         digests = {streamed(one, algorithm, []) for one in (data, swapped, changed, data[:-1])}
         assert len(digests) == 4
         assert streamed(zeros, algorithm, []) != streamed(zeros[:-1], algorithm, [])
+
+
+@pytest.mark.parametrize("size", [8, 512, 4096])
+def test_a_part_that_is_inverted_is_another_digest(size):
+    """As zeros are that a disk gives back as ones, and a sector with all its bits turned."""
+    data = random.Random(2).randbytes(BLOCK_BYTES) + bytes(BLOCK_BYTES)
+    for begin in (16, BLOCK_BYTES // 2 + 8, BLOCK_BYTES, 2 * BLOCK_BYTES - size):
+        part = bytes(255 - one for one in data[begin : begin + size])
+        other = data[:begin] + part + data[begin + size :]
+        assert streamed(other, SUMS, []) != streamed(data, SUMS, [])
+
+
+def test_a_thread_that_has_no_memory_to_hash_with_is_heard_of(monkeypatch):
+    """Whoever waits for it gets its error, and does not wait for ever."""
+
+    def lacks_memory(words, *, first=0):
+        raise MemoryError
+
+    monkeypatch.setattr(word_sums, "sum_of", lacks_memory)
+    found = FileHash(SUMS)
+    found.begin(memoryview(bytes(4 * BLOCK_BYTES)))
+    with pytest.raises(MemoryError):
+        found.wait()
+    monkeypatch.undo()
+    found.close()
 
 
 def test_a_large_file_is_hashed_in_blocks_and_its_manifest_says_so(tmp_path, monkeypatch):

@@ -57,6 +57,19 @@ def test_messages_to_workers_come_in_order_and_nobody_waits():
     box.join_thread()
 
 
+def test_a_message_waits_for_no_other_process_that_writes():
+    """One may stand in a full pipe, or be killed there; the message then comes by a thread."""
+    box = _Mailboxes().Queue()
+    box._wlock.acquire()
+    try:
+        box.put(b"mine")
+    finally:
+        box._wlock.release()
+    assert box.get(timeout=LONG_S) == b"mine"
+    box.close()
+    box.join_thread()
+
+
 def test_killed_worker_is_replaced_at_once(pin):
     """A SIGKILL is reported by worker, pid, signal and memory; no batch is lost, doubled or changed."""
     reported, pids = [], []

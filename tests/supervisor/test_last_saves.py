@@ -207,7 +207,7 @@ def test_a_checkpoint_that_has_the_newest_step_is_not_written_again(simulate):
 
 
 def test_a_state_that_nobody_knows_to_be_right_is_not_saved(simulate):
-    """All ranks differ: none of them is asked."""
+    """All ranks differ: none of them is asked, and the run is not exact."""
     run = simulate(ranks=2, steps=10_000)
     run.to_step(15)
     for rank in (0, 1):
@@ -220,6 +220,8 @@ def test_a_state_that_nobody_knows_to_be_right_is_not_saved(simulate):
     assert ending.status is RunStatus.FAILED
     assert not run.saved_alone
     assert "could not be saved: the ranks' states differ" in run.supervisor.run_end.closing_words()
+    (reason,) = run.supervisor.facts.inexact_reasons
+    assert reason == "the ranks' states differed by step 15, and none is known to be right"
 
 
 def not_exact(run, rank=1):

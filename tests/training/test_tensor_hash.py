@@ -35,6 +35,17 @@ def test_the_same_bit_flipped_in_several_words_shows(words, bit):
         assert tensor_hash(other) != tensor_hash(tensor)
 
 
+@pytest.mark.parametrize("size", [1, 3, 50, 3000, 300_000])
+def test_a_value_with_all_its_bits_turned_shows(size):
+    """As -1 in place of 0, alone and among many, and as 255 in place of 0."""
+    for tensor in (torch.zeros(size).long(), torch.randint(-9, 9, (size,)), torch.arange(size)):
+        for other in (~tensor, torch.cat([~tensor[:1], tensor[1:]])):
+            assert tensor_hash(other) != tensor_hash(tensor)
+            assert state_hashes({"a": other}) != state_hashes({"a": tensor})
+    dark, light = torch.zeros(size, dtype=torch.uint8), torch.full((size,), 255, dtype=torch.uint8)
+    assert tensor_hash(dark) != tensor_hash(light)
+
+
 @pytest.mark.parametrize("flips", [2, 4, 50])
 def test_signs_that_change_at_random_show(flips):
     """Of a few small weights, where a hash that kept one bit would miss half of the cases."""

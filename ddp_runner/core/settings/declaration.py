@@ -192,8 +192,17 @@ def _of_type(hint: Any, value: object) -> Any:
         if isinstance(value, (list, tuple)):
             return tuple(legal(parts[0], item) for item in value)
     elif isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
-        return value
+        return _bare(value)
     raise ValueError(value)
+
+
+def _bare(value: object) -> object:
+    """Return the plain value of one whose type is derived from a plain one, as numpy's numbers and members of enums."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return value if isinstance(value, bool) else int(value)
+    return float(value) if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +269,7 @@ def _steps_or_share(value: object) -> float:
 def _duration(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(value)  # noqa: TRY004 - see _whole
-    return seconds_of(str(value))
+    return float(seconds_of(str(value)))
 
 
 def _text(value: object) -> str:
@@ -304,7 +313,7 @@ def _plain(value: object) -> object:
         return list(value)
     if value is not None and not isinstance(value, (str, int, float)):
         raise ValueError(value)
-    return value
+    return _bare(value)
 
 
 WHOLE = Written("a whole number", _whole)

@@ -411,10 +411,14 @@ class _Mailbox(Queue):  # type: ignore[type-arg]  # takes no argument before Pyt
         own: Any = self
         if len(message) + 4 > select.PIPE_BUF or not own._sem.acquire(block=False):
             return False
-        with own._wlock:
-            has_room = bool(self._room.poll(0))
-            if has_room:
-                own._writer.send_bytes(message)
+        has_room = False
+        if own._wlock.acquire(block=False):  # else another process writes, maybe into a full pipe
+            try:
+                has_room = bool(self._room.poll(0))
+                if has_room:
+                    own._writer.send_bytes(message)
+            finally:
+                own._wlock.release()
         if not has_room:
             own._sem.release()
         return has_room

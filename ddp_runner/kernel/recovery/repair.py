@@ -357,7 +357,7 @@ class Repair:
         if isinstance(plan, ReplaceRanks):
             incident = replace(incident, kept=plan.kept, dropped=plan.dropped)
         last_commit_ns = max(handle.slot.get(Cell.LAST_COMMIT_NS) for handle in ranks)
-        culprit, replaces = incident.culprit, isinstance(plan, ReplaceRanks)
+        culprit = incident.culprit
         has_diverged = culprit.kind is FaultKind.REPLICA_DIVERGED
         self._recorder.record(
             events.Plan(
@@ -377,7 +377,7 @@ class Repair:
                 outcome=outcome_in_words(plan, culprit),
                 action=action_in_words(plan, culprit, actions=self._actions),
                 line=repair_line(plan, incident, actions=self._actions, ranks=len(ranks)),
-                inexact_reason=inexact_by(culprit) if replaces and has_diverged else "",
+                inexact_reason=inexact_by(culprit) if has_diverged else "",
             ),
             cause=opened.event_id,
         )

@@ -56,6 +56,8 @@ def where_each_was(places: Mapping[int, str]) -> str:
 
 def inexact_by(fault: Fault) -> str:
     """Why a run is not exact any more: what the odd replica computed went into everybody's steps."""
+    if not fault.may_retry:
+        return f"the ranks' states differed by step {fault.step}, and none is known to be right"
     return f"rank {fault.rank}'s replica had diverged by step {fault.step}"
 
 
