@@ -161,7 +161,9 @@ def as_plain(name: str, value: Any) -> Any:
     return value
 
 
-_TENSOR, _PAIRS = "@tensor", "@pairs"
+_MARK = "@"
+_TENSOR, _PAIRS, _TUPLE = "@tensor", "@pairs", "@tuple"
+_OF_USERS = ("callbacks", "late")  # parts whose values a user's code has chosen
 
 
 def _as_leaf(value: dict[str, Any]) -> tuple[str, list[Tensor]]:
@@ -172,25 +174,29 @@ def _as_leaf(value: dict[str, Any]) -> tuple[str, list[Tensor]]:
         tensors.append(tensor)
         return {_TENSOR: len(tensors) - 1}
 
-    own = {"callbacks": _with_pairs(value["callbacks"])} if "callbacks" in value else {}
+    own = {name: _marked(value[name]) for name in _OF_USERS if name in value}
     return json.dumps({**value, **own}, default=taken_out), tensors
 
 
-def _with_pairs(value: Any) -> Any:
-    """Return the same with each dict whose keys are no texts as pairs, which JSON can hold."""
+def _marked(value: Any) -> Any:
+    """Return the same with marks for what JSON cannot hold: tuples, and dicts whose keys are no texts, as pairs."""
     if isinstance(value, list):
-        return [_with_pairs(one) for one in value]
+        return [_marked(one) for one in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [_marked(one) for one in value]}
     if not isinstance(value, dict):
         return value
-    if all(type(key) is str for key in value):
-        return {key: _with_pairs(one) for key, one in value.items()}
-    return {_PAIRS: [[key, _with_pairs(one)] for key, one in value.items()]}
+    if all(type(key) is str and not key.startswith(_MARK) for key in value):
+        return {key: _marked(one) for key, one in value.items()}
+    return {_PAIRS: [[_marked(key), _marked(one)] for key, one in value.items()]}
 
 
 def _of_leaf(text: str, tensors: list[Tensor]) -> dict[str, Any]:
     def given_back(found: dict[str, Any]) -> Any:
         if _PAIRS in found:
             return dict(found[_PAIRS])
+        if _TUPLE in found:
+            return tuple(found[_TUPLE])
         return tensors[found[_TENSOR]] if _TENSOR in found else found
 
     read: dict[str, Any] = json.loads(text, object_hook=given_back)

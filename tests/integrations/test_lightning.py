@@ -495,6 +495,26 @@ def test_what_changes_and_is_kept_nowhere_is_named_once(alone, tmp_path):
     ]
 
 
+def test_what_users_keep_comes_back_as_it_was():
+    """Through the one text of a run: tuples, keys of all kinds, and words that the text itself uses."""
+    kept = {
+        (1, 2): 3.5,
+        "@tensor": 0,
+        7: {"@pairs": [1], "deep": (None, True)},
+        "inf": float("inf"),
+    }
+    given = {"callbacks": {"Mine": kept}, "late": {"shape": (2, (3, 4))}, "step": 5}
+    progress = values.Progress(1, 1, torch.device("cpu"))
+    progress.between = given
+    other = values.Progress(1, 1, torch.device("cpu"))
+    other.load_state_dict(progress.state_dict())
+    assert other.between == given
+    tensor = torch.arange(3.0)
+    text, tensors = values._as_leaf({"callbacks": {"Mine": {"sums": [tensor]}}})
+    (back,) = values._of_leaf(text, tensors)["callbacks"]["Mine"]["sums"]
+    assert torch.equal(back, tensor)
+
+
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_what_a_module_keeps_is_not_named(alone):
     fitted(_Line(counts=True), accumulated=1, strategy=ours._InPlace(), callbacks=[_Stateful()])
