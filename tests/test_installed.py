@@ -128,7 +128,7 @@ def test_what_is_installed_trains_and_speaks_of_its_own_command(installed, tmp_p
         assert "Traceback" not in said, said
         assert "launch_training" not in said, said
         assert "checkout" not in said, said
-        assert ("Usage:  ddp-runner" in said) == (words in pages), said
+        assert (f"Usage:  {command} " in said) == (words in pages), said  # as it was typed
     checks = [
         json.loads(line)
         for line in answer(command, "doctor", "--json", cwd=tmp_path).stdout.splitlines()

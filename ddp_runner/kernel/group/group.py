@@ -579,5 +579,11 @@ def collectives_begun() -> int:
 
     -1 outside of a group. May be called from any thread.
     """
-    count = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)
+    if not dist.is_initialized():
+        return -1
+    try:
+        group = _default_group()
+    except ValueError:  # the rank's own thread has just left it
+        return -1
+    count = getattr(group, "_get_sequence_number_for_group", None)
     return -1 if count is None else int(count())
