@@ -2,8 +2,8 @@
 
 Modulo 2**64 a sum of words times odd numbers without a pattern, one for each position. A single changed word changes the
 sum, since odd numbers are invertible there. A product keeps only the low bits of what is multiplied with a high one (of
-bit 63, a sign, one bit: two would cancel): each word's upper half is folded into its lower one first, so that of every
-bit at least 32 count.
+bit 63, a sign, one bit: two would cancel): each word's upper bits are folded into its lower ones first, so that of every
+bit at least 32 count. They move by 33, so that numbers of 8, 16 or 32 bits in a word do not meet: all signs may change.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ Words = npt.NDArray[np.int64]
 
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
 WORDS_MAX = 1 << 18  # of one sum: 2 MB
+FOLD = 33  # bits by which a word's upper bits move
 _AT_ONCE = 1 << 15  # words, which stay in the cache
 
 
@@ -44,7 +45,7 @@ def sum_of(words: Words, *, first: int = 0) -> int:
         part = words[at : at + _AT_ONCE]
         mixed = room[: len(part)]
         # Without its sign: a shift that keeps it folds a word and its complement into the same one, zeros and ones too.
-        np.right_shift(part.view(np.uint64), np.uint64(32), out=mixed.view(np.uint64))
+        np.right_shift(part.view(np.uint64), np.uint64(FOLD), out=mixed.view(np.uint64))
         np.bitwise_xor(mixed, part, out=mixed)
         total += int(np.dot(mixed, odd[at : at + _AT_ONCE]))
     return total

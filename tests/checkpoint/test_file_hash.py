@@ -42,7 +42,7 @@ def of_sums(data):
         block += bytes(-len(block) % 8)
         words = struct.unpack(f"<{len(block) // 8}q", block)
         total = sum(
-            ((word >> 32 & 0xFFFFFFFF) ^ word) * factor
+            ((word >> 33 & 0x7FFFFFFF) ^ word) * factor
             for word, factor in zip(words, odd, strict=False)
         )
         sums += (total % 2**64).to_bytes(8, "little")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from ddp_runner.training.components import tensor_hash as module
 from ddp_runner.training.components.tensor_hash import combined, state_hashes, tensor_hash
+from ddp_runner.values.word_sums import FOLD
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -44,6 +46,25 @@ def test_a_value_with_all_its_bits_turned_shows(size):
             assert state_hashes({"a": other}) != state_hashes({"a": tensor})
     dark, light = torch.zeros(size, dtype=torch.uint8), torch.full((size,), 255, dtype=torch.uint8)
     assert tensor_hash(dark) != tensor_hash(light)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 4, 8, 64, 3000, 300_000])
+def test_signs_that_all_change_show(size, dtype):
+    """Numbers that share a word change alike; an even count of words must not cancel."""
+    for tensor in (torch.zeros(size, dtype=dtype), torch.randn(size).to(dtype)):
+        assert tensor_hash(-tensor) != tensor_hash(tensor)
+        assert state_hashes({"a": -tensor}) != state_hashes({"a": tensor})
+
+
+@pytest.mark.parametrize(("bits", "times"), [(8, 0x0101010101010101), (16, 0x0001000100010001)])
+def test_of_each_pattern_of_changed_bits_half_the_word_counts(bits, times):
+    """Of a product the bits above the lowest changed one count; the same change in all numbers of a word is likely."""
+    masks = np.arange(1, 1 << bits, dtype=np.uint64) * np.uint64(times)
+    upper = np.uint64(2**64 - 1) << np.arange(64, dtype=np.uint64)
+    for changed in (masks, upper, np.uint64(1) << np.arange(64, dtype=np.uint64)):
+        mixed = changed ^ (changed >> np.uint64(FOLD))
+        assert (mixed & np.uint64(2**33 - 1)).all()
 
 
 @pytest.mark.parametrize("flips", [2, 4, 50])

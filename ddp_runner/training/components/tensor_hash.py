@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.values.word_sums import MULTIPLIER, WORDS_MAX, odd_numbers, sum_of
+from ddp_runner.values.word_sums import FOLD, MULTIPLIER, WORDS_MAX, odd_numbers, sum_of
 
 PACKED_BYTES = 1 << 14  # tensors up to that are hashed many at once: one alone takes 20 us
-_LOW = 0xFFFFFFFF  # without the sign that torch's shift keeps
+_LOW = (1 << 64 - FOLD) - 1  # without the sign that torch's shift keeps
 _PACKED_TYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -52,7 +52,7 @@ def _sums_on_host(chunks: Iterable[Tensor]) -> Iterator[int]:
 def _total_on_device(chunks: Iterable[Tensor], device: torch.device) -> Tensor:
     """The same number, left on the device: who reads it waits once, however many chunks there are."""
     odd = _odd_numbers(device)
-    sums = [((((chunk >> 32) & _LOW) ^ chunk) * odd[: chunk.numel()]).sum() for chunk in chunks]
+    sums = [((((chunk >> FOLD) & _LOW) ^ chunk) * odd[: chunk.numel()]).sum() for chunk in chunks]
     powers, multiplier = [], 1
     for _ in sums:
         powers.append(_signed(multiplier))
@@ -154,7 +154,7 @@ class _Pack(NamedTuple):
     def sums_on_host(self) -> list[int]:
         """The sum of each, as of :func:`tensor_hash`."""
         words, factors = self.words.numpy(), self._factors()
-        mixed = np.right_shift(words.view(np.uint64), np.uint64(32)).view(np.int64)
+        mixed = np.right_shift(words.view(np.uint64), np.uint64(FOLD)).view(np.int64)
         np.bitwise_xor(mixed, words, out=mixed)
         np.multiply(mixed, factors, out=mixed)
         sums: list[int] = np.add.reduceat(mixed, self._starts()).tolist()
@@ -165,7 +165,7 @@ class _Pack(NamedTuple):
         device = self.words.device
         factors = torch.from_numpy(self._factors()).to(device)
         ends = torch.from_numpy(self._starts() + self.lengths - 1).to(device)
-        up_to = ((((self.words >> 32) & _LOW) ^ self.words) * factors).cumsum(0)[ends]
+        up_to = ((((self.words >> FOLD) & _LOW) ^ self.words) * factors).cumsum(0)[ends]
         return torch.cat([up_to[:1], up_to[1:] - up_to[:-1]])
 
     def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
