@@ -67,9 +67,8 @@ class Precision:
         """The context for one forward, loss included; backward runs outside of it."""
         is_plain = self._dtype is torch.float32
         if is_plain and not torch.is_autocast_enabled(self._device_type):
-            return (
-                contextlib.nullcontext()
-            )  # a tenth of the time that torch takes to change nothing
+            # Torch takes ten times as long to change nothing.
+            return contextlib.nullcontext()
         return torch.autocast(
             self._device_type,
             dtype=torch.bfloat16 if is_plain else self._dtype,
