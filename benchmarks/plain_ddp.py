@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.data.order import SampleOrder, share
 from ddp_runner.data.text.corpus import scan_standard_library, split_by_file
-from ddp_runner.kernel.values.generators import seed_all
 from ddp_runner.tasks.bytes_lm import ByteWindows
 from ddp_runner.tasks.transformer import TransformerLM, next_token_loss
 from ddp_runner.training.components.lr_schedule import learning_rate
+from ddp_runner.values.generators import seed_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

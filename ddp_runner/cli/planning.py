@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.extras import page_missing, refuse_missing
 from ddp_runner.cli.hardware.devices import choose, find_gpus, placed, plan_devices, with_shares
-from ddp_runner.cli.hardware.machine import core_count
+from ddp_runner.cli.hardware.machine import core_count, share_of_cores
 from ddp_runner.cli.parser import TrainArguments
 from ddp_runner.cli.several import several_machines
 from ddp_runner.cli.stage_choice import at_its_begin, checked, in_mode, refuse_stages
@@ -38,14 +38,13 @@ from ddp_runner.core.launch_plan import (
     LaunchPlan,
     NodeOptions,
     names_a_gpu_twice,
+    time_limit,
 )
 from ddp_runner.core.modes import mode_problems
 from ddp_runner.core.plain_rank import PlainRank, plain_rank, what_is_ignored
-from ddp_runner.core.threads import share_of_cores
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.rules.secrets import masked_words
-from ddp_runner.kernel.rules.stopping import time_limit
 from ddp_runner.observe.gpus import VisibleGpus
 from ddp_runner.system.torch_versions import (
     NCCL2,

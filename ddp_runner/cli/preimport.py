@@ -10,9 +10,8 @@ import itertools
 import os
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.hardware.machine import core_count
+from ddp_runner.cli.hardware.machine import AUTO_CPU_RANKS, core_count, share_of_cores
 from ddp_runner.core.launch_plan import TRAINED
-from ddp_runner.core.threads import AUTO_CPU_RANKS, share_of_cores
 from ddp_runner.kernel.processes.zygote_start import ZygoteAhead
 from ddp_runner.system.environment import training_environment
 

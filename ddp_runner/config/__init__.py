@@ -20,6 +20,7 @@ from ddp_runner.config.identity import (
     digest,
     from_record,
     is_described,
+    own_folder,
     read_yaml,
     recipe,
     record_to_show,
@@ -28,6 +29,8 @@ from ddp_runner.config.identity import (
     task_resume_key,
     to_record,
     to_yaml,
+    ways_on,
+    ways_on_with_data,
 )
 from ddp_runner.config.presets import PRESETS
 from ddp_runner.config.relations import (
@@ -37,9 +40,7 @@ from ddp_runner.config.relations import (
     refuse_without_supervisor,
 )
 from ddp_runner.config.sources import home_files, preset_file
-from ddp_runner.config.unread import unread_warning
-from ddp_runner.config.usual import is_usual
-from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
+from ddp_runner.config.usual import is_usual, unread_warning
 
 __all__ = [
     "PRESETS",

@@ -18,7 +18,7 @@ from ddp_runner.config.fields import (
     whose_value,
 )
 from ddp_runner.config.foreign_values import RunFacts, in_our_values, is_fact, note_on, untrue
-from ddp_runner.config.presets import CADENCES, PRESETS, WORKERS, recipe_of
+from ddp_runner.config.presets import CADENCES, PRESETS, RECIPES, WORKERS
 from ddp_runner.config.run_names import STRENGTH, name_the_run
 from ddp_runner.config.sources import (
     Assignment,
@@ -257,7 +257,7 @@ def _lay_recipe(
     Its step count, which wins over epochs, gives way to whoever asks for epochs.
     """
     task = str(values.get("run.task", BUILT_IN_TASKS[0]))
-    for key, value in recipe_of(task, preset=preset).items():
+    for key, value in RECIPES.get(preset or "", {}).get(task, {}).items():
         is_chosen = key == "run.max_steps" and origin["run.epochs"] != "default"
         if origin[key] == "default" and not is_chosen:
             values[key], origin[key] = value, "preset"

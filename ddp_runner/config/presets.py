@@ -68,8 +68,3 @@ CADENCES = (
     ("log.evaluate_interval", "log.evaluate_every_steps"),
 )
 WORKERS = ("data.num_workers", "data.workers_total")  # for each rank, over the ranks of a machine
-
-
-def recipe_of(task: str, *, preset: str | None) -> Mapping[str, object]:
-    """Return the values that a built-in task sets under this preset; empty for a user's task."""
-    return RECIPES.get(preset or "", {}).get(task, {})

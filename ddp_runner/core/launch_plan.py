@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ddp_runner.kernel.rules.stopping import TimeLimit
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ddp_runner.core.settings import Settings
-    from ddp_runner.kernel.rules.stopping import TimeLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ def names_a_gpu_twice(gpus: Sequence[int]) -> bool:
 
 # The module that is each rank: with our trainer, or with a loop that attaches.
 TRAINED, ATTACHED = "ddp_runner.rank.trained", "ddp_runner.rank.attached"
+MARGIN_SHARE_MAX = 0.1  # of what is left of a job, for its last save
 NO_ID = "none"  # of a run on several machines that is given no name
 NCCL_BACKENDS = ("nccl", "nccl2")  # two classes of torch's for one library
 
@@ -116,6 +118,25 @@ class NodeOptions:
     local_addr: str = ""
     local_name: str = ""
     moving_fd: int | None = None
+
+
+def time_limit(
+    *, max_time_s: float | None, job_end: str, now_utc_s: float, stop_timeout_s: float
+) -> TimeLimit | None:
+    """Return the time limit of a launch that begins now; None if it has none.
+
+    ``job_end``: SLURM_JOB_END_TIME, seconds since 1970; empty or unreadable if no end was
+    announced. Time for a save is left before that.
+    """
+    limits = []
+    if max_time_s is not None:
+        limits.append(TimeLimit(seconds=max_time_s, why="run.max_time has passed"))
+    if job_end.isdecimal() and int(job_end) > now_utc_s:
+        left_s = int(job_end) - now_utc_s
+        margin_s = min(stop_timeout_s, MARGIN_SHARE_MAX * left_s)
+        why = f"SLURM ends the job in {margin_s:.3g} s"
+        limits.append(TimeLimit(seconds=left_s - margin_s, why=why))
+    return min(limits, key=lambda one: one.seconds, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

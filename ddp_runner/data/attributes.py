@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from ddp_runner.kernel.values.generators import GENERATOR_TYPES
+from ddp_runner.values.generators import GENERATOR_TYPES
 from ddp_runner.values.object_graph import Walk
 
 Path = tuple[Any, ...]  # names of attributes, places in lists, keys of dicts

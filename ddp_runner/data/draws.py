@@ -17,7 +17,7 @@ import torch
 
 from ddp_runner.data.permutation import Indices, Permutation, hashes_of
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.values.generators import generators_kept, seed_host, seed_offset
+from ddp_runner.values.generators import generators_kept, seed_host, seed_offset
 
 _TOTAL = 2**40  # of whole numbers that stand for the weights: 64 random bits fall on them evenly
 _DRAWN = 1  # a seed beside the run's own

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ddp_runner.kernel.values.generators import mix64
+from ddp_runner.values.generators import mix64
 
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]

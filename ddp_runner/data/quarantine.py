@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddp_runner.kernel.system.run_files import SMALL_BYTES_MAX, from_json, open_to_append, reading
-from ddp_runner.kernel.values.generators import mix64
+from ddp_runner.values.generators import mix64
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -35,7 +35,7 @@ from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.data.workers.shard_reader import ShardReader, Share, ShareKey
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultError
-from ddp_runner.kernel.values.generators import generators_kept
+from ddp_runner.values.generators import generators_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

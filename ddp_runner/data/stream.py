@@ -25,7 +25,7 @@ from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.fetch import SampleFailed, failed, seed_generators, seeding_base
 from ddp_runner.data.workers.shard_reader import ShareKey
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.values.generators import generators_kept
+from ddp_runner.values.generators import generators_kept
 from ddp_runner.values.plain import from_plain, to_plain
 
 if TYPE_CHECKING:

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from ddp_runner.kernel.processes.free_memory import free_bytes
-from ddp_runner.kernel.processes.memory_limits import Limit, container_limit, oom_kill_count
+from ddp_runner.kernel.processes.memory_limits import (
+    Limit,
+    container_limit,
+    free_bytes,
+    oom_kill_count,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

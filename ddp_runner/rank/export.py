@@ -26,9 +26,9 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.disk import RealDisk
-from ddp_runner.kernel.values.generators import seed_all
 from ddp_runner.training.components.start_weights import filled
 from ddp_runner.training.starting.task_import import load_task
+from ddp_runner.values.generators import seed_all
 
 _OPTION = "--init-from"
 _SHOWN_MAX = 300

@@ -13,8 +13,7 @@ from typing import Protocol
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.kernel.parent.loop import Agent, Loop, Traffic
-from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
-from ddp_runner.kernel.parent.ports import HelperPolicy, Host, Observer
+from ddp_runner.kernel.parent.ports import Host, Observer
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.parent.run_end import RunEnd
 from ddp_runner.kernel.parent.run_facts import Ending
@@ -28,7 +27,6 @@ from ddp_runner.kernel.processes.resources import remove_temporary_files
 from ddp_runner.kernel.processes.zygote_start import ZygoteAhead
 from ddp_runner.kernel.recovery.communicator_cut import Cutting
 from ddp_runner.kernel.recovery.repair import Repair
-from ddp_runner.kernel.recovery.zygote_keeper import ZygoteKeeper
 from ddp_runner.kernel.rules.lifecycle import RUN_TABLE, Machine, RunEvent, RunState
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.clock import SYSTEM_CLOCK, Clock
@@ -149,7 +147,7 @@ def assembled(
         start=start,
         cutting=cutting,
         repair=repair,
-        keeper=_keeper(run, node, repair, policies=(*around.policies(features), savers)),
+        policies=(*around.policies(features), savers),
         run_end=RunEnd(run, start=start, cutting=cutting, owed=savers.owed),
         opening=RunBegin(
             recorder, directories, plan=lambda: stages.plan, shown_bytes=start.shown_bytes
@@ -198,18 +196,6 @@ def _features(
 
 def _merged(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     return {number: times for part in parts for number, times in part.items()}
-
-
-def _keeper(
-    run: RunContext, node: Node, repair: Repair, *, policies: Sequence[HelperPolicy]
-) -> NodeKeeper:
-    """Return who looks after the processes of this machine that are no ranks."""
-    world, recorder = run.world, run.record
-    zygotes = ZygoteKeeper(run.settings, node=node, world=world, recorder=recorder, repair=repair)
-    stores = StorePolicy(run.facts, node=node, stopped_max_s=run.settings.stopped_max_s)
-    return NodeKeeper(
-        zygotes, stores, policies, node=node, world=world, recorder=recorder, clock=run.clock
-    )
 
 
 def _context(

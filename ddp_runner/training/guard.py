@@ -21,7 +21,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.group.transfer import receive_state, send_state
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.rules.divergence import Comparison, compare_replicas, first_difference
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind, rank_list

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddp_runner.kernel.values.generators import device_generators, generators_kept
 from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import EpochContext, NamesLoss, ReportsSample, Task
+from ddp_runner.values.generators import device_generators, generators_kept
 
 _SHOWN_MAX = 4
 

@@ -25,7 +25,6 @@ from ddp_runner.core.modes import refuse_of_processes
 from ddp_runner.core.plain_rank import PLAIN_RANK, plain_rank, restarts_of
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.group.abort import AbortSwitch
-from ddp_runner.kernel.group.device import visible_gpu
 from ddp_runner.kernel.group.group import Membership, has_programs_group
 from ddp_runner.kernel.group.tcp_store import StoreLink
 from ddp_runner.kernel.replica.loss import Loss
@@ -282,6 +281,14 @@ def _of_group(rank: int, world_size: int) -> tuple[int, int]:
         expected = f"init_process_group has made this rank {mine[0]} of {mine[1]}: leave them out"
         raise BadInputError("rank, world_size", f"{rank}, {world_size}", expected)
     return mine
+
+
+def visible_gpu(local_rank: int, visible: int) -> str:
+    """The GPU of a rank that an outside launcher has started, of the ``visible`` ones.
+
+    Where each rank is shown its own GPU alone (``srun --gpus-per-task=1``), that is number 0 for all.
+    """
+    return f"cuda:{local_rank % visible if visible else local_rank}"
 
 
 def _local_device(settings: Settings, local_rank: int) -> str:

@@ -11,9 +11,8 @@ from typing import Protocol, TypeVar
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.settings import JsonValue
-from ddp_runner.kernel.group.device_progress import (
+from ddp_runner.kernel.group.device import (
     DeviceProgress,
-    NoDeviceProgress,
     device_progress,
 )
 from ddp_runner.kernel.rules.phases import Stage
@@ -23,13 +22,13 @@ from ddp_runner.kernel.wire.messages import Built
 from ddp_runner.memory.manager import Loads, MemoryManager
 from ddp_runner.training.figures.train_report import BuiltParts
 from ddp_runner.training.loading.loaders import watch_memory
-from ddp_runner.training.progress import Progress
 from ddp_runner.training.saves.save_room import SaveRoom
 from ddp_runner.training.saves.saving import Saving
 from ddp_runner.training.starting.changes import report_changes
 from ddp_runner.training.starting.fork_safety import make_forks_safe
 from ddp_runner.training.starting.resume import TakenUp, take_up
 from ddp_runner.training.starting.stage_begin import OtherStageError, begin_of, leave_for
+from ddp_runner.training.state import Progress
 
 Parts_co = TypeVar("Parts_co", covariant=True)
 
@@ -140,7 +139,7 @@ def prepare(
     device = (
         device_progress(runtime.slot, workload.device, warn=runtime.logger.warning)
         if runtime.is_watched
-        else NoDeviceProgress()
+        else DeviceProgress()
     )
     parts = setup.parts(
         Kept(store=store, progress=start.progress, memory=memory, saving=saving, device=device)

@@ -9,15 +9,14 @@ from typing import Protocol
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import Loader
-from ddp_runner.kernel.group.device_progress import DeviceProgress
+from ddp_runner.kernel.group.device import DeviceProgress
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.figures.profiling import StepProfile
-from ddp_runner.training.progress import Progress
 from ddp_runner.training.saves.saving import Saving
 from ddp_runner.training.starting.compiling import Compiler
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.state import Progress, TrainState
 from ddp_runner.training.workload import TaskWorkload, Workload
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -38,6 +39,17 @@ from ddp_runner.training.components.start_weights import (
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.local_state.local_state import LOCAL, LocalState
+
+
+@dataclass(slots=True)
+class Progress:
+    """A rank's facts about its run beyond the trained state; kept from generation to generation."""
+
+    loss: float = math.nan
+    checkpoint: str = ""
+    checkpoint_step: int = -1
+    is_from_memory: bool = False  # this process began with a copy of this launch's own
+    changed_task: str = ""  # its file, where the checkpoint that was loaded is of another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +16,12 @@ from torch import Tensor, nn
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.replica.loss import BadWeightError, Loss, LossForm, bad_weight, no_graph
-from ddp_runner.kernel.replica.loss_module import Alone, Signal
+from ddp_runner.kernel.replica.loss_module import PLAIN_FORM, LossModule, Signal
 from ddp_runner.kernel.replica.replica import Replica
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.commit import Commit
 from ddp_runner.kernel.step.session import StepResult, Votes, WrapAgainError
-from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.kernel.wire.board import Slot
 from ddp_runner.training.components.loss_spikes import Limits
 from ddp_runner.training.components.lr_schedule import apply_learning_rate, learning_rate
@@ -28,6 +29,7 @@ from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
 from ddp_runner.training.loading.batch_copy import to_device
 from ddp_runner.training.state import TrainState
+from ddp_runner.values.generators import seed_step
 
 COPY_VOTE = 0.5  # of rank 0 alone; a vote for a save is 1
 _SIGNALS = len(Signal)
@@ -379,6 +381,58 @@ class Accumulator:
                     scaled.backward()  # type: ignore[no-untyped-call]
                 else:
                     replica.backward_alone(scaled)
+
+
+class Alone:
+    """A model without a replica: a rank's own share of a step, of which nobody else hears."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        device: torch.device,
+        rank: int,
+        form: LossForm = PLAIN_FORM,
+        others: Sequence[torch.device] = (),
+    ) -> None:
+        self._module = LossModule(model, loss, device=device, rank=rank, form=form, others=others)
+
+    def forward(
+        self,
+        batch: Any,
+        *,
+        weight: float,
+        votes: Sequence[float],
+        loss_limit: float = math.inf,
+        count: float = 1.0,
+    ) -> Tensor:
+        """Return the loss, as :class:`Replica` does."""
+        loss: Tensor = self._module(batch, weight, votes, loss_limit, count)
+        return loss
+
+    def use_unit(self, unit: float) -> None:
+        """Set the unit, as :class:`Replica` does."""
+        self._module.unit = unit
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        """Return an empty context: there is no reduction to leave out."""
+        return contextlib.nullcontext()
+
+    def backward_alone(self, loss: Tensor) -> None:
+        """Run the backward of ``loss``."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def zero_gradients(self) -> None:
+        """Drop every gradient: a step begins, or it was for nothing."""
+        self._module.begin_step()
+        self._module.zero_grad(set_to_none=True)
+
+    def own_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return each parameter that has a gradient, with it; not the signals'."""
+        for parameter in self._module.model.parameters():
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
 
 
 def own_share(

@@ -35,7 +35,6 @@ from ddp_runner.training.loading.given import give_average
 from ddp_runner.training.loading.loaders import make_loader, open_quarantine
 from ddp_runner.training.loading.preloaded_data import with_preloaded_data
 from ddp_runner.training.prepare import Kept, StageClock
-from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_client import RankClient, change_tuning, exchange_tuning
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.saves.final_weights import (
@@ -48,6 +47,7 @@ from ddp_runner.training.saves.final_weights import (
 from ddp_runner.training.starting.built_ahead import BuiltAhead
 from ddp_runner.training.starting.compiling import Compiler
 from ddp_runner.training.starting.resume import TakenUp, is_complete
+from ddp_runner.training.state import Progress
 from ddp_runner.training.task_steps import TaskSteps
 from ddp_runner.training.workload import build_workload
 

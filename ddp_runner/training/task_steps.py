@@ -16,7 +16,7 @@ from ddp_runner.core.run_stages import is_first_generation, uses_best
 from ddp_runner.core.step_schedule import due_by_settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.replica.replica import Replica
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind

@@ -29,12 +29,10 @@ from ddp_runner.data.draws import Draws, SamplerDraws
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder
-from ddp_runner.kernel.group.device import await_free
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.phases import Stage
 from ddp_runner.kernel.step.runtime import RankInfo
-from ddp_runner.kernel.values.generators import seed_all
 from ddp_runner.training.components.buffers import own_memory_of_buffers
 from ddp_runner.training.components.ema import build_ema
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
@@ -91,6 +89,13 @@ from ddp_runner.training.task import (
     checked_model,
 )
 from ddp_runner.training.task_methods import unused_methods
+from ddp_runner.values.generators import seed_all
+
+FREE_TIMEOUT_S = 30.0  # for the driver to give back what a process held that was killed
+STILL_S = 3.0  # without any more of it: somebody else has the rest
+FIRST_S = 10.0  # without any of it
+_FREE_LOOK_S = 0.1
+_AS_FREE_AS = 0.98  # of what was free before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +189,41 @@ class TaskWorkload(Workload):
         first.side.follow(state.side.followed_names())
         start_fresh(settings, first)
         return first.capture()
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory that no process holds; 0 on the CPU."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+def await_free(
+    device: torch.device,
+    wanted_bytes: int,
+    *,
+    look: Callable[[torch.device], int] = _free_bytes,
+    timeout_s: float = FREE_TIMEOUT_S,
+    still_s: float = STILL_S,
+    first_s: float = FIRST_S,
+) -> int:
+    """Return what is free once that is about ``wanted_bytes``, stops growing, or the time is up.
+
+    A process that was killed holds its GPU's memory until the driver has taken its context down,
+    while the process that replaces it is there already. What other processes have taken meanwhile
+    does not come back: nothing more is awaited ``still_s`` after some got free, or ``first_s`` if none does.
+    """
+    begun_s = grown_s = time.monotonic()
+    most: int | None = None
+    patience_s = first_s
+    while True:
+        free, now_s = look(device), time.monotonic()
+        if most is None or free > most:
+            patience_s = first_s if most is None else still_s
+            most, grown_s = free, now_s
+        if free >= _AS_FREE_AS * wanted_bytes:
+            return free
+        if now_s - grown_s > patience_s or now_s - begun_s > timeout_s:
+            return free
+        time.sleep(_FREE_LOOK_S)
 
 
 def build_workload(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.kernel.recovery.progress_watch import WINDOWS, StragglerWatch
+from ddp_runner.kernel.recovery.hang_detector import WINDOWS, StragglerWatch
 
 
 def feed(rows):

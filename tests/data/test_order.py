@@ -16,7 +16,7 @@ from ddp_runner.core.batch_sizes import cut
 from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share
 from ddp_runner.data.permutation import KeyedPermutation
 from ddp_runner.data.stream import StreamOrder
-from ddp_runner.kernel.values.generators import mix64
+from ddp_runner.values.generators import mix64
 
 sizes = st.integers(1, 400)
 MASK = 2**64 - 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.processes.memory_limits import KernelKills
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
 from tests.data.failing import BAD, Plain, make, quarantine, take_fault, take_on
 

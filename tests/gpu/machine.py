@@ -359,7 +359,7 @@ def board(facts):
     """A cell of the progress board that the device writes: whether the host waits, and what it reads meanwhile."""
     import torch
 
-    from ddp_runner.kernel.group.device_progress import device_progress
+    from ddp_runner.kernel.group.device import device_progress
     from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 
     descriptor = os.memfd_create("board")
@@ -395,7 +395,7 @@ def _pin_again(slot):
     """What pinned memory is refused with, and whether the next kernels hear of it."""
     import torch
 
-    from ddp_runner.kernel.group.device_progress import device_progress
+    from ddp_runner.kernel.group.device import device_progress
 
     said = []
     device_progress(slot, torch.device("cuda", 0), warn=said.append)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.processes.memory_limits import KernelKills
 
 LAYOUTS = {
     "v2": ("0::/job\n", "sys/fs/cgroup/job/memory.events", "low 0\noom 9\noom_kill {}\n"),

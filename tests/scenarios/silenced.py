@@ -6,7 +6,7 @@ import os
 import time
 
 from ddp_runner.kernel.group.abort import AbortSwitch
-from ddp_runner.kernel.group.device_progress import WrittenByDevice
+from ddp_runner.kernel.group.device import WrittenByDevice
 from ddp_runner.training import prepare
 from ddp_runner.training import workload as build
 from tests.kernel.group import silent

@@ -471,7 +471,7 @@ MUTATIONS = (
     ),
     _break("drill-without-faults", "facts.fault_free and ", ""),
     # several machines
-    _break("superseded-orders-nobody", "if self._coordinator.has_successor:", "if False:"),
+    _break("superseded-orders-nobody", "if self._machines.has_successor:", "if False:"),
     _break("copies-have-a-term", "clear_slots(self._copies)", "pass"),
     _break("past-is-not-news", "self._leaving.add(handle.rank)", "pass"),
     _break("copies-of-this-course", "newest > step", "False"),

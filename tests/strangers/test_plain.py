@@ -10,7 +10,7 @@ import torch
 
 from ddp_runner import DDPTrainer
 from ddp_runner.data.order import SampleOrder
-from ddp_runner.kernel.values.generators import seed_all, seed_step
+from ddp_runner.values.generators import seed_all, seed_step
 from tests.strangers.table import TABLE, TASKS
 
 SEED = 1234

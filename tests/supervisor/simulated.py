@@ -22,7 +22,7 @@ from ddp_runner.core.settings import CheckpointSettings, RecoverySettings, RunSe
 from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.kernel.parent.supervisor import Supervisor
 from ddp_runner.kernel.processes.children import Ended, make_output_file
-from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.processes.memory_limits import KernelKills
 from ddp_runner.kernel.processes.node import STACKS_SIGNAL, Node
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind

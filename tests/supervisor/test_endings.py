@@ -12,8 +12,7 @@ import pytest
 
 import ddp_runner
 from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.endings import exit_of, place_in, store_died
-from ddp_runner.kernel.processes.rank_process import RankProcess
+from ddp_runner.kernel.processes.rank_process import RankProcess, exit_of, place_in, store_died
 from ddp_runner.kernel.rules.classify import classify_exit
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.processes.memory_limits import KernelKills
 from ddp_runner.kernel.rules.exits import ExitCode, RunStatus
 from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.kernel.rules.lifecycle import RankState

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_runner.core.settings import RecoverySettings
-from ddp_runner.kernel.parent.head_count import HeadCount
-from ddp_runner.kernel.parent.rank_handle import RankHandle
-from ddp_runner.kernel.recovery.progress_watch import ProgressWatch
+from ddp_runner.kernel.parent.rank_handle import HeadCount, RankHandle
+from ddp_runner.kernel.recovery.hang_detector import ProgressWatch
 from ddp_runner.kernel.rules.lifecycle import (
     IN_WORLD,
     MEMBERSHIP_TABLE,

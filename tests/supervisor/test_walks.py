@@ -15,10 +15,10 @@ from tests.walks import Walk
 
 ROOT = Path(__file__).parents[2]
 WALKS = {
-    "before `train` supervises": 37,
-    "before `run` supervises": 37,
-    "a quiet turn of the supervisor": 45,
-    "a killed rank, in the supervisor": 60,
+    "before `train` supervises": 34,
+    "before `run` supervises": 34,
+    "a quiet turn of the supervisor": 42,
+    "a killed rank, in the supervisor": 56,
 }
 
 

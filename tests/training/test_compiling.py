@@ -15,10 +15,10 @@ from ddp_runner.kernel.rules.classify import classify_error
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultKind
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.kernel.values.generators import seed_all, seed_step
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.recompute import checkpoint_activations, compiled_parts
 from ddp_runner.training.starting.compiling import GRAPHS_MAX, Compiler, why_kernels_vary
+from ddp_runner.values.generators import seed_all, seed_step
 from tests.processes import run_ranks
 from tests.scenarios.layered import Layered
 

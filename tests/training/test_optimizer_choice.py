@@ -14,10 +14,10 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.session import Votes
-from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.training.components.optimizer import build_optimizer, bytes_to_come, take_in
 from ddp_runner.training.saves.last_save import checkpoint_bytes
 from ddp_runner.training.starting.fitting import misfit
+from ddp_runner.values.generators import seed_step
 from tests.kernel.group.joining import join
 from tests.processes import hosted_store, run_ranks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ddp_runner.kernel.step.session import Votes
-from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.training.components.lr_schedule import learning_rate
+from ddp_runner.values.generators import seed_step
 from tests.kernel.group.joining import join
 from tests.processes import hosted_store, run_ranks
 

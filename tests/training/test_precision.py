@@ -9,9 +9,9 @@ import torch
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.session import Votes
-from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.training.components import precision as choosing
 from ddp_runner.training.components.precision import Precision, cpu_has_fast_bf16
+from ddp_runner.values.generators import seed_step
 from tests.kernel.group.joining import join
 from tests.processes import hosted_store, run_ranks
 

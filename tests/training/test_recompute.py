@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.values.generators import seed_all, seed_step
 from ddp_runner.training.components.recompute import checkpoint_activations
+from ddp_runner.values.generators import seed_all, seed_step
 
 WIDTH = 8
 

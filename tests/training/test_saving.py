@@ -25,10 +25,10 @@ from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import CheckpointSaved
 from ddp_runner.kernel.wire.messages import NotSaved
 from ddp_runner.training.local_runtime import LocalRuntime
-from ddp_runner.training.progress import Progress
 from ddp_runner.training.saves import saving as training_saving
 from ddp_runner.training.saves.save_room import SaveRoom
 from ddp_runner.training.saves.saving import Saving
+from ddp_runner.training.state import Progress
 from ddp_runner.training.workload import Workload
 from tests.checkpoint.states import facts_of
 from tests.kernel.group.joining import join

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.cli.hardware.machine import AUTO_CPU_RANKS
 from ddp_runner.core.batch_sizes import SHARES
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan
 from ddp_runner.core.modes import (
@@ -23,7 +24,6 @@ from ddp_runner.core.modes import (
     asks_for_collectives,
     choose_mode,
 )
-from ddp_runner.core.threads import AUTO_CPU_RANKS
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.run_files import from_json, read_lines
 from ddp_runner.observe.gpus import CUDA, Gpu, VisibleGpus, find_amd_gpus, visible

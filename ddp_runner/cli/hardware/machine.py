@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ddp_runner.kernel.rules.errors import BadInputError
 
+AUTO_CPU_RANKS = 2  # on a machine without GPUs
+_PER_GPU_RANK_MAX = 8  # threads
 _CGROUP = Path("/sys/fs/cgroup")
 _OPEN_FILES_BASE, _OPEN_FILES_PER_RANK = 64, 16  # of the process that has most: supervisor or rank
 
@@ -34,6 +36,15 @@ def cpu_quota(root: Path = _CGROUP) -> float | None:
     if limit in ("max", "-1"):
         return None
     return int(limit) / int(period)
+
+
+def share_of_cores(cores: int, *, ranks: int, on_cpu: bool, own: str = "") -> int:
+    """Intra-op threads of each rank where the settings say nothing. ``own``: the user's OMP_NUM_THREADS."""
+    outermost = own.split(",", maxsplit=1)[0].strip()  # one for each level of nesting
+    if outermost.isdecimal() and int(outermost):
+        return int(outermost)
+    share = max(1, cores // max(1, ranks))
+    return share if on_cpu else min(share, _PER_GPU_RANK_MAX)
 
 
 def allow_open_files(world_size: int) -> None:

@@ -8,6 +8,7 @@ reads these notes, and everything else asks ``config.fields``.
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,10 +16,10 @@ from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from ddp_runner.kernel.rules.stopping import seconds_of
-
 _YES = frozenset({"true", "yes", "on", "1"})
 _NO = frozenset({"false", "no", "off", "0"})
+_SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+):(\d+)")
 
 
 class OnResume(Enum):
@@ -264,6 +265,20 @@ def _steps_or_share(value: object) -> float:
     if steps < 0:
         raise ValueError(value)
     return steps
+
+
+def seconds_of(text: str) -> float:
+    """``23h30m``, ``90m``, ``1d2h``, ``23:30:00``, ``3600``. Raises ValueError for anything else, and for 0."""
+    word = text.strip().lower()
+    found = _SPAN.fullmatch(word) or _CLOCK.fullmatch(word)
+    if found is not None and any(found.groups()):
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        total: float = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    else:
+        total = float(word)
+    if not 0 < total < math.inf:
+        raise ValueError(text)
+    return total
 
 
 def _duration(value: object) -> float:

@@ -18,7 +18,7 @@ from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.system.user_errors import traceback_text, user_place
-from ddp_runner.kernel.values.generators import generators_kept, mix64, seed_host
+from ddp_runner.values.generators import generators_kept, mix64, seed_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,13 +21,12 @@ from typing import NoReturn
 import torch
 
 from ddp_runner.config.relations import check_relations
-from ddp_runner.config.unread import unread_warning
-from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.config.usual import unread_warning
+from ddp_runner.core.launch_plan import LaunchPlan, time_limit
 from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.core.settings import Settings
 from ddp_runner.features.launchers.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.features.launchers.restarts import SPENT, replay
-from ddp_runner.kernel.group.device import visible_gpu
 from ddp_runner.kernel.group.group import holds_communicators
 from ddp_runner.kernel.rank.exit_functions import run_exit_functions
 from ddp_runner.kernel.rank.signals import take_signals
@@ -40,7 +39,6 @@ from ddp_runner.kernel.rules.exits import (
     StopReason,
 )
 from ddp_runner.kernel.rules.faults import FaultError, FaultKind
-from ddp_runner.kernel.rules.stopping import time_limit
 from ddp_runner.kernel.step.runtime import Generation, RankInfo, without_secrets_in
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.wire.board import Cell
@@ -52,7 +50,7 @@ from ddp_runner.observe.logger import install_root_handler
 from ddp_runner.observe.summary import EndOfRun, read_summary, write_summary
 from ddp_runner.system.run_directories import RunDirectories
 from ddp_runner.training.figures.train_report import TrainReport, finished_message
-from ddp_runner.training.local_runtime import STORE_TIMEOUT_S, LocalRuntime
+from ddp_runner.training.local_runtime import STORE_TIMEOUT_S, LocalRuntime, visible_gpu
 from ddp_runner.training.trainer import DDPTrainer
 
 _STOP_SIGNALS = {

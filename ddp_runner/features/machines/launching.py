@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import ipaddress
 import json
 import os
 import platform
@@ -17,6 +18,8 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+import psutil
 
 from ddp_runner import installed
 from ddp_runner.config import to_record
@@ -42,12 +45,7 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.secrets import HIDDEN, masked_words
 from ddp_runner.kernel.system.folder_owner import FolderOwner
-from ddp_runner.kernel.system.interfaces import (
-    address_leading_out,
-    address_towards,
-    interface_of,
-    is_loopback,
-)
+from ddp_runner.kernel.system.interfaces import address_towards, interface_of, is_loopback
 from ddp_runner.kernel.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.code_files import (
     digest_of,
@@ -71,6 +69,7 @@ TOKEN_BYTES_MIN = 16
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - where the endpoint's name is none of this machine's
 _ALL_ADDRESSES_6 = "::"
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # in networks that nobody has (RFC 5737, RFC 3849)
 # For a file to be seen on another machine once the coordinator, who has made it before, answers.
 _SEEN_S = 60.0
 _LOOK_AGAIN_S = 0.5
@@ -389,6 +388,26 @@ def _door_of_a_service(options: NodeOptions, addresses: Sequence[str]) -> Door |
     except OSError as error:
         _refuse_unless_taken(options, error)
         return None
+
+
+def address_leading_out() -> str:
+    """An address of this machine for others: that of the default way, else any; empty where all is loopback."""
+    for anywhere in _ELSEWHERE:
+        address = address_towards(anywhere)
+        if address and not is_loopback(address):
+            return address
+    families = (socket.AF_INET, socket.AF_INET6)
+    there = [one for addresses in psutil.net_if_addrs().values() for one in addresses]
+    return next(
+        (
+            one.address
+            for family in families
+            for one in there
+            if one.family == family and not ipaddress.ip_address(one.address).is_link_local
+            if not is_loopback(one.address)
+        ),
+        "",
+    )
 
 
 def _door_for_others(options: NodeOptions, loopback: str) -> Door | None:

@@ -12,7 +12,7 @@ from ddp_runner.data.sample_hash import sample_hash
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.features.preload.memory import SampleMemory, Unread
 from ddp_runner.features.preload.packing import new_memory, pack, unpack
-from ddp_runner.kernel.values.generators import generator_states, generators_kept, moved_generators
+from ddp_runner.values.generators import generator_states, generators_kept, moved_generators
 
 TRIES = 3  # of a sample that raises: its storage may be out of reach for a moment
 _PAUSE_S = 0.1

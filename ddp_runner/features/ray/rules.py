@@ -10,8 +10,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ddp_runner.cli.hardware.machine import AUTO_CPU_RANKS
 from ddp_runner.core.launch_plan import NodeOptions
-from ddp_runner.core.threads import AUTO_CPU_RANKS
 from ddp_runner.features.machines.rules.node_options import ENGINE, node_options
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode

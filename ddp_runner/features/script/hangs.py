@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.world import World
-from ddp_runner.kernel.processes.endings import place_in
+from ddp_runner.kernel.processes.rank_process import place_in
 from ddp_runner.kernel.rules.divergence import disagreement
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.wire.board import Cell

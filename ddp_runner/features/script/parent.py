@@ -35,19 +35,18 @@ from ddp_runner.features.script.rules import (
     plan_restart,
     was_asked_to_end,
 )
-from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
+from ddp_runner.kernel.parent.node_keeper import NodeKeeper
 from ddp_runner.kernel.parent.ports import Host
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.endings import exit_of
 from ddp_runner.kernel.processes.helper_process import HelperEnded, RankEnded, ZygoteEnded
 from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.processes.rank_process import WhatItWrote, exit_of
 from ddp_runner.kernel.processes.rank_start import RankStart
 from ddp_runner.kernel.processes.resources import remove_temporary_files
-from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
+from ddp_runner.kernel.recovery.zygote_keeper import NoZygote
 from ddp_runner.kernel.rules.classify import classify_exit
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import (
@@ -139,13 +138,13 @@ class ScriptAgent:
             settings=plan.settings,
             waits_for=self._waits_for,
         )
-        recovery = plan.settings.recovery
-        zygotes = ZygoteKeeper(
-            recovery, node=node, world=self.world, recorder=self.recorder, repair=self
-        )
-        stores = StorePolicy(self.facts, node=node, stopped_max_s=recovery.stopped_max_s)
         self._keeper = NodeKeeper(
-            zygotes, stores, (), node=node, world=self.world, recorder=self.recorder, clock=clock
+            plan.settings.recovery,
+            node=node,
+            world=self.world,
+            recorder=self.recorder,
+            repair=self,
+            clock=clock,
         )
         self._script = script
         self._clock = clock
@@ -212,7 +211,7 @@ class ScriptAgent:
             self.on_packet(packet, rank)
         match self.node.departed(ended):
             case RankEnded(rank=rank, wrote=wrote):
-                self._on_rank_ended(self.world.ranks[rank], ended, wrote)
+                self.rank_ended(self.world.ranks[rank], ended, wrote)
             case (HelperEnded() | ZygoteEnded()) as departure if self.ending is None:
                 match self._keeper.ended(departure):
                     case NoZygote(reason=reason, detail=said):
@@ -221,7 +220,8 @@ class ScriptAgent:
                     case Fault() as fault:
                         self._report(fault)
 
-    def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+    def rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+        """Take note of how a rank has ended, on whichever machine."""
         attempt, was_killed = self._attempt, handle.state is RankState.KILLING
         is_done = ended.exit_code == 0 and handle.state is RankState.TRAINING
         if is_done and (not attempt.is_ending or self._had_gone_before(handle)):

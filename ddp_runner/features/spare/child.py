@@ -31,7 +31,6 @@ from ddp_runner.kernel.replica.replica import Replica
 from ddp_runner.kernel.step.session import Votes
 from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
-from ddp_runner.kernel.values.generators import generators_kept
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Slot
 from ddp_runner.kernel.wire.events import SpareReady
 from ddp_runner.kernel.wire.fork_specs import SpareKind, SpareSpec
@@ -44,6 +43,7 @@ from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.state import DataState, Trained, TrainState, Watches
 from ddp_runner.training.step import Stepper, StepRules
+from ddp_runner.values.generators import generators_kept
 
 _WIDTH = 8
 _SAMPLES = 2

@@ -38,7 +38,6 @@ from ddp_runner.kernel.rules.secrets import hidden_texts, without_secrets
 from ddp_runner.kernel.step.runtime import RankInfo
 from ddp_runner.kernel.system.threads import cores_here
 from ddp_runner.kernel.system.user_errors import traceback_text
-from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.terminal import fitted
@@ -51,6 +50,7 @@ from ddp_runner.training.local_runtime import Aside
 from ddp_runner.training.starting.whole_state import note_begin
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import TaskWorkload, build_workload, start_fresh
+from ddp_runner.values.generators import seed_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

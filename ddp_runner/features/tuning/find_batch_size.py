@@ -16,8 +16,7 @@ from ddp_runner.features.tuning import batch_search
 from ddp_runner.features.tuning.batch_search import Outcome, Tried
 from ddp_runner.features.tuning.trials import MemoryWatch, Trial, refuse_ranks, steps_of, train
 from ddp_runner.features.tuning.words import BATCH_SIZE
-from ddp_runner.kernel.processes.free_memory import free_bytes
-from ddp_runner.kernel.processes.memory_limits import container_limit
+from ddp_runner.kernel.processes.memory_limits import container_limit, free_bytes
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.observe import format as fmt

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ddp_runner.cli.from_code.launch import launch
-from ddp_runner.kernel.processes.free_memory import free_bytes
-from ddp_runner.kernel.processes.memory_limits import container_limit
+from ddp_runner.kernel.processes.memory_limits import container_limit, free_bytes
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 from ddp_runner.kernel.rules.faults import FaultKind

@@ -8,16 +8,34 @@ no more than a rank that gets no CPU for a moment while its peer dies.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_runner.kernel.rules.phases import Phase
+from ddp_runner.kernel.wire.board import Cell, Slot
+
 LOOK_EVERY_S = 0.25
 _LOOK_EVERY = timedelta(seconds=LOOK_EVERY_S)
+
+
+@contextlib.contextmanager
+def waiting_for_peers(slot: Slot) -> Iterator[None]:
+    """Wait in the block as one waits in a reduction: whoever lets the others wait is late alone.
+
+    Not for all ranks of a transfer at once: it may take longer than a step. A rank whose wait fails
+    stays where it is on the board, as one whose reduction fails does.
+    """
+    before = Phase(slot.get(Cell.PHASE))
+    slot.stamp(Phase.REDUCE, time.monotonic_ns())
+    yield
+    slot.stamp(before, time.monotonic_ns())
 
 
 class Waits:

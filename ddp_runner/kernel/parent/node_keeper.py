@@ -5,17 +5,23 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
-from ddp_runner.kernel.parent.ports import EventRecorder, HelperPolicy, StartProgress
+from ddp_runner.kernel.parent.ports import (
+    EventRecorder,
+    HelperPolicy,
+    RespawnScheduler,
+    StartProgress,
+)
 from ddp_runner.kernel.parent.run_facts import RunFacts
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.endings import store_died
 from ddp_runner.kernel.processes.helper_process import HelperEnded, ZygoteEnded
 from ddp_runner.kernel.processes.keeper import Keeper
 from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.rank_process import store_died
 from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.helper_roles import STORE, Role
+from ddp_runner.kernel.rules.limits import RecoveryLimits
 from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.messages import Forked, Message, StoreReady
@@ -63,22 +69,25 @@ class NodeKeeper:
 
     def __init__(
         self,
-        zygotes: ZygoteKeeper,
-        stores: StorePolicy,
-        policies: Sequence[HelperPolicy],
+        settings: RecoveryLimits,
+        policies: Sequence[HelperPolicy] = (),
         *,
         node: Node,
         world: World,
         recorder: EventRecorder,
+        repair: RespawnScheduler,
         clock: Clock,
     ) -> None:
-        self._zygotes = zygotes
-        self._stores = stores
+        self._zygotes = ZygoteKeeper(
+            settings, node=node, world=world, recorder=recorder, repair=repair
+        )
+        max_s = settings.stopped_max_s
+        self._stores = StorePolicy(recorder.facts, node=node, stopped_max_s=max_s)
         self._node = node
         self._world = world
         self._recorder = recorder
         self._clock = clock
-        everyone: tuple[HelperPolicy, ...] = (stores, zygotes, *policies)
+        everyone: tuple[HelperPolicy, ...] = (self._stores, self._zygotes, *policies)
         self._policies = {one.role.name: one for one in everyone}
         self._said = {
             kind: heard for one in self._policies.values() for kind, heard in one.said().items()

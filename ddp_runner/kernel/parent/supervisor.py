@@ -12,17 +12,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ddp_runner.kernel.parent.node_keeper import NodeKeeper
-from ddp_runner.kernel.parent.ports import Observer, Opening, RunRecord, ShownStart, Stages, Turn
+from ddp_runner.kernel.parent.ports import (
+    HelperPolicy,
+    Observer,
+    Opening,
+    RunRecord,
+    ShownStart,
+    Stages,
+    Turn,
+)
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.parent.run_end import RunEnd
 from ddp_runner.kernel.parent.run_facts import Ending, RunFacts
 from ddp_runner.kernel.parent.world import World
 from ddp_runner.kernel.processes.children import Ended
-from ddp_runner.kernel.processes.endings import exit_of
 from ddp_runner.kernel.processes.helper_process import RankEnded, ZygoteEnded
 from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.processes.rank_process import WhatItWrote
+from ddp_runner.kernel.processes.rank_process import WhatItWrote, exit_of
 from ddp_runner.kernel.recovery.communicator_cut import Cutting
 from ddp_runner.kernel.recovery.repair import Repair
 from ddp_runner.kernel.recovery.zygote_keeper import NoZygote
@@ -61,18 +68,19 @@ from ddp_runner.kernel.wire.messages import (
 class Parts:
     """The parts of one :class:`Supervisor`, which has them from whoever builds it.
 
-    ``observers``: what works next to the run, in the order in which each gets its turn. ``goes_on_behind``: the
-    ranks are a program of the user's, which goes on behind its loop for as long as it likes.
+    ``policies``: of the roles that have processes here. ``observers``: what works next to the run, in the order in
+    which each gets its turn. ``goes_on_behind``: the ranks are a program of the user's, which goes on behind its loop
+    for as long as it likes.
     """
 
     node: Node
     start: ShownStart
     cutting: Cutting
     repair: Repair
-    keeper: NodeKeeper
     run_end: RunEnd
     opening: Opening
     stages: Stages
+    policies: Sequence[HelperPolicy]
     observers: Sequence[Observer]
     goes_on_behind: bool = False
 
@@ -95,7 +103,15 @@ class Supervisor:
         self.run_end = parts.run_end
         self._cutting = parts.cutting
         self._repair = parts.repair
-        self._keeper = parts.keeper
+        self._keeper = NodeKeeper(
+            run.settings,
+            parts.policies,
+            node=self.node,
+            world=self.world,
+            recorder=self.recorder,
+            repair=self._repair,
+            clock=self._clock,
+        )
         self._opening = parts.opening
         self._stages = parts.stages
         self._observers = tuple(parts.observers)
@@ -251,7 +267,7 @@ class Supervisor:
             self.on_packet(packet, rank)
         departure = self.node.departed(ended)
         if isinstance(departure, RankEnded):
-            self._on_rank_ended(self.world.ranks[departure.rank], ended, departure.wrote)
+            self.rank_ended(self.world.ranks[departure.rank], ended, departure.wrote)
         elif departure is not None and not (
             isinstance(departure, ZygoteEnded) and self.run_end.is_known
         ):
@@ -296,7 +312,8 @@ class Supervisor:
         are_all_there = self.world.counts.present_in(*there) == len(self.world.present)
         return are_all_there and self.machine.state is RunState.RUNNING and not self._repair.is_open
 
-    def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+    def rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+        """Take note of how a rank has ended, on whichever machine; nothing is left to hear of it."""
         had_finished = handle.state is RankState.FINISHED
         handle.machine.advance(RankEvent.EXITED)
         if self.run_end.is_known:

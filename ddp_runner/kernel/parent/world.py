@@ -10,9 +10,8 @@ import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from ddp_runner.kernel.parent.head_count import HeadCount
 from ddp_runner.kernel.parent.ports import Host, ProcessView
-from ddp_runner.kernel.parent.rank_handle import RankHandle
+from ddp_runner.kernel.parent.rank_handle import HeadCount, RankHandle
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_start import RankStart, StartedBy
 from ddp_runner.kernel.rules.helper_roles import STORE

@@ -1,15 +1,18 @@
-"""Reads the container's memory limit, its use and its kills from cgroup v2 or v1. Sets nothing.
+"""Reads the container's memory limit, its use and its kills from cgroup v2 or v1, and what is free. Sets nothing.
 
-Every function takes the root of the file system, so that a test can lay out a container as a
+Every function of cgroups takes the root of the file system, so that a test can lay out a container as a
 folder. A machine without cgroups, or a file that is missing, gives None: there is no limit to know.
 Source: kernel Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,6 +83,13 @@ def container_usage(limit: Limit) -> int | None:
     return None
 
 
+def free_bytes(limit: Limit | None) -> int:
+    """Return the free bytes of this machine, or of this container if it has a ``limit`` and less is left of it."""
+    machine = int(psutil.virtual_memory().available)
+    used = None if limit is None else container_usage(limit)
+    return machine if limit is None or used is None else min(machine, max(0, limit.bytes - used))
+
+
 def oom_kill_count(root: Path = _ROOT) -> int | None:
     """Return how many processes of this cgroup the kernel has killed for memory; None if unknown.
 
@@ -132,3 +142,44 @@ def _read_table(path: Path) -> dict[str, int]:
     """The lines ``name number`` of a kernel file."""
     rows = (line.split() for line in (_read_text(path) or "").splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
+
+
+# Tearing down a process of many gigabytes takes the kernel seconds, from its kill to its end.
+CLAIM_WITHIN_S = 10.0
+LOOK_EVERY_S = 1.0
+
+
+class KernelKills:
+    """Counts kills as they come; each is claimed by one process that ended of SIGKILL."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._known = oom_kill_count(root)
+        self._looked_s = 0.0
+        self._unclaimed: deque[float] = deque()  # when each was noticed
+
+    def look_sometimes(self, now_s: float) -> None:
+        """Notice kills near the time they happen, so that an old one is not taken for a new one."""
+        if now_s >= self._looked_s + LOOK_EVERY_S:
+            self._look(now_s)
+
+    def claim(self, now_s: float, *, before_it: int = 0) -> bool:
+        """Return whether a process that has just ended by SIGKILL was most likely killed for memory.
+
+        ``before_it``: the number of other processes that are likelier victims and have not claimed a kill yet.
+        """
+        self._look(now_s)
+        if len(self._unclaimed) <= before_it:
+            return False
+        self._unclaimed.popleft()
+        return True
+
+    def _look(self, now_s: float) -> None:
+        self._looked_s = now_s
+        count = oom_kill_count(self._root)
+        if count is None:
+            return
+        self._unclaimed.extend([now_s] * (count - (self._known or 0)))
+        self._known = count
+        while self._unclaimed and now_s > self._unclaimed[0] + CLAIM_WITHIN_S:
+            self._unclaimed.popleft()

@@ -10,10 +10,8 @@ import psutil
 
 from ddp_runner.kernel.processes import children
 from ddp_runner.kernel.processes.children import Ended, Zygote
-from ddp_runner.kernel.processes.free_memory import free_bytes
 from ddp_runner.kernel.processes.guardian import Guardian
-from ddp_runner.kernel.processes.kernel_kills import KernelKills
-from ddp_runner.kernel.processes.memory_limits import container_limit
+from ddp_runner.kernel.processes.memory_limits import KernelKills, container_limit, free_bytes
 from ddp_runner.kernel.processes.zygote_start import StartedZygote, ZygoteAhead
 from ddp_runner.kernel.system import proc_state
 from ddp_runner.kernel.system.control_channel import Channel

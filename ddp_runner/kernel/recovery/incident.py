@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddp_runner.kernel.processes.endings import place_in
+from ddp_runner.kernel.processes.rank_process import place_in
 from ddp_runner.kernel.rules.classify import VICTIM_KINDS
 from ddp_runner.kernel.rules.divergence import disagreement, where_each_was
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, fault_line, rank_list

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ddp_runner.kernel.replica.loss import Loss, LossOutput, Weighted, not_shareable, read_loss
-from ddp_runner.kernel.values.generators import seed_offset
 
 _SIMPLE = (str, bytes, bool, int, float, complex, type(None))
 
@@ -165,8 +164,8 @@ def _computing_on(device: torch.device, *, number: int) -> Iterator[None]:
     with torch.cuda.device(device):
         if number:  # the first has those of a rank with one device
             index = torch.cuda.current_device()
-            seed = torch.default_generator.initial_seed()
-            seed_offset(torch.cuda.default_generators[index], first=seed, offset=number)
+            seed = torch.default_generator.initial_seed() + number
+            torch.cuda.default_generators[index].manual_seed(seed % 2**63)
         yield
 
 

@@ -6,10 +6,8 @@ every rank knows everybody's after backward. Computes a batch's loss; sums nothi
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -170,55 +168,3 @@ class LossModule(nn.Module):
         if self.form.is_weighted:
             found.append(self._nothing + share)
         return torch.stack(found)
-
-
-class Alone:
-    """A model without a replica: a rank's own share of a step, of which nobody else hears."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        *,
-        device: torch.device,
-        rank: int,
-        form: LossForm = PLAIN_FORM,
-        others: Sequence[torch.device] = (),
-    ) -> None:
-        self._module = LossModule(model, loss, device=device, rank=rank, form=form, others=others)
-
-    def forward(
-        self,
-        batch: Any,
-        *,
-        weight: float,
-        votes: Sequence[float],
-        loss_limit: float = math.inf,
-        count: float = 1.0,
-    ) -> Tensor:
-        """Return the loss, as :class:`Replica` does."""
-        loss: Tensor = self._module(batch, weight, votes, loss_limit, count)
-        return loss
-
-    def use_unit(self, unit: float) -> None:
-        """Set the unit, as :class:`Replica` does."""
-        self._module.unit = unit
-
-    def without_sync(self) -> AbstractContextManager[None]:
-        """Return an empty context: there is no reduction to leave out."""
-        return contextlib.nullcontext()
-
-    def backward_alone(self, loss: Tensor) -> None:
-        """Run the backward of ``loss``."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def zero_gradients(self) -> None:
-        """Drop every gradient: a step begins, or it was for nothing."""
-        self._module.begin_step()
-        self._module.zero_grad(set_to_none=True)
-
-    def own_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return each parameter that has a gradient, with it; not the signals'."""
-        for parameter in self._module.model.parameters():
-            if parameter.grad is not None:
-                yield parameter, parameter.grad

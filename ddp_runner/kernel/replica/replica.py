@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.kernel.group.device_progress import DeviceProgress, NoDeviceProgress
+from ddp_runner.kernel.group.device import DeviceProgress, wait_clock
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.group.wait_clock import wait_clock
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.replica.bucket_sums import BucketSums
 from ddp_runner.kernel.replica.loss import Loss, LossForm, LossMeans
 from ddp_runner.kernel.replica.loss_module import PLAIN_FORM, LossModule, Signal
@@ -132,7 +131,7 @@ class Replica:
         self._signal: Any = module.signal  # the parameter whose gradient carries the signals
         self._slot = slot
         self._waits = wait_clock(group.device)
-        self._device = device or NoDeviceProgress()
+        self._device = device or DeviceProgress()
         self.sums = BucketSums(
             group,
             self._signal,

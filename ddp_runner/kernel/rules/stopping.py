@@ -8,8 +8,6 @@ such a hurry that the save may be lost.
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,50 +18,12 @@ PASSED_ON_MAX = 3  # of one press, by the terminal and by parents; more is a key
 TERMINATE_AGAIN_S = 3.0
 
 
-_SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
-_CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+):(\d+)")
-MARGIN_SHARE_MAX = 0.1  # of what is left of a job, for its last save
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
     """A time limit: the launch is asked to stop after ``seconds``; ``why`` is the reason for people."""
 
     seconds: float
     why: str
-
-
-def seconds_of(text: str) -> float:
-    """``23h30m``, ``90m``, ``1d2h``, ``23:30:00``, ``3600``. Raises ValueError for anything else, and for 0."""
-    word = text.strip().lower()
-    found = _SPAN.fullmatch(word) or _CLOCK.fullmatch(word)
-    if found is not None and any(found.groups()):
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-        total: float = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    else:
-        total = float(word)
-    if not 0 < total < math.inf:
-        raise ValueError(text)
-    return total
-
-
-def time_limit(
-    *, max_time_s: float | None, job_end: str, now_utc_s: float, stop_timeout_s: float
-) -> TimeLimit | None:
-    """Return the time limit of a launch that begins now; None if it has none.
-
-    ``job_end``: SLURM_JOB_END_TIME, seconds since 1970; empty or unreadable if no end was
-    announced. Time for a save is left before that.
-    """
-    limits = []
-    if max_time_s is not None:
-        limits.append(TimeLimit(seconds=max_time_s, why="run.max_time has passed"))
-    if job_end.isdecimal() and int(job_end) > now_utc_s:
-        left_s = int(job_end) - now_utc_s
-        margin_s = min(stop_timeout_s, MARGIN_SHARE_MAX * left_s)
-        why = f"SLURM ends the job in {margin_s:.3g} s"
-        limits.append(TimeLimit(seconds=left_s - margin_s, why=why))
-    return min(limits, key=lambda one: one.seconds, default=None)
 
 
 class StopSignal(Enum):

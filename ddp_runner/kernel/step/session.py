@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from ddp_runner.kernel.group.group import Group, collectives_begun
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultError

@@ -9,7 +9,6 @@ import socket
 import psutil
 
 _ANY_PORT = 9  # nothing is sent: a datagram socket that connects only asks for the way
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # in networks that nobody has (RFC 5737, RFC 3849)
 
 
 def address_towards(host: str) -> str:
@@ -23,26 +22,6 @@ def address_towards(host: str) -> str:
             probe.connect(where)
             return str(probe.getsockname()[0])
     return ""
-
-
-def address_leading_out() -> str:
-    """An address of this machine for others: that of the default way, else any; empty where all is loopback."""
-    for anywhere in _ELSEWHERE:
-        address = address_towards(anywhere)
-        if address and not is_loopback(address):
-            return address
-    families = (socket.AF_INET, socket.AF_INET6)
-    there = [one for addresses in psutil.net_if_addrs().values() for one in addresses]
-    return next(
-        (
-            one.address
-            for family in families
-            for one in there
-            if one.family == family and not ipaddress.ip_address(one.address).is_link_local
-            if not is_loopback(one.address)
-        ),
-        "",
-    )
 
 
 def is_loopback(address: str) -> bool:

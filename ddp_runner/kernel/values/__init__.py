@@ -1,1 +1,1 @@
-"""A user's values: nested containers, their plain form, random generators, and objects that hold others."""
+"""A user's values: nested containers, and what is sent of them."""

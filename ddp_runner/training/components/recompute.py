@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.kernel.rules.errors import BadInputError
-from ddp_runner.kernel.values.generators import HostGenerators
 from ddp_runner.training.components.other_forward import with_forward
+from ddp_runner.values.generators import HostGenerators
 
 OPTION = "memory.activation_checkpointing"
 _NAMES_SHOWN = 3

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.wire.board import Slot
 from ddp_runner.training.components.other_forward import with_forward

@@ -18,7 +18,7 @@ from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import rank_list
 from ddp_runner.kernel.wire.board import Cell

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.kernel.values.generators import (
+from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.values.generators import (
     generator_kind,
     new_generator,
     read_generator,
     set_generator,
 )
-from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.values.plain import to_plain
 
 _PLAIN_LEAVES = (type(None), bool, int, float, str, bytes)

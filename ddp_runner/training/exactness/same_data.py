@@ -26,7 +26,7 @@ from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleReader
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.processes.memory_limits import KernelKills
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.system.threads import cores_here

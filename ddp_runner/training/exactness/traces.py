@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.kernel.values.generators import generator_kind
 from ddp_runner.training.exactness.kept_kinds import GeneratorState
+from ddp_runner.values.generators import generator_kind
 from ddp_runner.values.object_graph import CONTAINERS, LEAVES, attributes_of
 
 _COST_OF_A_LOOK, _COST_AT_ONCE = 1_500, 250_000  # of objects, about 5 us each

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ddp_runner.kernel.rules.classify import lacks_memory
-from ddp_runner.kernel.values.generators import generator_kind
 from ddp_runner.training.exactness.kept_kinds import (
     BUFFER,
     C_VALUES,
@@ -44,6 +43,7 @@ from ddp_runner.training.exactness.kept_kinds import (
     has_pointers,
 )
 from ddp_runner.training.exactness.traces import Trace
+from ddp_runner.values.generators import generator_kind
 from ddp_runner.values.object_graph import LEAVES
 from ddp_runner.values.plain import from_plain
 

@@ -22,7 +22,6 @@ from ddp_runner.kernel.replica.replica import Replica
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Phase
-from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.components.precision import Precision
@@ -31,6 +30,7 @@ from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loading.batch_copy import to_device
 from ddp_runner.training.loading.loaders import make_validation_loader
 from ddp_runner.training.rank_context import TaskParts
+from ddp_runner.values.generators import seed_step
 
 # Ranks agree this often whether to go on, so that a stop need not wait for a long evaluation.
 BATCHES_PER_ROUND = 8

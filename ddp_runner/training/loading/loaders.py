@@ -35,7 +35,7 @@ from ddp_runner.data.workers.count import (
 from ddp_runner.data.workers.fetch import SampleReader
 from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.processes.kernel_kills import KernelKills
+from ddp_runner.kernel.processes.memory_limits import KernelKills
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.hang_detection import longest_phase_s

@@ -30,12 +30,12 @@ from ddp_runner.data.by_number import gives_by_number, sample_at
 from ddp_runner.kernel.replica.loss import read_loss
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError
-from ddp_runner.kernel.values.generators import device_generators, generators_kept
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.figures.measuring import Alone, Meter, user_fault
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loading.batch_copy import to_device
 from ddp_runner.training.task import Datasets, Task, TaskLoss
+from ddp_runner.values.generators import device_generators, generators_kept
 
 OPTION = "checkpoint.monitor"
 DEFAULT_COLLATE = (

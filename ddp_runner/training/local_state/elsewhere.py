@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.kernel.group.transfer import receive_state, send_state
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 
 if TYPE_CHECKING:
     from torch import Tensor

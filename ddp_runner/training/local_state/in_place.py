@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.kernel.values.generators import generator_kind, read_generator, set_generator
+from ddp_runner.values.generators import generator_kind, read_generator, set_generator
 
 PROTOCOL = 5
 _ENTRIES_MAX = 1_000  # of a list whose entries are written in place

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.rules.classify import lacks_memory
 from ddp_runner.kernel.rules.faults import rank_list
 from ddp_runner.kernel.step.runtime import RankInfo

@@ -24,7 +24,6 @@ from ddp_runner.kernel.rules.faults import FaultError, ReportedFaultError
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.step.engine import Engine
 from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.kernel.values.generators import seed_all, seed_step
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.training.components.sync_batchnorm import SyncedNorms
 from ddp_runner.training.exactness.first_step import report_lost_local, report_lost_names
@@ -54,6 +53,7 @@ from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.steps import BETWEEN
 from ddp_runner.training.prepare import begin_start, prepare
 from ddp_runner.training.rank_client import engine_of
+from ddp_runner.values.generators import seed_all, seed_step
 
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[[], Any])

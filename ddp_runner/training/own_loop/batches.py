@@ -27,10 +27,10 @@ from torch.utils.data import (
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.by_number import gives_by_number
 from ddp_runner.data.loader import Loader
-from ddp_runner.kernel.values.generators import seed_all, seed_offset, seed_step
 from ddp_runner.kernel.values.nested import PLAIN, SENT, rebuilt, tensors_in
 from ddp_runner.training.components.tensor_hash import combined, tensor_hash
 from ddp_runner.training.own_loop.misuse import misuse
+from ddp_runner.values.generators import seed_all, seed_offset, seed_step
 
 _ELEMENTS_READ = 100_000  # of an array, about, spread over all of it
 _SAYS_AFTER_S = 1.0  # that it draws what is behind

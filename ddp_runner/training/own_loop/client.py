@@ -23,7 +23,7 @@ from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.kernel.group.group import Group
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind, rank_list

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.training.exactness.apart import stand_apart
 from ddp_runner.training.exactness.own_share import OwnShare
 from ddp_runner.training.own_loop.attached_run import AttachedRun
@@ -27,6 +26,7 @@ from ddp_runner.training.own_loop.net import AttachedModule
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.own_loop.watched_step import LoopNotes
 from ddp_runner.training.starting.resume import load_start
+from ddp_runner.values.generators import seed_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.kernel.group.device_progress import DeviceProgress
+from ddp_runner.kernel.group.device import DeviceProgress
 from ddp_runner.kernel.group.group import Group
 from ddp_runner.kernel.replica.loss_module import PLAIN_FORM
 from ddp_runner.kernel.replica.replica import Replica, ReplicaSettings

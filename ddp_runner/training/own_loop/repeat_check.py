@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.kernel.group.group import Group, Membership
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.training.beside_steps import BesideSteps, Noting
 from ddp_runner.training.exactness.first_step import (
     NOT_DONE,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddp_runner.core.step_schedule import due_by_settings
 from ddp_runner.kernel.group.group import Group, collectives_begun
-from ddp_runner.kernel.group.waiting import waiting_for_peers
+from ddp_runner.kernel.group.waits import waiting_for_peers
 from ddp_runner.kernel.replica.loss_module import Signal
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.exits import StopReason
@@ -27,7 +27,6 @@ from ddp_runner.kernel.rules.faults import Fault, FaultError, FaultKind
 from ddp_runner.kernel.rules.phases import DueActions, Phase
 from ddp_runner.kernel.step.commit import Agreed, Commit
 from ddp_runner.kernel.step.session import Outcome, StepInHand, StepResult, Votes
-from ddp_runner.kernel.values.generators import seed_step
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.training.beside_steps import BesideSteps
@@ -46,6 +45,7 @@ from ddp_runner.training.own_loop.repeat_check import RepeatCheck
 from ddp_runner.training.own_loop.watched_step import WatchedStep
 from ddp_runner.training.saves.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.step import agreed_votes, as_signals
+from ddp_runner.values.generators import seed_step
 
 _COUNTED_TO = 4096  # steps, modulo which ranks show each other where they are: exact in float32
 BETWEEN = -1  # in the place of a micro-step, for functions that are called between steps

@@ -33,14 +33,13 @@ from ddp_runner.kernel.step.durable import Keep, KeepVotes, Owed, Trust
 from ddp_runner.kernel.step.runtime import Runtime
 from ddp_runner.kernel.wire import events, messages
 from ddp_runner.kernel.wire.board import Cell
-from ddp_runner.training.progress import Progress
 from ddp_runner.training.saves.described import about_file, tracker_ids
 from ddp_runner.training.saves.disk_faults import DiskFaults
 from ddp_runner.training.saves.last_save import BEFORE_END, LastSave
 from ddp_runner.training.saves.save_room import SaveRoom
 from ddp_runner.training.starting.resume import newest_to_restore, restore_newest
 from ddp_runner.training.starting.stage_begin import OtherStageError, leave_for
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.state import Progress, TrainState
 from ddp_runner.training.workload import Workload, versions
 
 INTERVAL = "interval"  # the reason of a save between others

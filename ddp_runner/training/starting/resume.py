@@ -21,7 +21,6 @@ from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError
 from ddp_runner.kernel.rules.phases import Stage
 from ddp_runner.kernel.step.runtime import Runtime
-from ddp_runner.training.progress import Progress
 from ddp_runner.training.saves.save_room import open_slots
 from ddp_runner.training.starting.changes import note_changes, tuning_of_changed
 from ddp_runner.training.starting.fitting import check_weights, misfit, warn_of_values
@@ -36,7 +35,7 @@ from ddp_runner.training.starting.whole_state import (
     completed_in_run,
     note_begin,
 )
-from ddp_runner.training.state import TrainState
+from ddp_runner.training.state import Progress, TrainState
 from ddp_runner.training.workload import Workload, nothing_left, start_fresh
 
 

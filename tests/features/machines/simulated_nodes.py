@@ -20,13 +20,10 @@ from ddp_runner.core.launch_plan import NodeOptions
 from ddp_runner.features.machines.node_link import NodeLink
 from ddp_runner.features.machines.parent import follower_loop
 from ddp_runner.features.machines.parent.admission import Meeting
-from ddp_runner.features.machines.parent.coordinator import (
-    CoordinatorSupervisor,
-    NodeTraffic,
-    missing_nodes,
-)
+from ddp_runner.features.machines.parent.coordinator import CoordinatorSupervisor
+from ddp_runner.features.machines.parent.machines import NodeTraffic, missing_nodes
 from ddp_runner.features.machines.parent.other_nodes import Door, OtherNodes
-from ddp_runner.features.machines.parent.remote_node import RemoteNode
+from ddp_runner.features.machines.parent.remote_node import OtherMachines, RemoteNode
 from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.resources import StorePlace
@@ -412,7 +409,7 @@ class NodesSimulation(Simulation):
             signals=Silence(),
             selector=selector,
             clock=self.clock,
-            traffic=NodeTraffic(self.links, self.supervisor, clock=self.clock),
+            traffic=NodeTraffic(self.links, self.supervisor.machines, clock=self.clock),
         )
 
     def _coordinator(self, plan, others, owner):
@@ -432,8 +429,7 @@ class NodesSimulation(Simulation):
             self.run.parts,
             plan=plan,
             recorder=self.run.recorder,
-            others=others,
-            owner=owner,
+            machines=OtherMachines(nodes=tuple(others), owner=owner, probes=()),
         )
 
     # What a test does.

@@ -20,7 +20,7 @@ from ddp_runner.features.machines import launching
 from ddp_runner.features.machines.parent.admission import why_not
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.system.folder_owner import FolderOwner
-from ddp_runner.kernel.system.interfaces import address_leading_out, is_loopback
+from ddp_runner.kernel.system.interfaces import is_loopback
 from ddp_runner.system.run_directories import RunDirectories
 from tests.features.machines.whole_runs.conftest import free_port
 from tests.test_identity import other_value
@@ -156,7 +156,7 @@ def test_a_service_of_ipv6_alone_is_listened_at_by_both_families(resolves):
 
 def test_an_address_that_leads_out_is_no_loopback():
     """It is one of this machine, where it has any other."""
-    address = address_leading_out()
+    address = launching.address_leading_out()
     others = {
         one.address.partition("%")[0]
         for there in psutil.net_if_addrs().values()

@@ -29,7 +29,7 @@ from ddp_runner.features.machines.parent.other_nodes import (
     NodeSaid,
     OtherNodes,
 )
-from ddp_runner.features.machines.parent.remote_node import RemoteNode
+from ddp_runner.features.machines.parent.remote_node import OtherMachines, RemoteNode
 from ddp_runner.features.machines.rules.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
@@ -98,8 +98,9 @@ class Coordinator:
             run.parts,
             plan=plan,
             recorder=run.recorder,
-            others=[self.other],
-            owner=FolderOwner(folder, new_term()),
+            machines=OtherMachines(
+                nodes=(self.other,), owner=FolderOwner(folder, new_term()), probes=()
+            ),
         )
         self.door = socket.create_server(("127.0.0.1", 0))
         self.links = OtherNodes(
@@ -241,7 +242,7 @@ def test_a_machine_whose_ranks_have_finished_is_not_missed(coordinator):
     coordinator.have_all(*TO_TRAINING)
     for rank in (2, 3):
         coordinator.ranks[rank].machine.advance(RankEvent.GOT_FINISHED)
-    supervisor.on_node_event(coordinator.links.lose(coordinator.other, "it has closed"))
+    supervisor.machines.on_event(coordinator.links.lose(coordinator.other, "it has closed"))
     supervisor._look_at_missing(coordinator.clock.monotonic() + 100.0)
     assert len(supervisor.world.present) == 4
     assert supervisor.facts.inexact_reasons == []
@@ -252,7 +253,7 @@ def test_a_machine_that_is_lost_costs_one_reason(coordinator):
     supervisor = coordinator.supervisor
     supervisor.facts.ever_formed = True
     coordinator.have_all(*TO_TRAINING)
-    supervisor.on_node_event(coordinator.links.lose(coordinator.other, "it has closed"))
+    supervisor.machines.on_event(coordinator.links.lose(coordinator.other, "it has closed"))
     supervisor._look_at_missing(coordinator.clock.monotonic() + 100.0)
     assert supervisor.facts.inexact_reasons == ["2 of 4 ranks from step 0"]
     supervisor.facts.committed_step = 7
@@ -276,7 +277,7 @@ def test_the_last_line_says_on_which_machine_the_log_is(coordinator, rank, share
     """A path alone would be looked for on the coordinator's, and it is that of its folder."""
     supervisor = coordinator.supervisor
     folders = Folders(shares_checkpoints=True, shares_logs=shares_logs)
-    supervisor.on_node_event(NodeSaid(node=coordinator.other, message=folders))
+    supervisor.machines.on_event(NodeSaid(node=coordinator.other, message=folders))
     coordinator.simulation.outputs.may_write = True
     fault = Fault(kind=FaultKind.RANK_RAISED, rank=rank, step=3, cause="no", at_ns=0)
     known = SimpleNamespace(incident=SimpleNamespace(attribution=SimpleNamespace(causes=())))
@@ -318,7 +319,7 @@ def test_a_copy_on_another_machine_is_taken_where_it_is_the_newest(
         copied_step=30,
         newest_step=newest,
     )
-    supervisor.on_node_event(coordinator.links._take_in(node, node.link, hello))
+    supervisor.machines.on_event(coordinator.links._take_in(node, node.link, hello))
     (welcome,) = coordinator.heard()
     assert (welcome.keeps_copied, welcome.keeps_parked) == (is_kept, False)
     assert supervisor.facts.inexact_reasons == (["why"] if is_kept else [])
@@ -343,7 +344,7 @@ def test_nothing_is_newer_than_what_ranks_here_have_kept(coordinator):
     )
     copied = Parked(node=1, term="before", generation=3, run_id="r", inexact_reasons=[])
     hello = replace(node.hello, copied=copied, copied_step=30, newest_step=30)
-    supervisor.on_node_event(coordinator.links._take_in(node, node.link, hello))
+    supervisor.machines.on_event(coordinator.links._take_in(node, node.link, hello))
     assert supervisor._repair.loaders_elsewhere == set()
     assert not any("has a newer" in line for _, line in coordinator.simulation.outputs.said)
 
@@ -501,7 +502,7 @@ def test_a_majority_gone_for_good_has_a_line_of_advice(coordinator):
 def test_a_machine_that_is_to_come_again_was_not_there(coordinator):
     """It is no machine that is lost, so that nothing counts against it."""
     links = coordinator.links
-    coordinator.supervisor.ballot_for = lambda hello: None
+    coordinator.supervisor.machines.quorum.ballot_for = lambda hello: None
     ours, theirs = socket.socketpair()
     link = NodeLink(ours, token=TOKEN, listens=True)
     links._strangers[link] = None

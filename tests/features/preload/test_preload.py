@@ -27,7 +27,7 @@ from ddp_runner.features.preload.memory import (
 )
 from ddp_runner.features.preload.packing import ALIGNMENT, new_memory, pack, unpack
 from ddp_runner.features.preload.reading import PROBES, TRIES, NoRoomError, NotKeptError, Reading
-from ddp_runner.kernel.values.generators import generator_states
+from ddp_runner.values.generators import generator_states
 from tests.processes import poll
 
 ROOM = 10**12

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ddp_runner.core.settings import DdpSettings
-from ddp_runner.kernel.group.device_progress import (
+from ddp_runner.kernel.group.device import (
     COUNT_BITS,
-    NoDeviceProgress,
+    DeviceProgress,
     WrittenByDevice,
     device_progress,
 )
@@ -57,7 +57,7 @@ def test_on_the_cpu_nothing_is_written_and_old_values_are_gone():
     progress.begin(1)
     progress.come_to_sum()
     progress.close()
-    assert isinstance(progress, NoDeviceProgress)
+    assert type(progress) is DeviceProgress
     assert (slot.get(Cell.DEVICE_SUMS), said) == (0, [])
 
 

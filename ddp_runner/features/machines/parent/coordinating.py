@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.features.machines.folder_probe import FolderProbe
-from ddp_runner.features.machines.parent.coordinator import (
-    CoordinatorSupervisor,
-    NodeTraffic,
-    missing_nodes,
-)
+from ddp_runner.features.machines.parent.coordinator import CoordinatorSupervisor
+from ddp_runner.features.machines.parent.machines import NodeTraffic, missing_nodes
 from ddp_runner.features.machines.parent.other_nodes import Door, OtherNodes
 from ddp_runner.features.machines.parent.remote_node import OtherMachines, RemoteNode
 from ddp_runner.kernel.parent.run_facts import Ending
@@ -85,7 +82,7 @@ def _coordinated(
     machines = OtherMachines(nodes=tuple(others), owner=owner, probes=tuple(probes))
     agent, shown, summary = _agent(here, node, machines, script)
     elects = plan.settings.recovery.elect_coordinator
-    majority = agent.decide_by_majority(place) if elects else None
+    majority = agent.machines.quorum.open(place, term=owner.term) if elects else None
     links = OtherNodes(
         plan,
         Door(
@@ -106,7 +103,7 @@ def _coordinated(
     ending = Ending.of(RunStatus.FAILED, "the coordinator has failed")
     with here.cleared(node):
         try:
-            traffic = NodeTraffic(links, agent, clock=SYSTEM_CLOCK)
+            traffic = NodeTraffic(links, agent.machines, clock=SYSTEM_CLOCK)
             ending = here.driven(shown, agent, summary=summary, traffic=traffic, others=links)
         finally:
             links.end((agent.ending or ending).event)
@@ -152,9 +149,7 @@ def _agent(here: Here, node: Node, machines: OtherMachines, script: ScriptPlan |
         run.parts,
         plan=plan,
         recorder=run.recorder,
-        others=machines.nodes,
-        owner=machines.owner,
-        probes=machines.probes,
+        machines=machines,
     )
     return supervisor, run, summary_of(run, supervisor)
 

@@ -7,20 +7,15 @@ import selectors
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from ddp_runner.checkpoint.catalog import Catalog
-from ddp_runner.core.launch_plan import LaunchPlan, NodeOptions
-from ddp_runner.features.machines.folder_probe import FolderProbe
-from ddp_runner.features.machines.node_link import NodeLink
-from ddp_runner.features.machines.parent.majority_keeper import MajorityKeeper, Quorum
-from ddp_runner.features.machines.parent.node_events import MissingNodes, NodeEvents
-from ddp_runner.features.machines.parent.other_nodes import NodeEvent, NodeJoined, OtherNodes, Place
-from ddp_runner.features.machines.parent.remote_node import RemoteNode
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.features.machines.parent.machines import LEAVES, Machines
+from ddp_runner.features.machines.parent.other_nodes import NodeJoined, Place
+from ddp_runner.features.machines.parent.remote_node import OtherMachines, RemoteNode
 from ddp_runner.features.machines.rules.majority import Record
-from ddp_runner.features.machines.rules.node_messages import Beat, Elected, Hello, Parked
+from ddp_runner.features.machines.rules.node_messages import Beat, Parked
 from ddp_runner.features.machines.rules.nodes import ReturnFacts, keeps_memory, loads_own
 from ddp_runner.features.machines.rules.succession import GoingOn
 from ddp_runner.kernel.parent.rank_handle import RankHandle
@@ -28,10 +23,7 @@ from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.parent.signal_box import SignalBox
 from ddp_runner.kernel.parent.supervisor import Parts, Supervisor
-from ddp_runner.kernel.parent.world import World
-from ddp_runner.kernel.processes.children import Ended
 from ddp_runner.kernel.processes.node import Node
-from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import STATUS_OF_REASON, RunStatus, StopReason
@@ -45,7 +37,6 @@ from ddp_runner.kernel.rules.lifecycle import (
     RunState,
 )
 from ddp_runner.kernel.rules.stopping import StopSignal
-from ddp_runner.kernel.system.clock import Clock
 from ddp_runner.kernel.system.folder_owner import FolderOwner, Owner
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import RankFormed
@@ -53,27 +44,9 @@ from ddp_runner.kernel.wire.messages import Ready
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.system.run_directories import RunDirectories
 
-OWNER_EVERY_S = 0.5
-LEAVES = "this node leaves; the others go on"
 # If a run without a generation is asked to stop: the time for ranks with a state to get ready, and the time for other machines to
 # find a coordinator that has just taken over.
 MEMORY_READY_S, FOUND_S = 30.0, 3.0
-PAUSE_S = (
-    1.0  # between two turns: this process did not run, and other machines are not blamed for it
-)
-
-
-def missing_nodes(others: Sequence[RemoteNode], options: NodeOptions, world: World) -> str:
-    """Return in words which machines the run cannot begin without; empty: none."""
-    there = 1 + sum(node.is_there for node in others)
-    missing = any(
-        world.ranks[rank].membership in IN_WORLD
-        for node in others
-        if not node.is_there
-        for rank in node.processes
-    )
-    where = f"{options.host}:{options.port}"
-    return f"waiting for nodes at {where}, {there} of {options.most}" if missing else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,16 +102,14 @@ class CoordinatorSupervisor(Supervisor):
         *,
         plan: LaunchPlan,
         recorder: Recorder,
-        others: Sequence[RemoteNode],
-        owner: FolderOwner,
-        probes: Sequence[FolderProbe] = (),
+        machines: OtherMachines,
     ) -> None:
         super().__init__(run, parts)
+        self.machines = Machines(self, machines, plan=plan, clock=self._clock)
         self._record = recorder
         self._settings = plan.settings
-        self._probes = tuple(probes)
-        self._owner = owner
-        self._owner_before = owner.read()
+        self._owner = machines.owner
+        self._owner_before = self._owner.read()
         # The coordinator before this one, whose place it has taken, until this one has formed a generation.
         self._after = ""
         self._is_heir = False
@@ -146,30 +117,12 @@ class CoordinatorSupervisor(Supervisor):
         self.run_end.saves_unformed = self._saves_unformed
         self._going_on = GoingOn()
         self._leaves: set[int] = set()  # machines that the run is about to continue without
-        self._looked_at_owner_s = 0.0
-        self.has_successor = False  # another coordinator has taken the checkpoints
         self._without: tuple[int, ...] = ()  # as it stands in the folder
         self._formed_in = 0  # the newest generation of which a rank has said that it has formed
-        self._plan = plan
         self._has_parked = False  # whether ranks of others came with a memory
-        assert plan.nodes is not None
-        self._has_heirs = plan.nodes.moving_fd is None
-        self._others = tuple(others)
-        self._quorum = Quorum(
-            plan, others, self.world, say=partial(recorder.say, level="WARNING"), clock=self._clock
-        )
-        self._events = NodeEvents(self, others, least=plan.nodes.least, clock=self._clock)
-        self._missing = MissingNodes(
-            others,
-            plan.nodes,
-            patience_s=plan.settings.recovery.node_patience_s,
-            has_left=self._has_done_all,
-            now_s=self._clock.monotonic(),
-        )
-
-    def decide_by_majority(self, place: Place) -> MajorityKeeper:
-        """Have a majority decide who coordinates, where it can. ``place``: this machine's; the caller closes the keeper."""
-        return self._quorum.open(place, term=self._owner.term)
+        self._has_heirs = plan.nodes is not None and plan.nodes.moving_fd is None
+        self._others = machines.nodes
+        self._quorum = self.machines.quorum
 
     def beat(self, number: int) -> Beat:
         """Return the state of the run, for a node."""
@@ -181,10 +134,6 @@ class CoordinatorSupervisor(Supervisor):
             inexact_reasons=list(self.facts.inexact_reasons),
         )
 
-    def ballot_for(self, hello: Hello) -> int | None:
-        """Return the number of the ballot for a machine that comes; None has it look for a newer coordinator."""
-        return self._quorum.ballot_for(hello)
-
     def note_end(self) -> None:
         """Have the machines that are there note that the run has ended, unless a memory may be all that is left of a step."""
         if self.ending is None:
@@ -192,10 +141,6 @@ class CoordinatorSupervisor(Supervisor):
         # A complete run may have its last file on another machine.
         if self.ending.status is RunStatus.COMPLETED or self.run_end.is_saved:
             self._quorum.note_end()
-
-    def hear_elected(self, elected: Elected) -> None:
-        """A majority has voted for another machine."""
-        self._quorum.hear_elected(elected)
 
     def keeps(self, parked: Parked, node: RemoteNode, record: Record | None) -> bool:
         """Return whether the state in memory on a returning node still belongs to this run."""
@@ -267,8 +212,8 @@ class CoordinatorSupervisor(Supervisor):
         if self.machine.state is RunState.RUNNING:
             self._quorum.trains()
             for node in self._others:
-                if all(self.world.ranks[one].state is RankState.TRAINING for one in node.ranks):
-                    self._missing.trains(node)
+                if all(one.state is RankState.TRAINING for one in self.machines.ranks_of(node)):
+                    self.machines.missing.trains(node)
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
         """Ask for a stop as :meth:`Supervisor.ask_stop` does, after saving the state that other nodes' ranks have kept."""
@@ -306,11 +251,9 @@ class CoordinatorSupervisor(Supervisor):
             return False
         try:
             self._without = self._who_is_without()
-            self._owner.take(without=self._without)
+            self.machines.take_folder(without=self._without)
             self._going_on.noted(self._without, self._clock.monotonic())
             self._after = ""
-            for probe in self._probes:
-                probe.remove_others()
         except OSError as error:
             reason = error.strerror or str(error)
             self.run_end.bad_input(f"{self._owner.folder} cannot be written to: {reason}")
@@ -322,19 +265,13 @@ class CoordinatorSupervisor(Supervisor):
         # INVARIANT one-owner: of two coordinators that know nothing of each other the newer one goes on.
         # Broken if: the older one publishes a file, or trains on for long.
         # Guarded by: test_a_coordinator_whose_folder_was_taken_ends.
-        if now_s < self._looked_at_owner_s + OWNER_EVERY_S:
-            return
-        self._looked_at_owner_s = now_s
-        if line := self._quorum.why_not_leader(is_stopping=self._stop is not None):
-            self.has_successor = True
+        line = self.machines.why_not_leader(
+            now_s, is_superseded=self._is_superseded, is_stopping=self._stop is not None
+        )
+        if line:
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
-        elif not self._is_superseded():
-            if self._has_folder:
-                self._note_who_is_without()
-        else:
-            self.has_successor = True
-            line = f"another coordinator has taken {self._owner.folder}: this one ends"
-            self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
+        elif line is not None and self._has_folder:
+            self._note_who_is_without()
 
     def _is_superseded(self) -> bool:
         """Return whether another coordinator has the folder: also before this one, which waits for machines, has taken it."""
@@ -365,7 +302,7 @@ class CoordinatorSupervisor(Supervisor):
             node.number
             for node in self._others
             if node.number in self._leaves
-            or any(self.world.ranks[rank].membership not in IN_WORLD for rank in node.processes)
+            or any(one.membership not in IN_WORLD for one in self.machines.ranks_of(node))
         )
 
     def _note_who_is_without(self) -> None:
@@ -378,7 +315,8 @@ class CoordinatorSupervisor(Supervisor):
                 self._going_on.noted(without, self._clock.monotonic())
 
     def _look_at_missing(self, now_s: float) -> None:
-        verdict = self._missing.look(now_s, has_trained=self.facts.ever_formed or self._is_heir)
+        has_trained = self.facts.ever_formed or self._is_heir
+        verdict = self.machines.missing.look(now_s, has_trained=has_trained)
         if self._stop is not None and (self.facts.ever_formed or self._is_memory_ready(now_s)):
             self._stop_without_missing(self._stop)
         elif verdict.gives_up:
@@ -436,18 +374,14 @@ class CoordinatorSupervisor(Supervisor):
     def _stop_without_missing(self, stop: StopReason) -> None:
         """Nobody waits for a node where the run is to end: who is there saves what was committed."""
         for node in self._others:
-            members = any(self.world.ranks[rank].membership in IN_WORLD for rank in node.processes)
-            if members and not node.is_there and not self._has_done_all(node):
+            is_missed = not (node.is_there or self.machines.has_done_all(node))
+            if is_missed and self.machines.has_members(node):
                 line = f"{stop.value}, without node {node.number}, which is lost"
                 self.run_end.begin(Ending.of(STATUS_OF_REASON[stop], line))
                 return
 
-    def _has_done_all(self, node: RemoteNode) -> bool:
-        """Return whether all ranks of the node have finished, so that it may leave without being missed."""
-        return all(self.world.ranks[rank].has_finished for rank in node.processes)
-
     def _go_on_without(self, node: RemoteNode, now_s: float) -> None:
-        ranks = [self.world.ranks[rank] for rank in node.processes]
+        ranks = self.machines.ranks_of(node)
         missing = [handle for handle in ranks if handle.membership in IN_WORLD]
         if node.is_there or not missing or not self._may_go_on_without(node, now_s):
             return
@@ -467,10 +401,6 @@ class CoordinatorSupervisor(Supervisor):
         if found is not None and found.term == self._owner.term:
             self._note_who_is_without()
         return self._going_on.may(node.number, now_s, owner=found, ours=self._owner.term)
-
-    def on_node_event(self, event: NodeEvent) -> None:
-        """Something has come from another node, or of it."""
-        self._events.on_event(event)
 
     def node_joined(self, joined: NodeJoined) -> None:
         """Take a machine in, with the memory of its ranks or without."""
@@ -518,29 +448,25 @@ class CoordinatorSupervisor(Supervisor):
         node.is_leaving = True
         return True
 
-    def rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
-        """Take note of how a rank of another machine has ended."""
-        self._on_rank_ended(handle, ended, wrote)
-
     def rank_not_started(self, handle: RankHandle) -> None:
         """Have a process started that did not come."""
         self._repair.schedule_respawn(handle)
 
     def _is_behind(self, node: RemoteNode) -> bool:
         """Return whether a program of the user's has trained there, and goes on behind its loop."""
-        states = [self.world.ranks[rank].state for rank in node.processes]
-        return self._goes_on_behind and self._has_done_all(node) and RankState.FINISHED in states
+        states = [handle.state for handle in self.machines.ranks_of(node)]
+        has_done_all = self.machines.has_done_all(node)
+        return self._goes_on_behind and has_done_all and RankState.FINISHED in states
 
     def node_lost(self, node: RemoteNode, why: str) -> None:
         """All ranks of a node are gone with it, as far as anybody here can know."""
-        self._missing.lost(node, self._clock.monotonic())
-        if not (node.is_leaving or self.run_end.is_known or self._has_done_all(node)):
+        self.machines.missing.lost(node, self._clock.monotonic())
+        if not (node.is_leaving or self.run_end.is_known or self.machines.has_done_all(node)):
             lost = self._record.findings.machines_lost
             lost[node.machine] = lost.get(node.machine, 0) + 1
         if self._is_behind(node) and not node.is_leaving and self._stop is None:
             self.run_end.failed_behind(f"{node.name} is lost: {why}")
-        for rank in node.processes:
-            handle = self.world.ranks[rank]
+        for handle in self.machines.ranks_of(node):
             if not handle.is_alive:
                 continue
             was_expected = self._repair.expects_end_of(handle) or handle.has_finished
@@ -552,7 +478,7 @@ class CoordinatorSupervisor(Supervisor):
             elif not was_expected:
                 fault = Fault(
                     kind=FaultKind.NODE_LOST,
-                    rank=rank,
+                    rank=handle.rank,
                     step=handle.slot.get(Cell.STEP),
                     phase=handle.slot.read().phase.label,
                     cause=f"{node.name} is lost: {why}",
@@ -562,33 +488,3 @@ class CoordinatorSupervisor(Supervisor):
                 self._report(fault)
                 self._repair.note_end(handle, fault)
             handle.released()
-
-
-class HearsNodes(Protocol):
-    """Who coordinates."""
-
-    def on_node_event(self, event: NodeEvent) -> None:
-        """Something has come from another node, or of it."""
-
-
-class NodeTraffic:
-    """Brings what comes from other machines, or of them, to the coordinator. Driven by its loop."""
-
-    def __init__(self, others: OtherNodes, supervisor: HearsNodes, *, clock: Clock) -> None:
-        self.source = others
-        self._supervisor = supervisor
-        self._turned_at_s = clock.monotonic()
-
-    def hear(self, link: object) -> None:
-        """Read from the door for other machines (None), or the link to one of them, which is ready."""
-        assert link is None or isinstance(link, NodeLink)
-        for event in self.source.read(link):
-            self._supervisor.on_node_event(event)
-
-    def look(self, now_s: float) -> None:
-        """Find who is silent for too long."""
-        if now_s > self._turned_at_s + PAUSE_S:
-            self.source.forgive(now_s)
-        self._turned_at_s = now_s
-        for event in self.source.look(now_s):
-            self._supervisor.on_node_event(event)

@@ -36,7 +36,7 @@ from ddp_runner.features.machines.rules.node_messages import (
     shortened_stack,
 )
 from ddp_runner.features.machines.rules.succession import Kept
-from ddp_runner.kernel.parent.node_keeper import NodeKeeper, StorePolicy
+from ddp_runner.kernel.parent.node_keeper import NodeKeeper
 from ddp_runner.kernel.parent.ports import Turn
 from ddp_runner.kernel.parent.rank_handle import RankHandle
 from ddp_runner.kernel.parent.run_facts import RunFacts
@@ -46,7 +46,7 @@ from ddp_runner.kernel.processes.helper_process import RankEnded
 from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.processes.rank_process import WhatItWrote
 from ddp_runner.kernel.processes.rank_start import RankStart
-from ddp_runner.kernel.recovery.zygote_keeper import NoZygote, ZygoteKeeper
+from ddp_runner.kernel.recovery.zygote_keeper import NoZygote
 from ddp_runner.kernel.rules.election import EMPTY_STEP
 from ddp_runner.kernel.rules.faults import Fault
 from ddp_runner.kernel.rules.lifecycle import MembershipEvent, RankEvent, RankState
@@ -154,9 +154,7 @@ class Follower:
         self.lease_s = lease_s
         self.restarts = 0  # of a script's ranks, as a coordinator has last reported
         self._keeps_nothing = plan.opaque is not None  # a script's ranks have no state for others
-        self._node = node
-        self._report = report
-        self._clock = clock
+        self._node, self._report, self._clock = node, report, clock
         self._log_dir = Path(plan.settings.run.log_dir)
         self._copies = node.shared.descriptors("memory_slots")
         # The coordinator may not know the secrets of this machine's environment.
@@ -169,48 +167,40 @@ class Follower:
         self._facts = RunFacts()
         self._herald = herald = Herald(self._facts, report, show, of_rank=self._from_rank)
         self._reporter = reporter = Reporter()
-        settings = plan.settings.recovery
         self._beside = around.observers(
             around.OfMachine(plan=plan, node=node, world=world, recorder=herald, repair=reporter)
         )
         self._heard = {
             kind.__name__: heard for one in self._beside for kind, heard in one.hears().items()
         }
-        zygotes = ZygoteKeeper(settings, node=node, world=world, recorder=herald, repair=reporter)
-        self._keeper = self._keeper_with(zygotes, stopped_max_s=settings.stopped_max_s)
+        self._keeper = NodeKeeper(
+            plan.settings.recovery,
+            around.policies(self._beside),
+            node=node,
+            world=world,
+            recorder=herald,
+            repair=reporter,
+            clock=clock,
+        )
         # Which of each rank's this one is, as the coordinator counts them; NOBODY: none that it asked for.
         self._process = dict.fromkeys(node.processes, NOBODY)
         self._parked: set[int] = set()  # ranks that wait, with their memory, for a coordinator
-        self._parked_since_s = 0.0
         self._moved: set[int] = set()  # of those, who is still to be shown where the store is
         self._leaving: set[int] = set()  # taken back, and still in the generation that was cut off
         self._generation = 0  # the newest that ranks here were asked to form
         self._run_id = self._term = ""  # of that
-        self._is_fault_free = False
-        self._looks = 0
+        self._is_fault_free, self._looks = False, 0
         # Looks that no beat has answered, and when they were sent.
         self._looked_ns: dict[int, int] = {}
         # From when the newest look was sent that the coordinator has heard; as those above, by the clock that goes on
         # while this machine is suspended.
         self._lease_from_ns = clock.boottime_ns()
-        self._looked_at_s = self._round_trip_s = 0.0
+        self._looked_at_s = self._round_trip_s = self._parked_since_s = 0.0
         self.followed: FollowedRun | None = None  # to be noted where it is not on this machine
         self._tail: LogTail | None = None
         self._hidden_levels = hidden_levels(plan.settings)
-        self._no_zygote = ""  # why none is here that could start a rank; tried again
-        self._again_at_s = 0.0  # when
-
-    def _keeper_with(self, zygotes: ZygoteKeeper, *, stopped_max_s: float) -> NodeKeeper:
-        """Return the keeper of this machine's processes other than ranks."""
-        return NodeKeeper(
-            zygotes,
-            StorePolicy(self._facts, node=self._node, stopped_max_s=stopped_max_s),
-            around.policies(self._beside),
-            node=self._node,
-            world=self._world,
-            recorder=self._herald,
-            clock=self._clock,
-        )
+        # Why no zygote is here that could start a rank, and when that is tried again.
+        self._no_zygote, self._again_at_s = "", 0.0
 
     @property
     def failed(self) -> str:

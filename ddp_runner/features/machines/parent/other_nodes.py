@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ddp_runner.core.gpu_reading import Watched
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -54,6 +54,9 @@ from ddp_runner.kernel.wire.events import OfFault, RunEnds
 from ddp_runner.kernel.wire.messages import Leaving, Message, decode
 from ddp_runner.kernel.wire.packets import WireError
 from ddp_runner.observe.view import NodeView
+
+if TYPE_CHECKING:
+    from ddp_runner.features.machines.parent.machines import Machines
 
 GREETING_TIME_S = 10.0  # for whoever connects to prove what it is
 LAST_WORDS_S = 2.0  # for nodes to hear that the run has ended
@@ -151,12 +154,9 @@ class Door:
 
 
 class Coordinates(Protocol):
-    """Who decides about other machines: :class:`~.coordinator.CoordinatorSupervisor`.
+    """Who decides about other machines: :class:`~.coordinator.CoordinatorSupervisor`."""
 
-    ``has_successor``: another one decides about them by now.
-    """
-
-    has_successor: bool
+    machines: Machines
 
     def beat(self, number: int) -> Beat:
         """Return how the run stands, as the answer to look ``number``."""
@@ -164,17 +164,8 @@ class Coordinates(Protocol):
     def keeps(self, parked: Parked, node: RemoteNode, record: Record | None) -> bool:
         """Return whether what the ranks of a node that comes back have in memory is still of use. ``record``: of its Hello."""
 
-    def ballot_for(self, hello: Hello) -> int | None:
-        """Return the number of its ballot, for the Welcome of a machine that comes; 0 where no majority decides.
-
-        None: it is to come again, and was not there.
-        """
-
     def note_end(self) -> None:
         """The machines are about to hear that the run has ended. Called once more when all that it has asked have answered."""
-
-    def hear_elected(self, elected: Elected) -> None:
-        """Another machine says that it was elected."""
 
 
 class OtherNodes:
@@ -195,6 +186,7 @@ class OtherNodes:
     ) -> None:
         self._plan = plan
         self._coordinator = coordinator
+        self._machines = coordinator.machines
         self._meeting = door.meeting
         self._store = door.store
         self._term = door.term
@@ -224,7 +216,7 @@ class OtherNodes:
     @property
     def has_successor(self) -> bool:
         """True if another coordinator now controls the machines."""
-        return self._coordinator.has_successor
+        return self._machines.has_successor
 
     def read(self, link: NodeLink | None) -> Iterator[NodeEvent]:
         """The door, or a link, is ready."""
@@ -319,14 +311,14 @@ class OtherNodes:
         if self._is_announced:
             return
         self._is_announced = True
-        if not self._coordinator.has_successor:
+        if not self._machines.has_successor:
             self._coordinator.note_end()
             self._await_notes()
         for node in (*self.nodes, *self.spares):
             # INVARIANT superseded-orders-nobody: a coordinator whose folder another one has taken ends no machine: each
             # looks for the new one, with its memory. Broken if: they hear that the run has ended.
             # Guarded by: test_a_superseded_coordinator_leaves_the_others_to_the_new_one.
-            if self._coordinator.has_successor:
+            if self._machines.has_successor:
                 if node.link is not None:
                     node.link.say_no_more()
             elif not (but_parked and node.keeps_memory):
@@ -426,7 +418,7 @@ class OtherNodes:
             self._drop(link)
             return
         if isinstance(message, Elected):
-            self._coordinator.hear_elected(message)
+            self._machines.quorum.hear_elected(message)
             self._drop(link)
             return
         if not isinstance(message, Hello):
@@ -438,7 +430,7 @@ class OtherNodes:
         node = None if refused else place_for(message, self.nodes)
         if node is None and message.node_rank is not None and not message.was_there:
             refused = refused or number_is_taken(message)
-        if refused is not None or self._coordinator.ballot_for(message) is None:
+        if refused is not None or self._machines.quorum.ballot_for(message) is None:
             self._turn_away(link, refused)
             return
         del self._strangers[link]
@@ -517,7 +509,7 @@ class OtherNodes:
                 host=socket.gethostname(),
                 log_dir=str(Path(run.log_dir).absolute()),
                 checkpoint_dir=str(Path(run.checkpoint_dir).absolute()),
-                ballot=(node.hello and self._coordinator.ballot_for(node.hello)) or 0,
+                ballot=(node.hello and self._machines.quorum.ballot_for(node.hello)) or 0,
             )
         )
 

@@ -4,37 +4,50 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddp_runner.features.machines.parent.script_machines import LEFT, ScriptMachines
+from ddp_runner.features.machines.parent.machines import LEAVES, Machines, missing_nodes
 from ddp_runner.features.machines.rules.node_messages import Beat, Parked
 from ddp_runner.features.script.live_attempt import LiveAttempt
 from ddp_runner.features.script.parent import ScriptAgent
 from ddp_runner.features.script.rules import GRACE_AFTER_FAULT_S, Attempt
 from ddp_runner.kernel.parent.run_facts import Ending
 from ddp_runner.kernel.rules.exits import RunStatus
-from ddp_runner.kernel.rules.lifecycle import RankState, RunEvent, RunState
+from ddp_runner.kernel.rules.faults import Fault, FaultKind, Origin
+from ddp_runner.kernel.rules.lifecycle import (
+    IN_WORLD,
+    Membership,
+    MembershipEvent,
+    RankEvent,
+    RankState,
+    RunEvent,
+    RunState,
+)
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import Cell
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ddp_runner.core.launch_plan import LaunchPlan
     from ddp_runner.features.machines.parent.coordinator import Heir
-    from ddp_runner.features.machines.parent.majority_keeper import MajorityKeeper
-    from ddp_runner.features.machines.parent.other_nodes import NodeEvent, NodeJoined, Place
+    from ddp_runner.features.machines.parent.other_nodes import NodeJoined
     from ddp_runner.features.machines.parent.remote_node import OtherMachines, RemoteNode
     from ddp_runner.features.machines.rules.majority import Record
-    from ddp_runner.features.machines.rules.node_messages import Elected, Hello
     from ddp_runner.features.script.rules import ScriptPlan
     from ddp_runner.kernel.parent.rank_handle import RankHandle
-    from ddp_runner.kernel.processes.children import Ended
     from ddp_runner.kernel.processes.node import Node
-    from ddp_runner.kernel.processes.rank_process import WhatItWrote
     from ddp_runner.kernel.system.clock import Clock
     from ddp_runner.supervisor.reporting.outputs import Outputs
     from ddp_runner.system.run_directories import RunDirectories
 
+_LEFT = Ending.of(RunStatus.PREEMPTED, f"{LEAVES}, from the script's own checkpoint")
+_BACK = (MembershipEvent.TRIED_AGAIN, MembershipEvent.TAKEN_BACK, MembershipEvent.TO_REPLACE)
+
 
 class ScriptCoordinator(ScriptAgent):
-    """Driven as :class:`ScriptAgent` is, and by what comes from other machines."""
+    """Driven as :class:`ScriptAgent` is, and by what comes from other machines.
+
+    A script cannot take anybody in while it runs. So a machine takes part from one start of all ranks to the next.
+    """
 
     def __init__(
         self,
@@ -56,14 +69,10 @@ class ScriptCoordinator(ScriptAgent):
             clock=clock,
             others=machines.nodes,
         )
-        self._machines = ScriptMachines(self, machines, plan=plan, clock=clock)
-        self._quorum = self._machines.quorum
-        self.has_successor = False  # another coordinator has taken the folder, or was elected
+        self.machines = Machines(self, machines, plan=plan, clock=clock, keeps_checkpoints=False)
+        self._quorum = self.machines.quorum
+        self._leaving: list[RemoteNode] = []  # as soon as all ranks have ended
         self._is_heir = False
-
-    def decide_by_majority(self, place: Place) -> MajorityKeeper:
-        """Have a majority decide who coordinates, where it can. ``place``: this machine's; the caller closes the keeper."""
-        return self._quorum.open(place, term=self._machines.owner.term)
 
     def succeed(self, heir: Heir) -> None:
         """Take the place of a lost coordinator: its attempt has ended, and counts as failed like those before it."""
@@ -77,9 +86,9 @@ class ScriptCoordinator(ScriptAgent):
         self._has_saved = any(handle.slot.get(Cell.SCRIPT_SAVES) for handle in here)
         self.facts.committed_step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in here)
         now_s = self._clock.monotonic()
-        lost = self._machines.node(heir.taken.lost)
+        lost = next(one for one in self.machines.nodes if one.number == heir.taken.lost)
         lost.host, lost.shares_logs = heir.lost_host, not heir.taken.ballot
-        fault = self._machines.fault_of(lost, f"the coordinator, {lost.name}, is lost")
+        fault = self._fault_of_node(lost, f"the coordinator, {lost.name}, is lost")
         before = Attempt(fault=fault, exit_code=1, steps=self.facts.committed_step, at_s=now_s)
         # INVARIANT one-budget: a lost coordinator uses one restart of the run's budget, and its successor gets no new
         # budget. Broken if: a script that fails each time restarts without end, because its coordinators are lost as well.
@@ -103,29 +112,45 @@ class ScriptCoordinator(ScriptAgent):
         if self.ending is None:
             now_s = self._clock.monotonic()
             self._quorum.say_who_leads(now_s)
-            has_folder = self.recorder.may_write or self._is_heir
-            stops = self._stop is not None
-            if line := self._machines.why_not_leader(
-                now_s, has_folder=has_folder, is_stopping=stops
+            if line := self.machines.why_not_leader(
+                now_s, is_superseded=self._is_superseded, is_stopping=self._stop is not None
             ):
-                self.has_successor = True
                 self._end(Ending.of(RunStatus.PREEMPTED, line))
         super().advance()
 
+    def _is_superseded(self) -> bool:
+        """Return whether another coordinator has the folder, which this one has taken."""
+        return (self.recorder.may_write or self._is_heir) and self.machines.owner.is_other()
+
     def _waits_for(self) -> str:
-        return self._machines.waits_for()
+        assert self.plan.nodes is not None
+        return missing_nodes(self.machines.nodes, self.plan.nodes, self.world)
 
     def _may_begin(self, now_s: float) -> bool:
         """Return whether all machines are there that take part in this attempt; it may end the run for want of them."""
-        verdict = self._machines.gather(now_s, has_trained=self.facts.ever_formed or self._is_heir)
+        has_trained = self.facts.ever_formed or self._is_heir
+        verdict = self.machines.missing.look(now_s, has_trained=has_trained)
+        self._choose_machines(without=verdict.without)
         if verdict.gives_up:
             self._end(Ending.of(RunStatus.PREEMPTED, verdict.gives_up))
             return False
-        if self._machines.are_some_still_leaving():
-            return False
+        if any(node.is_there and node.is_leaving for node in self.machines.nodes):
+            return False  # their links end next
         if not all(self.world.can_start(handle) for handle in self.world.present):
             return False
         return self._quorum.has_majority() or self._wait_for_majority()
+
+    def _choose_machines(self, *, without: Sequence[RemoteNode]) -> None:
+        """Have those take part in the next start that are there, or are waited for. Called while no rank runs."""
+        for node in without:
+            for handle in self.machines.ranks_of(node):
+                if handle.membership in IN_WORLD:
+                    handle.member.advance(MembershipEvent.DROPPED)
+        for node in self.machines.nodes:
+            for handle in self.machines.ranks_of(node):
+                is_back = node.is_there and not node.is_leaving
+                for event in _BACK if is_back and handle.membership is Membership.DROPPED else ():
+                    handle.member.advance(event)
 
     def _may_form(self) -> bool:
         return self._quorum.may_form(self.facts.generation + 1) or self._wait_for_majority()
@@ -139,19 +164,24 @@ class ScriptCoordinator(ScriptAgent):
     def _on_formed(self, formed: events.RankFormed) -> None:
         super()._on_formed(formed)
         if self.machine.state is RunState.RUNNING:
-            self._machines.trains()
+            for node in self.machines.nodes:
+                ranks = self.machines.ranks_of(node)
+                if all(handle.membership in IN_WORLD for handle in ranks):
+                    self.machines.missing.trains(node)
             self._quorum.trains()
 
     def _start_again(self, now_s: float, delay_s: float) -> None:
         super()._start_again(now_s, delay_s)
-        self._machines.let_go(Ending.of(RunStatus.PREEMPTED, LEFT))
+        self._let_them_go()
 
     def _claim(self) -> None:
         super()._claim()
-        self._machines.take_folder()
+        self.machines.take_folder()
 
     def _place_of(self, rank: int) -> str:
-        return self._machines.place(rank)
+        if rank < 0:
+            return ""
+        return f"node {rank // self.plan.ranks_per_node} ({self.world.host_of(rank)})"
 
     def beat(self, number: int) -> Beat:
         """Return the state of the run, for a node."""
@@ -169,21 +199,9 @@ class ScriptCoordinator(ScriptAgent):
         del parked, node, record
         return False
 
-    def ballot_for(self, hello: Hello) -> int | None:
-        """Return the number of the ballot for a machine that comes; None has it look for a newer coordinator."""
-        return self._quorum.ballot_for(hello)
-
     def note_end(self) -> None:
         """Have the machines that are there note that the run has ended, before they hear so."""
         self._quorum.note_end()
-
-    def hear_elected(self, elected: Elected) -> None:
-        """A majority has voted for another machine."""
-        self._quorum.hear_elected(elected)
-
-    def on_node_event(self, event: NodeEvent) -> None:
-        """Something has come from another node, or of it."""
-        self._machines.on_event(event)
 
     def node_joined(self, joined: NodeJoined) -> None:
         """Take a machine in, for the next start of all ranks."""
@@ -192,26 +210,47 @@ class ScriptCoordinator(ScriptAgent):
 
     def node_lost(self, node: RemoteNode, why: str) -> None:
         """Take note that a machine is lost, and with it the attempt."""
-        fault = self._machines.lost(node, why)
-        if fault is not None and self._stop is None and not node.is_leaving:
-            self._report(fault)
+        self.machines.missing.lost(node, self._clock.monotonic())
+        if node in self._leaving:
+            self._leaving.remove(node)
+        alive = [handle for handle in self.machines.ranks_of(node) if handle.is_alive]
+        for handle in alive:
+            handle.machine.advance(RankEvent.EXITED)
+            handle.released()
+        if alive and self._stop is None and not node.is_leaving:
+            self._report(self._fault_of_node(node, f"{node.name} is lost: {why}"))
+
+    def _fault_of_node(self, node: RemoteNode, cause: str) -> Fault:
+        """Return what has become of a machine as a fault of its first rank."""
+        first = self.machines.ranks_of(node)[0]
+        return Fault(
+            kind=FaultKind.NODE_LOST,
+            rank=first.rank,
+            step=first.slot.get(Cell.COMMITTED_STEP),
+            cause=cause,
+            at_ns=self._clock.monotonic_ns(),
+            origin=Origin.OUTSIDE,
+        )
 
     def let_go(self, node: RemoteNode) -> bool:
         """Have all ranks end in order, and start again without a machine that was asked to stop."""
         if self._stop is not None or not self._script.restarts:
             return False
-        self._machines.asked_to_leave(node)
+        self._leaving.append(node)
         if self._has_not_begun:
-            self._machines.let_go(Ending.of(RunStatus.PREEMPTED, LEFT))
+            self._let_them_go()
         elif not self._attempt.is_ending:
-            self._report(self._machines.fault_of(node, f"{node.name} was asked to stop"))
+            self._report(self._fault_of_node(node, f"{node.name} was asked to stop"))
             self.machine.advance(RunEvent.INCIDENT_BEGAN)
             self._end_rest(self._script.grace_period_s)
         return True
 
-    def rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
-        """Take note of how a rank of another machine has ended."""
-        self._on_rank_ended(handle, ended, wrote)
+    def _let_them_go(self) -> None:
+        """Have those leave that were asked to: no rank runs. Their links end next."""
+        for node in self._leaving:
+            node.order(_LEFT.event)
+            node.is_leaving = True
+        self._leaving.clear()
 
     def rank_not_started(self, handle: RankHandle) -> None:
         """Have a process started that did not come."""

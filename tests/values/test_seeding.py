@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_runner.kernel.values.generators import seed_all, seed_step
+from ddp_runner.values.generators import seed_all, seed_step
 
 PLACE = {"seed": 1234, "step": 7, "rank": 1, "micro_step": 0}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_runner.kernel.values.generators import generators_kept, seed_host
+from ddp_runner.values.generators import generators_kept, seed_host
 
 LEGACY = np.random.rand.__self__  # what numpy's own functions draw from
 

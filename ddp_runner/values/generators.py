@@ -73,7 +73,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_offset(generator: torch.Generator, *, first: int, offset: int) -> None:
-    """Seed a generator with ``first + offset``: another pass over the data, or another device of a rank."""
+    """Seed a generator with ``first + offset``, for another pass over the data."""
     generator.manual_seed((first + offset) % 2**63)
 
 

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, without one."""
+"""Which GPU a rank takes and when, without one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from ddp_runner.kernel.group.device import await_free, visible_gpu
+from ddp_runner.training.local_runtime import visible_gpu
+from ddp_runner.training.workload import await_free
 
 CPU = torch.device("cpu")
 
