@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -127,11 +127,7 @@ def assembled(
     run = _context(plan, world, recorder, published, clock)
     cutting = Cutting(world=world, recorder=recorder)
     features: list[Observer] = []
-    repair = Repair(
-        run,
-        cutting=cutting,
-        injections_left=lambda rank: _merged(one.injections_left(rank) for one in features),
-    )
+    repair = Repair(run, cutting=cutting, observers=features)
     savers = SaverKeeper(plan, node=node, recorder=recorder, clock=clock)
     features += _features(plan, node, run=run, recorder=recorder, repair=repair)
     stages = StageChange(plan, node, repair=repair, recorder=recorder, others=features, clock=clock)
@@ -192,10 +188,6 @@ def _features(
             machine=run.machine,
         )
     )
-
-
-def _merged(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    return {number: times for part in parts for number, times in part.items()}
 
 
 def _context(

@@ -14,8 +14,7 @@ from ddp_runner.kernel.rules.recovery import Incident
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Cell
 from ddp_runner.kernel.wire.messages import Finished
-from ddp_runner.observe.accounting import RunAccounting
-from ddp_runner.observe.minor_faults import INJECTED_KEPT, REPAIRED_KEPT
+from ddp_runner.observe.accounting import INJECTED_KEPT, REPAIRED_KEPT, RunAccounting
 from ddp_runner.observe.summary import (
     Difference,
     EndOfRun,

@@ -10,8 +10,7 @@ from ddp_runner.kernel.rules.classify import attribute
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.recovery import Incident
 from ddp_runner.kernel.wire import events
-from ddp_runner.observe.accounting import RunAccounting
-from ddp_runner.observe.minor_faults import TOLERATED_KEPT
+from ddp_runner.observe.accounting import TOLERATED_KEPT, RunAccounting
 from ddp_runner.observe.summary import read_summary, write_summary
 from tests.observe.test_accounting import summary
 

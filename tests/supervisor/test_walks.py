@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 WALKS = {
     "before `train` supervises": 34,
     "before `run` supervises": 34,
-    "a quiet turn of the supervisor": 42,
-    "a killed rank, in the supervisor": 56,
+    "a quiet turn of the supervisor": 39,
+    "a killed rank, in the supervisor": 52,
 }
 
 

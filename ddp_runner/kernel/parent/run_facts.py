@@ -69,11 +69,3 @@ class RunFacts:
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     # Why the result is not bit-identical to that of a run without faults. Others add to this very list.
     inexact_reasons: list[str] = field(default_factory=list)
-
-    def take(self, event: events.Event) -> None:
-        """Take in what an event says of the run as a whole."""
-        match event:
-            case events.CheckpointSaved():
-                self.saved_any = True
-            case _:
-                pass

@@ -48,6 +48,7 @@ class HangFinder:
             run.settings, loading_s=run.loading_s, world=run.world, clock=run.clock
         )
         self._settings = run.settings
+        self._stopped_max_s = run.settings.stopped_max_s
         self._facts = run.facts
         self._world = run.world
         self._recorder = run.record
@@ -74,7 +75,7 @@ class HangFinder:
                 return [self.hung(handle, "still starting")]
             if handle.state in _NOT_TRAINING and self.is_stopped(handle, now_s):
                 if not self._holds_the_only_state(handle):
-                    return [self.hung(handle, f"stopped for {self._settings.stopped_max_s:g} s")]
+                    return [self.hung(handle, f"stopped for {self._stopped_max_s:g} s")]
                 self._say_woken(handle)
             if handle.state is RankState.FORMING and now_s > formed_by_s:
                 # Nobody knows who is late. Perhaps it is the store, which is cheap to replace.
@@ -118,7 +119,7 @@ class HangFinder:
         ]
 
     def _stands_too_long(self, handle: RankHandle, now_s: float) -> bool:
-        limit_s = self._settings.stopped_max_s
+        limit_s = self._stopped_max_s
         if handle.state in (RankState.ABORTING, RankState.LEAVING):
             limit_s = min(limit_s, STOPPED_AT_ONCE_S)
         return self._world.stopped_s(handle, now_s) > limit_s
@@ -129,7 +130,7 @@ class HangFinder:
 
     def is_stopped(self, handle: RankHandle, now_s: float) -> bool:
         """Return True if the system has held the process stopped for too long."""
-        return self._world.stopped_s(handle, now_s) > self._settings.stopped_max_s
+        return self._world.stopped_s(handle, now_s) > self._stopped_max_s
 
     def _is_getting_on(self, handle: RankHandle) -> bool:
         return handle.state is RankState.FORMING and self.progress_watch.is_getting_on(

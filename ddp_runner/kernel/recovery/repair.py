@@ -5,10 +5,10 @@ Gathers the faults that belong together, asks core for a plan, and carries it ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ddp_runner.kernel.parent.ports import Found
+from ddp_runner.kernel.parent.ports import Found, Observer
 from ddp_runner.kernel.parent.rank_handle import REAP_TIMEOUT_S, RankHandle, who_is_left
 from ddp_runner.kernel.parent.run_context import RunContext
 from ddp_runner.kernel.processes.rank_start import RankStart
@@ -57,9 +57,9 @@ class Repair:
         run: RunContext,
         *,
         cutting: Cutting,
-        injections_left: Callable[[int], Mapping[int, int]],
+        observers: Sequence[Observer] = (),
     ) -> None:
-        """``injections_left``: what is still to be injected into a rank, by number."""
+        """``observers``: some may have faults to inject into ranks."""
         self._settings = run.settings
         self._resume = run.resume
         self._published = run.published
@@ -67,7 +67,7 @@ class Repair:
         self._machine = run.machine
         self._world = run.world
         self._recorder = run.record
-        self._injections_left = injections_left
+        self._observers = observers
         self._cutting = cutting
         self._clock = run.clock
         self._hangs = HangFinder(run)
@@ -79,7 +79,7 @@ class Repair:
         self._plain_retry = False  # one of them is to change nothing
         self._short_of_memory: dict[int, str] = {}  # ranks that end of it, and in which phase
         self.returning = ReturningRanks(
-            run, hangs=self._hangs, cutting=cutting, injections_left=injections_left
+            run, hangs=self._hangs, cutting=cutting, injections_left=self._injections_left
         )
         self._respawn_at_s = 0.0
         # The step of the last roll-back of all ranks, and the generation that they left for it.
@@ -448,6 +448,10 @@ class Repair:
             if not self._world.can_start(handle):
                 continue  # the next zygote forks it
             self._spawn(handle, now_s)
+
+    def _injections_left(self, rank: int) -> dict[int, int]:
+        """Return what is still to be injected into a rank, by number."""
+        return {n: left for one in self._observers for n, left in one.injections_left(rank).items()}
 
     def _spawn(self, handle: RankHandle, now_s: float) -> None:
         start = RankStart(

@@ -53,6 +53,7 @@ class ZygoteKeeper:
         repair: RespawnScheduler,
     ) -> None:
         self._settings = settings
+        self._stopped_max_s = settings.stopped_max_s
         self._facts = recorder.facts
         self._node = node
         self._world = world
@@ -63,7 +64,7 @@ class ZygoteKeeper:
         self._asked_at_s: float | None = None  # where it hangs
         self._hangs = ""  # in what, in words
         self._awake = Awake()
-        self._standby = Keeper(STANDBY, node, stopped_max_s=settings.stopped_max_s)
+        self._standby = Keeper(STANDBY, node, stopped_max_s=self._stopped_max_s)
         self._was_ready = False  # one has imported everything
         self._has_formed = False  # ranks that came of one have been asked to form
 
@@ -99,7 +100,7 @@ class ZygoteKeeper:
         """Nothing follows here: a fork that was owed is forgotten, and the next one is due in its turn."""
 
     def _look_at_zygote(self, now_s: float) -> None:
-        if self._node.zygote_stopped_s(now_s) > self._settings.stopped_max_s:
+        if self._node.zygote_stopped_s(now_s) > self._stopped_max_s:
             self._node.kill_zygote()
         elif self._asked_at_s is not None:
             if now_s > self._asked_at_s + STACKS_TIME_S:

@@ -92,7 +92,7 @@ class Recorder:
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
         """Something has happened, because of event ``cause``; returns its id."""
         event = self._completed(event.without(self.outputs.hidden))
-        self.facts.take(event)
+        self.facts.saved_any |= isinstance(event, events.CheckpointSaved)
         self.findings.take(event)
         self.accounting.take(event, now_s=self._clock.monotonic(), cause=cause)
         if isinstance(event, events.StageBegins):
