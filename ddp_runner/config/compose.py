@@ -33,7 +33,6 @@ from ddp_runner.config.stage_list import (
     end_by_its_own,
     given_stages,
     in_stage,
-    without_stages,
 )
 from ddp_runner.core.run_stages import StagePlace
 from ddp_runner.core.settings import Settings
@@ -110,8 +109,9 @@ def _resolved(
     below: Sequence[Assignment], above: Sequence[Assignment], *, preset: str | None
 ) -> Resolved:
     """Resolve the whole run and each stage; a stage's own settings rank between ``below`` and ``above``."""
-    stages = given_stages([*below, *above])
-    below, above = without_stages(below), without_stages(above)
+    lists = [one for one in (*below, *above) if one.name == STAGES]
+    stages = given_stages(lists[-1]) if lists else ()
+    below, above = ([one for one in part if one.name != STAGES] for part in (below, above))
     whole = _laid([*below, *above], preset=preset)
     if not stages:
         return whole

@@ -312,6 +312,8 @@ def device_problems(settings: Settings) -> list[BadInputError]:
 
 def _profile_problems(settings: Settings) -> list[BadInputError]:
     text, run = settings.log.profile, settings.run
+    if text is None:
+        return []
     try:
         asked = parse_profile(text)
         # Else the data says how long the run is, or its stages together.

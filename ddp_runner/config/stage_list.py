@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.config.fields import STAGES, TASK_SECTION, find_key, known_fields
+from ddp_runner.config.fields import TASK_SECTION, find_key, known_fields
 from ddp_runner.config.foreign_values import in_our_values
 from ddp_runner.config.sources import Assignment, from_mapping
 from ddp_runner.config.suggest import nearest
@@ -35,12 +35,8 @@ class GivenStage:
     init_from: str | None
 
 
-def given_stages(assignments: Sequence[Assignment]) -> tuple[GivenStage, ...]:
-    """The stages of the newest list; empty without one. Raises BadInputError for the first thing that is wrong."""
-    lists = [one for one in assignments if one.name == STAGES]
-    if not lists:
-        return ()
-    newest = lists[-1]
+def given_stages(newest: Assignment) -> tuple[GivenStage, ...]:
+    """Return the stages of the newest list. Raises BadInputError for the first thing that is wrong."""
     entries = () if newest.value is None else newest.value
     if not isinstance(entries, (list, tuple)):
         expected = "must be a list in a file, one entry for each stage: - {name: first, epochs: 1}"
@@ -58,11 +54,6 @@ def given_stages(assignments: Sequence[Assignment]) -> tuple[GivenStage, ...]:
                 newest.written, name, "two stages have this name: give each its own"
             )
     return stages
-
-
-def without_stages(assignments: Sequence[Assignment]) -> list[Assignment]:
-    """Return the assignments without the list of stages."""
-    return [one for one in assignments if one.name != STAGES]
 
 
 def end_by_its_own(

@@ -15,8 +15,8 @@ from tests.walks import Walk
 
 ROOT = Path(__file__).parents[2]
 WALKS = {
-    "before `train` supervises": 34,
-    "before `run` supervises": 34,
+    "before `train` supervises": 32,
+    "before `run` supervises": 32,
     "a quiet turn of the supervisor": 39,
     "a killed rank, in the supervisor": 52,
 }

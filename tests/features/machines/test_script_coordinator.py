@@ -264,7 +264,8 @@ def test_an_elected_coordinator_waits_until_the_old_ones_ranks_have_ended(simula
 def _with_votes(run):
     """A majority decides in this run."""
     place = SimpleNamespace(meeting=run.meeting, address="127.0.0.1", number=0, votes=None)
-    return run.supervisor.decide_by_majority(place)
+    machines = run.supervisor.machines
+    return machines.quorum.open(place, term=machines.owner.term)
 
 
 def test_a_scripts_coordinator_ends_where_another_one_was_elected(simulate):
@@ -274,9 +275,9 @@ def test_a_scripts_coordinator_ends_where_another_one_was_elected(simulate):
         keeper.trains()
         older = Elected(ballot=0, term="b", host="h", port=1)
         for elected in (older, replace(older, ballot=9)):
-            run.supervisor.hear_elected(elected)
+            run.supervisor.machines.quorum.hear_elected(elected)
             run.pass_time(1.0)
-            assert run.supervisor.has_successor == (elected is not older)
+            assert run.supervisor.machines.has_successor == (elected is not older)
     assert run.ending.exit_code == ExitCode.PREEMPTED
     assert "a majority has elected another coordinator, at h:1" in run.ending.reason
 
