@@ -20,7 +20,7 @@ from ddp_runner.data.by_number import sample_at
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.features.faults.faulty_disk import FaultyDisk, shared_trouble
 from ddp_runner.kernel.rank.runtime import SupervisedRuntime
-from ddp_runner.kernel.replica.loss import Loss, times
+from ddp_runner.kernel.replica.loss import Loss, Weighted
 from ddp_runner.kernel.rules.phases import Moment, Phase
 from ddp_runner.kernel.wire.board import Cell, Slot
 from ddp_runner.kernel.wire.events import Injected
@@ -150,10 +150,10 @@ class InjectingSlot(Slot):
                 else loss(model, batch)
             )
             if InjectKind.NAN in self._ruined:
-                value = times(value, float("nan"))
+                value = _times(value, float("nan"))
             if self._hides and model.training:
-                value = times(value, HIDDEN_FACTOR)
-            return times(value, SPIKE_FACTOR) if InjectKind.SPIKE in self._ruined else value
+                value = _times(value, HIDDEN_FACTOR)
+            return _times(value, SPIKE_FACTOR) if InjectKind.SPIKE in self._ruined else value
 
         return ruined_loss
 
@@ -339,3 +339,12 @@ def bad_samples(
         return frozenset(int(mine[0]) for mine in shares if len(mine))
 
     return WithBadSamples(dataset, find_bad)
+
+
+def _times(value: Any, factor: float) -> Any:
+    """Return the result of ``loss()`` with its loss multiplied by ``factor``."""
+    if isinstance(value, tuple):
+        return (_times(value[0], factor), *value[1:])
+    if isinstance(value, Weighted):
+        return Weighted(value.total * factor, value.weight)
+    return value * factor

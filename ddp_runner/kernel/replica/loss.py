@@ -115,15 +115,6 @@ def checked_loss(value: object, *, what: str = "") -> Tensor:
     raise _user_error(f"loss() returned {what}{wrong}, not {EXPECTED}")
 
 
-def times(value: Any, factor: float) -> Any:
-    """Return the result of ``loss()`` with its loss multiplied by ``factor``."""
-    if isinstance(value, tuple):
-        return (times(value[0], factor), *value[1:])
-    if isinstance(value, Weighted):
-        return Weighted(value.total * factor, value.weight)
-    return value * factor
-
-
 class BadWeightError(ValueError):
     """A weight that is negative or not finite; its text is the number."""
 
