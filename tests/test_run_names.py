@@ -8,8 +8,8 @@ import pytest
 
 from ddp_runner.cli.runs import latest_logs
 from ddp_runner.config import check_relations, from_flat, resolve, to_yaml, ways_on
-from ddp_runner.config.identity import own_folder, words_of_old
 from ddp_runner.config.run_names import is_name, name_of_task
+from ddp_runner.config.ways_on import own_folder, words_of_old
 from ddp_runner.core.settings import Settings
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.system.run_directories import RunDirectories, point

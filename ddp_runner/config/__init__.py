@@ -20,7 +20,6 @@ from ddp_runner.config.identity import (
     digest,
     from_record,
     is_described,
-    own_folder,
     read_yaml,
     recipe,
     record_to_show,
@@ -29,8 +28,6 @@ from ddp_runner.config.identity import (
     task_resume_key,
     to_record,
     to_yaml,
-    ways_on,
-    ways_on_with_data,
 )
 from ddp_runner.config.presets import PRESETS
 from ddp_runner.config.relations import (
@@ -41,6 +38,7 @@ from ddp_runner.config.relations import (
 )
 from ddp_runner.config.sources import home_files, preset_file
 from ddp_runner.config.usual import is_usual, unread_warning
+from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
 
 __all__ = [
     "PRESETS",

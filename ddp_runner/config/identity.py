@@ -1,7 +1,6 @@
 """Plain values that say what a run means and how its steps are computed; written forms of settings.
 
-A setting says at its field what a change of it means to a run that is resumed. Decides no resume; says what to type
-if a folder holds a run with other settings.
+A setting says at its field what a change of it means to a run that is resumed. Decides no resume.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import json
 import math
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +24,10 @@ from ddp_runner.config.foreign import REMOVED
 from ddp_runner.core.batch_sizes import global_batch, micro_batch, shares_of
 from ddp_runner.core.run_stages import uses_best
 from ddp_runner.core.settings.declaration import OF_RATE, OnResume
-from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
-from ddp_runner.kernel.rules.secrets import HIDDEN, holds_secret, is_secret, masked
+from ddp_runner.kernel.rules.secrets import HIDDEN, holds_secret, masked
 
 if TYPE_CHECKING:
-    from ddp_runner.core.settings import DataSettings, JsonValue, Settings
+    from ddp_runner.core.settings import JsonValue, Settings
 
 _NOTHING: Mapping[str, object] = {}
 # What runs of earlier versions had in a resume key, where they did not choose something else.
@@ -358,91 +354,3 @@ def to_yaml(settings: Settings) -> str:
     record = to_record(settings)
     record.pop("stage", None)  # which a launch finds out
     return yaml.safe_dump(masked(record), sort_keys=False, allow_unicode=True, width=100)
-
-
-_OPTION_OF = {"run.task": "--task", "run.seed": "--seed", "data.path": "--data"}
-_NUMBERED = re.compile(r"-\d+$")
-
-
-def ways_on(
-    settings: Settings, *, old: Mapping[str, object], new: Mapping[str, object], world_size: int
-) -> str:
-    """The three ways on from a checkpoint of other settings, each with the exact words to type.
-
-    ``old`` and ``new`` are the resume keys of the checkpoint and of this launch (``identity.resume_key``).
-    """
-    words, others = words_of_old(old, new, world_size=world_size, data=settings.data)
-    return (
-        f"choose one: {own_folder(settings)} (a separate run); --resume none (start fresh; "
-        f"old files go to a backup folder); or the old settings: {', '.join([*words, *others])}"
-    )
-
-
-def ways_on_with_data(settings: Settings) -> str:
-    """The ways on from a checkpoint of a run whose data was another one, each with the words to type."""
-    return (
-        "choose one: the old data; data.compare_samples=tell (continues, and exact is false);"
-        f" {own_folder(settings)} (a separate run); --resume none (start fresh; old files go to a"
-        " backup folder)"
-    )
-
-
-def own_folder(settings: Settings) -> str:
-    """The words that give this launch folders where no run is."""
-    run = settings.run
-    if run.has_folders_of_its_name:
-        stem = _NUMBERED.sub("", run.name)
-        names = (f"{stem}-{number}" for number in count(2))
-        taken = (LOGS, CHECKPOINTS)
-        return "--name " + next(n for n in names if not any(Path(r, n).exists() for r in taken))
-    folders = (_NUMBERED.sub("", run.checkpoint_dir), _NUMBERED.sub("", run.log_dir))
-    pairs = ((f"{folders[0]}-{number}", f"{folders[1]}-{number}") for number in count(2))
-    free = next(pair for pair in pairs if not any(Path(folder).exists() for folder in pair))
-    return f"-c {shlex.quote(free[0])} -l {shlex.quote(free[1])}"
-
-
-def words_of_old(
-    old: Mapping[str, object],
-    new: Mapping[str, object],
-    *,
-    world_size: int,
-    data: DataSettings | None = None,
-) -> tuple[list[str], list[str]]:
-    """Return the words to type for the old values, and the changes that no words can undo."""
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    changed += [key for key in sorted({*old} ^ {*new}) if key not in changed]
-    words, others = [], []
-    for key in changed:
-        if key == GLOBAL_BATCH and isinstance(old.get(key), int):
-            words.append(_batch_words(int(str(old[key])), world_size, data))
-        elif key == "data.path" and not old.get(key):
-            others.append("no --data")
-        elif key not in old:
-            others.append(f"no {key}")
-        elif is_sealed(old[key]) or is_secret(key, old[key]):
-            others.append(f"the old {key}")
-        elif key == "ranks":  # of a loop of one's own: nothing shares its batches out again
-            words.append(f"-n {old[key]}")
-        elif "." not in key or is_described(key):  # a fact about the data, which is not a setting
-            others.append(f"the {key.removesuffix(' fingerprint')} as it was")
-        else:
-            option = _OPTION_OF.get(key)
-            value = _typed(old[key])
-            words.append(f"{option} {value}" if option else f"{key}={value}")
-    return words, others
-
-
-def _batch_words(total: int, world_size: int, data: DataSettings | None) -> str:
-    if data is not None:
-        others = " accumulation=1" if data.accumulation > 1 else ""
-        others += " accumulation_total=0" if data.accumulation_total else ""
-        if data.global_batch_size or others:
-            return f"global_batch_size={total}{others}"
-    if total % world_size == 0:
-        return f"-b {total // world_size}"
-    # Any number of ranks shares the samples of a step out; a rank without one is refused.
-    return f"global_batch_size={total}" if total > world_size else f"-n {total} -b 1"
-
-
-def _typed(value: object) -> str:
-    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
