@@ -23,7 +23,7 @@ from ddp_runner.supervisor.reporting.program import Say
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfMachine:
-    """One machine of a run: ``beside_machine(OfMachine) -> Observer`` works next to each."""
+    """One machine of a run: ``beside_machine(OfMachine) -> Observer | None`` works next to each."""
 
     plan: LaunchPlan
     node: Node
@@ -34,7 +34,7 @@ class OfMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfRun(OfMachine):
-    """A training as a whole: ``beside_run(OfRun) -> Observer`` works next to the machine that decides."""
+    """A training as a whole: ``beside_run(OfRun) -> Observer | None`` works next to the machine that decides."""
 
     machine: Machine[RunState, RunEvent]
 
@@ -104,12 +104,13 @@ def _functions(name: str) -> list[Callable[..., Any]]:
 def observers(around: OfMachine) -> tuple[Observer, ...]:
     """Make whoever the features bring along for this machine, and where it decides for the run, too."""
     functions = ("beside_run",) * isinstance(around, OfRun) + ("beside_machine",)
-    return tuple(
+    made = (
         getattr(part, name)(around)
         for part in installed.parts("parent")
         for name in functions
         if hasattr(part, name)
     )
+    return tuple(one for one in made if one is not None)
 
 
 def policies(among: Sequence[Observer]) -> tuple[HelperPolicy, ...]:

@@ -25,9 +25,9 @@ _SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
 _ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})
 
 
-def beside_run(around: OfRun) -> FaultInjector:
-    """Return who injects the faults that a training was asked for."""
-    return FaultInjector(around)
+def beside_run(around: OfRun) -> FaultInjector | None:
+    """Return who injects the faults that a training was asked for; None without any."""
+    return FaultInjector(around) if around.plan.settings.run.inject else None
 
 
 class FaultInjector(Observer):
