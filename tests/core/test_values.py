@@ -51,7 +51,7 @@ SAMPLES = [
                   run_id="r", secret="s"),
     messages.AbortHeard(rank=1, generation=3),
     events.Cut(generation=3),
-    messages.Abort(generation=4),
+    messages.Abort(generation=4, newest_step=3),
     messages.Stacks(),
     messages.CollectivesBegun(rank=1, step=3, count=7, in_others=2),
     messages.CountCollectives(),

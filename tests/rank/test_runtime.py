@@ -13,7 +13,7 @@ import pytest
 
 from ddp_runner.features.faults.child import surround_rank
 from ddp_runner.kernel.group.tcp_store import StoreLink
-from ddp_runner.kernel.rank.runtime import StartupOutput, SupervisedRuntime
+from ddp_runner.kernel.rank.runtime import FINISH_S, StartupOutput, SupervisedRuntime
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.step.runtime import RankInfo
@@ -176,6 +176,44 @@ def test_a_rank_reports_ready_and_gets_the_generation_it_is_sent(tmp_path):
         assert rank.hear() == (4, "the run", False)
         assert rank.result() == ([READY, READY], 5)
     assert (tmp_path / "rank_0.log").exists()
+
+
+def _stand_behind_a_peer(me, runtime):
+    generation = runtime.next_generation(READY)
+    runtime.slot.set(Cell.COMMITTED_STEP, 5)
+    if me.hear() == "broken":
+        generation.switch.release()
+    runtime.report(Forked(token=1, pid=1))
+    began_s = time.monotonic()
+    while not generation.switch.tripped and time.monotonic() < began_s + FINISH_S / 4:
+        time.sleep(0.002)
+    me.say(generation.switch.tripped)
+    runtime.slot.set(Cell.COMMITTED_STEP, 6)
+    poll(lambda: generation.switch.tripped, what="the abort")
+
+
+def _abort_one_that_is_behind(me, path, newest_step):
+    channel, pid = _supervise(me, path, _stand_behind_a_peer)
+    channel.receive()
+    channel.send(form(1))
+    channel.receive()
+    channel.send(Abort(generation=1, newest_step=newest_step))
+    return exit_code_of(pid)
+
+
+@pytest.mark.parametrize(
+    ("newest_step", "step", "is_aborted_at_once"),
+    [(6, "whole", False), (6, "broken", True), (5, "whole", True), (-1, "whole", True)],
+)
+def test_an_abort_waits_for_the_step_that_a_peer_has_committed(
+    tmp_path, newest_step, step, is_aborted_at_once
+):
+    """Its sums are whole, and this rank may lack the last of them; not where it broke here, nor in another step."""
+    path = tmp_path / "rank_0.log"
+    with ranks(_abort_one_that_is_behind, 1, path, newest_step) as (rank,):
+        rank.say(step)
+        assert rank.hear() is is_aborted_at_once
+        assert rank.result() == 5
 
 
 def _report_what_is_asked(me, runtime):

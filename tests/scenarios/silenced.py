@@ -10,6 +10,7 @@ from ddp_runner.kernel.group.device import WrittenByDevice
 from ddp_runner.training import prepare
 from ddp_runner.training import workload as build
 from tests.kernel.group import silent
+from tests.scenarios.gated import LateTask
 from tests.scenarios.workload import PacedTask, is_beside, make_trouble
 
 SLOW_RANK = "1"
@@ -44,3 +45,7 @@ class SilencedTask(PacedTask):
         if not is_beside():
             silent.device.enqueue(make_trouble, "device" if model.training else "device_evaluating")
         return super().loss(model, batch)
+
+
+class LateSilencedTask(LateTask, SilencedTask):
+    """One rank is late behind the sums of a step."""

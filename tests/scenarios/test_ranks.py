@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import poll_settled
 from tests.scenarios.conftest import SETTINGS, STEPS, WITHOUT_WORKERS
-from tests.scenarios.gated import GATE_NAME, WAITS_NAME
+from tests.scenarios.gated import GATE_NAME, LATE_CALL, WAITS_NAME
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.leftovers import has_lost_a_peer, is_idle, unread_bytes
 from tests.scenarios.workload import TROUBLE_NAME
@@ -81,6 +81,21 @@ def test_a_rank_stopped_while_its_only_peer_died_loses_no_step(fault_free, tmp_p
         check_recovered(run, kind="rank_killed", digest=fault_free(2).digest, ranks=(1,))
         formed = {event["pid"] for event in run.events("rank_formed") if event["rank"] == 0}
         assert formed == {waits}  # nobody had to replace it
+
+
+@pytest.mark.parametrize(
+    ("world", "killed", "task"),
+    [(3, 2, "gated.py:LateTask"), (2, 0, "silenced.py:LateSilencedTask")],
+)
+def test_a_step_that_only_the_killed_rank_has_committed_is_not_lost(
+    fault_free, tmp_path, world, killed, task
+):
+    """All sums have ended there and not at the others, of which one is late: with gloo, and as NCCL aborts."""
+    kill = f"kill:rank={killed},step={LATE_CALL},phase=data"
+    settings = (*WITHOUT_WORKERS, "recovery.drill_at=off", "--inject", kill)
+    with Run(tmp_path, *settings, world=world, task=str(Path(__file__).with_name(task))) as run:
+        digest = fault_free(world).digest
+        check_recovered(run, kind="rank_killed", digest=digest, ranks=(killed,), steps=(LATE_CALL,))
 
 
 def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(fault_free, tmp_path):

@@ -153,6 +153,14 @@ MUTATIONS = (
     ),
     _break("left-before-begun", "if not self.ends_in_silence:", "if False:"),
     _break("answered-is-whole", "if self._switch.tripped else None", "if False else None"),
+    _break("committed-is-finished", "== newest_step - 1", "== newest_step + 1"),
+    _break(
+        "committed-is-finished",
+        "newest if is_in_steps else -1",
+        "-1",
+        after="newest = self._newest_step(generation)",
+        also="test_a_step_that_only_the_lost_rank_has_is_finished_by_others",
+    ),
     _break("same-names", "world.group_count = 0", "pass"),
     _break("gloo-fails-itself", "if rank != group.rank():", "if False:"),
     # supervisor

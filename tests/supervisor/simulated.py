@@ -617,12 +617,14 @@ class Simulation:
                 case Form():
                     self._join(process, message)
                 case Abort() if self.silent:
+                    self._finish_committed(process, message)
                     process.heard = message.generation
                     answer = AbortHeard(rank=process.rank, generation=message.generation)
                     self.send(process, answer)
                 case Abort() | Cut():
                     if 0 < process.generation <= message.generation:
                         self._check_that_all_have_heard(message)
+                        self._finish_committed(process, message)
                         self._leave_generation(process, "aborted")
                 case Stop():
                     process.stop = message.reason
@@ -632,6 +634,13 @@ class Simulation:
                     self.drills_at.append((message, process.rank))
                 case SaveAlone():
                     self.later(self.alone_save_s, lambda: self._save_alone(process))
+
+    def _finish_committed(self, process, message):
+        """What another rank has committed is whole: an abort that says so leaves it time to end here."""
+        if isinstance(message, Abort) and process.trains:
+            assert message.newest_step <= process.committed + 1
+            if message.newest_step > process.committed >= 0:
+                self._commit(process)
 
     def _check_that_all_have_heard(self, message):
         if isinstance(message, Cut):

@@ -71,6 +71,19 @@ def test_where_collectives_raise_nothing_is_cut(simulate):
     assert run.events("cut") == []
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_step_that_only_the_lost_rank_has_is_finished_by_others(simulate, silent):
+    """Its sums ended there first, and it is lost before any other rank has read the last of them."""
+    run = simulate(silent=silent, ranks=4)
+    run.to_step(10)
+    run._lose_peer = lambda process: None  # who waits for what is on its way
+    run._commit(run.rank(2))
+    run.kill(2)
+    assert_done(run)
+    assert [fault.steps_lost for fault in run.supervisor.recorder.accounting.faults] == [0]
+    assert [event["committed_step"] for event in run.events("rank_formed")[4:]] == [11] * 4
+
+
 def test_who_does_not_hear_is_killed_before_anybody_is_cut(simulate):
     """Its threads get no turn, so that it might still commit what an abort of others leaves."""
     run = simulate(silent=True, ranks=4)

@@ -61,6 +61,11 @@ class AbortSwitch:
             return self._tripped
         return self._tripped_before_release
 
+    @property
+    def is_left(self) -> bool:
+        """True once this rank leaves the generation, or has left it."""
+        return self._closed or self._tripped_before_release is not None
+
     @contextlib.contextmanager
     def watch_new_sockets(self, *, peers: int, keeps: bool = True) -> Iterator[None]:
         """Take over duplicates of the sockets that the block opens.

@@ -154,10 +154,19 @@ class World:
         """Have every rank leave ``generation`` at once."""
         if generation > self.aborted[0]:
             self.aborted = (generation, now_s)
+        newest = self._newest_step(generation)
         for handle in self.ranks:
             if handle.state in (RankState.FORMING, RankState.TRAINING):
+                is_in_steps = handle.state is RankState.TRAINING
                 handle.machine.advance(RankEvent.ABORT_SENT)
-                self.send(handle, Abort(generation=generation))
+                message = Abort(generation=generation, newest_step=newest if is_in_steps else -1)
+                self.send(handle, message)
+
+    def _newest_step(self, generation: int) -> int:
+        """Return the newest step that a rank, dead or alive, has committed in ``generation``; below 0: none."""
+        slot = self.ranks[0].slot
+        found = zip(slot.of_all(Cell.GENERATION), slot.of_all(Cell.COMMITTED_STEP), strict=True)
+        return max((step for of, step in found if of == generation), default=-1)
 
     def cut(self, generation: int) -> None:
         """Have every rank abort the communicators of ``generation``: all have heard of its abort."""

@@ -9,6 +9,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,8 @@ def lossy_text(descriptor: int) -> TextIO:
 
 
 ASK_AGAIN_S = 1.0  # for what came of an order
+FINISH_S = 1.0  # for the step that a peer has committed; a third of the time to answer an abort
+FINISH_LOOK_S = 0.001
 
 
 def _as_it_is(runtime: SupervisedRuntime) -> None:
@@ -301,8 +304,9 @@ class SupervisedRuntime:
                 )
                 self._newest = generation
                 self._forms.put((generation, message.run_id))
-            case Abort(generation=number):
+            case Abort(generation=number, newest_step=step):
                 for generation in self._of(number):
+                    self._finish_committed(generation.switch, step)
                     generation.switch.trip()
                 if self._ends_in_silence:
                     self.report(AbortHeard(rank=self.rank_info.rank, generation=number))
@@ -335,6 +339,20 @@ class SupervisedRuntime:
                 self.answer[type(message)](message)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
+
+    # INVARIANT committed-is-finished: a rank does not break off a step that another rank has committed. All its sums
+    # are whole then, and what this rank lacks of them is on its way, also from a rank that has died since.
+    # Broken if: an abort ends its collectives at once.
+    # Guarded by: test_an_abort_waits_for_the_step_that_a_peer_has_committed.
+    def _finish_committed(self, switch: AbortSwitch, newest_step: int) -> None:
+        """Return once this rank has committed ``newest_step`` too, if that is the step in its hands."""
+        until_s = time.monotonic() + FINISH_S
+        while (
+            self._fence.get(Cell.COMMITTED_STEP) == newest_step - 1
+            and not switch.is_left
+            and time.monotonic() < until_s
+        ):
+            time.sleep(FINISH_LOOK_S)
 
     def _meet_elsewhere(self, form: Form) -> None:
         """Meet the others by a connection of its own age: the one from before may be dead, or lead elsewhere."""

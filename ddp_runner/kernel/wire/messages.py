@@ -54,9 +54,13 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Supervisor -> rank: leave ``generation`` at once, also from inside a collective."""
+    """Supervisor -> rank: leave ``generation`` at once, also from inside a collective.
+
+    ``newest_step``: the newest committed step of its ranks, which a rank in that step finishes first; below 0: none.
+    """
 
     generation: int
+    newest_step: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
