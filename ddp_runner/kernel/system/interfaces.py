@@ -14,8 +14,10 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # in networks that nobody has (RFC 57
 
 def address_towards(host: str) -> str:
     """The address of this machine from which ``host`` is reached; empty where there is no way."""
+    # Of text Python imports a codec for foreign names first, which takes a new process milliseconds.
+    name = host.encode() if host.isascii() else host
     try:
-        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError:
         return ""
     for family, kind, _, _, where in found:
