@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.checkpoint.file_hash import PIECE_BYTES_MIN, PLAIN, FileHash
+from ddp_runner.checkpoint.file_hash import PIECE_BYTES_MIN, FileHash, algorithm_for
 from ddp_runner.kernel.system.run_files import temporary_path
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ _PIECE_BYTES_MIN = PIECE_BYTES_MIN
 class Written:
     """The record of a published file: size and digest (see ``file_hash``) of the bytes handed to the disk."""
 
-    path: Path
     size_bytes: int
     sha256: str
+    algorithm: str
 
 
 class DurableWriter:
@@ -95,13 +95,13 @@ def publish(
     path: Path,
     produce: Callable[[DurableWriter], None],
     *,
-    algorithm: str = PLAIN,
+    least_bytes: int = 0,
     confirm: Callable[[], None] | None = None,
 ) -> Written:
     """Have ``produce`` write a file and make it appear as ``path``, whole, or not at all.
 
-    ``algorithm``: of its digest. ``confirm`` is called when all is written, before the file appears; what it
-    raises is raised.
+    ``least_bytes``: that it has for certain. ``confirm`` is called when all is written, before the file
+    appears; what it raises is raised.
 
     The caller syncs the directory, once for all that it publishes there. On any error the temporary
     file is removed and what stood at ``path`` is untouched; if the removal fails too, the error
@@ -109,9 +109,7 @@ def publish(
     """
     temporary = temporary_path(path)
     try:
-        written = _write_synced(
-            disk, temporary, produce, hasher=FileHash(algorithm), confirm=confirm
-        )
+        written = _write_synced(disk, temporary, produce, least_bytes, confirm)
         # INVARIANT sync-before-rename: a name that readers look for never stands for bytes that a
         # loss of power can take away.
         # Broken if: replace() moves above the sync in _write_synced().
@@ -120,7 +118,7 @@ def publish(
     except BaseException:
         _remove_if_there(disk, temporary)
         raise
-    return Written(path=path, size_bytes=written[0], sha256=written[1])
+    return written
 
 
 def publish_text(disk: Disk, path: Path, text: str) -> Written:
@@ -136,13 +134,15 @@ def _write_synced(
     disk: Disk,
     path: Path,
     produce: Callable[[DurableWriter], None],
-    *,
-    hasher: FileHash,
+    least_bytes: int,
     confirm: Callable[[], None] | None,
-) -> tuple[int, str]:
-    """Write and sync ``path``; size and digest. Raises OSError if the disk holds another size."""
+) -> Written:
+    """Write and sync ``path``. Raises OSError if the disk holds another size."""
     handle = disk.open_temporary(path)
+    hasher = FileHash(algorithm_for(least_bytes))
     try:
+        if least_bytes:
+            disk.set_room_aside(handle, least_bytes)
         try:
             writer = DurableWriter(disk, handle, hasher)
             produce(writer)
@@ -159,7 +159,7 @@ def _write_synced(
     if size_bytes != writer.size_bytes:
         wrong = f"holds {size_bytes} bytes after a write of {writer.size_bytes}"
         raise OSError(errno.EIO, wrong, str(path))
-    return size_bytes, sha256
+    return Written(size_bytes=size_bytes, sha256=sha256, algorithm=hasher.algorithm)
 
 
 def _sync_beside(disk: Disk, handle: int, confirm: Callable[[], None]) -> None:

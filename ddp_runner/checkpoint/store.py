@@ -20,7 +20,7 @@ import torch
 
 from ddp_runner.checkpoint.catalog import POINTERS, SPARED, WORDS, Catalog, Entry
 from ddp_runner.checkpoint.codec import stored_bytes
-from ddp_runner.checkpoint.file_hash import algorithm_for, digest_of
+from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import CheckpointFacts, Manifest, manifest_name
 from ddp_runner.checkpoint.publish import publish, publish_text
 from ddp_runner.checkpoint.weights import (
@@ -196,18 +196,20 @@ class CheckpointStore:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
         self._withdraw_manifest(manifest.step)
         started_s = time.perf_counter()
-        algorithm = algorithm_for(least_bytes)
         written = publish(
             disk,
             directory / manifest.file,
             lambda out: torch.save(content, out),  # type: ignore[arg-type]  # write and flush do
-            algorithm=algorithm,
+            least_bytes=least_bytes,
             confirm=confirm,
         )
         disk.sync_directory(directory)
         write_s = time.perf_counter() - started_s
         finished = replace(
-            manifest, size_bytes=written.size_bytes, sha256=written.sha256, hashed=algorithm
+            manifest,
+            size_bytes=written.size_bytes,
+            sha256=written.sha256,
+            hashed=written.algorithm,
         )
         # INVARIANT publish-last: a manifest is written only after the file that it names is on disk.
         # Broken if: this publish_text() moves above the sync_directory() that follows the file.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ddp_runner.core.settings import JsonValue, Settings
 
 _NOTHING: Mapping[str, object] = {}
+_PLAIN_TYPES = frozenset({str, int, float, bool})
 # What runs of earlier versions had in a resume key, where they did not choose something else.
 _NO_LONGER: Mapping[str, JsonValue] = {"data.largest_samples": False}
 _DESCRIBED = "describe() "
@@ -254,10 +255,7 @@ def to_record(settings: Settings) -> dict[str, object]:
         section = getattr(settings, field.name)
         if section is None or section == ():
             continue  # there are no stages
-        if isinstance(section, (Mapping, tuple)):
-            record[field.name] = _plain(section)
-        else:
-            record[field.name] = _plain(dataclasses.asdict(section))
+        record[field.name] = _plain(section)
     return record
 
 
@@ -312,7 +310,15 @@ def _without_removed(record: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> object:
+    if (
+        value is None or type(value) in _PLAIN_TYPES
+    ):  # most by far: others are asked for what they are
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

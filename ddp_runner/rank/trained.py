@@ -59,12 +59,17 @@ def _import_task(task: str) -> None:
         import_task_module(task)
 
 
-def main(request: Fork, descriptors: list[int], built: BuiltAhead | None = None) -> int:
+def main(
+    request: Fork,
+    descriptors: list[int],
+    built: BuiltAhead | None = None,
+    settings: Settings | None = None,
+) -> int:
     """Run one rank; returns its exit status. ``descriptors``: control channel, board, output.
 
-    ``built``: what this process has built before it was a rank.
+    ``built``, ``settings``: what this process has built before it was a rank, and those of its request.
     """
-    settings, runtime = begin(request, descriptors)
+    settings, runtime = begin(request, descriptors, settings)
 
     def train() -> None:
         DDPTrainer(
@@ -78,12 +83,14 @@ def main(request: Fork, descriptors: list[int], built: BuiltAhead | None = None)
     return process.run_to_end(runtime, train)
 
 
-def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRuntime]:
-    """Become the rank that ``request`` says; with what it resumes. ``descriptors``: as of :func:`main`."""
+def begin(
+    request: Fork, descriptors: list[int], settings: Settings | None = None
+) -> tuple[Settings, SupervisedRuntime]:
+    """Become the rank that ``request`` says; with what it resumes. The arguments are those of :func:`main`."""
     *link, output_descriptor = descriptors
     spec = request.spec
     assert isinstance(spec, RankSpec)
-    settings = config.from_record(spec.settings)
+    settings = settings or config.from_record(spec.settings)
     log = Path(settings.run.log_dir) / f"rank_{request.rank}.log"
     output = process.become(request, output_descriptor, log=log)
     logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=spec.log_seal)
@@ -109,4 +116,6 @@ def _surround(runtime: SupervisedRuntime, settings: Settings, spec: RankSpec) ->
 
 def config_with_resume(settings: Any, resume: str) -> Any:
     """The settings with what this process is to resume from."""
+    if settings.run.resume == resume:  # as nearly always: each new object is checked again
+        return settings
     return replace(settings, run=replace(settings.run, resume=resume))

@@ -91,6 +91,9 @@ class CrashingDisk:
         self._paths[handle] = path
         return handle
 
+    def set_room_aside(self, handle: int, size_bytes: int) -> None:
+        """Nothing follows from it."""
+
     def write(self, handle: int, data: memoryview) -> None:
         content = bytes(data)
         try:

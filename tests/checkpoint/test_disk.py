@@ -36,6 +36,18 @@ def test_pieces_are_appended_and_sized(disk: Disk, tmp_path: Path):
     assert disk.size_bytes(tmp_path / "a") == 6
 
 
+def test_room_set_aside_is_no_part_of_the_file(disk: Disk, tmp_path: Path):
+    """A file has what was written, whether that is less or more than what was said, also of more than there is."""
+    for size_bytes in (1, 1 << 16, 1 << 60):
+        path = tmp_path / str(size_bytes)
+        handle = disk.open_temporary(path)
+        disk.set_room_aside(handle, size_bytes)
+        disk.write(handle, memoryview(b"all of it"))
+        disk.sync_file(handle)
+        disk.close(handle)
+        assert path.read_bytes() == b"all of it"
+
+
 def test_replace_moves_over_an_older_file(disk: Disk, tmp_path: Path):
     """After a replace the target has the new content and the source is gone, also across folders."""
     _put(disk, tmp_path / "a", b"new")

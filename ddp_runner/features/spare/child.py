@@ -33,7 +33,7 @@ from ddp_runner.kernel.system import parent_death
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.kernel.wire.board import SLOT_BYTES, Board, Slot
 from ddp_runner.kernel.wire.events import SpareReady
-from ddp_runner.kernel.wire.fork_specs import SpareKind, SpareSpec
+from ddp_runner.kernel.wire.fork_specs import RankSpec, SpareKind, SpareSpec
 from ddp_runner.kernel.wire.messages import Fork
 from ddp_runner.rank import trained
 from ddp_runner.training.components.loss_monitor import LossMonitor
@@ -89,14 +89,16 @@ def main(request: Fork, descriptors: list[int]) -> int:
     channel.close()
     if not isinstance(taken, Fork):
         raise TypeError(f"a spare only becomes a rank; got {type(taken).__name__}")
+    assert isinstance(taken.spec, RankSpec)
+    known = settings if taken.spec.settings == spec.settings else None
     if built is None:
         os.close(output)
-        return trained.main(taken, inherited)
+        return trained.main(taken, inherited, settings=known)
     # What the task has said is the rank's, wherever it may have led its output since.
     with contextlib.suppress(OSError):
         os.write(inherited[-1], os.pread(output, os.fstat(output).st_size, 0))
     os.close(output)
-    return trained.main(taken, inherited, built.ahead)
+    return trained.main(taken, inherited, built.ahead, known)
 
 
 def start_libraries() -> CudaDriver | None:

@@ -6,6 +6,7 @@ Names are taken word by word: ``api_key``, ``hfToken`` and ``wandb_apikey`` hide
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -23,12 +24,18 @@ _ASSIGNMENT = re.compile(r"((?:--)?[^\s=]+)=(.*)", re.DOTALL)
 
 def is_secret(name: str, value: object = "") -> bool:
     """Return whether ``name``, alone or as part of a section, names a secret. Several tokens may be a number."""
+    is_one, are_several = _names(name)
+    return is_one or (are_several and not isinstance(value, (int, float)) and value is not None)
+
+
+@functools.lru_cache(
+    maxsize=1024
+)  # all settings have names, and their record is masked more than once
+def _names(name: str) -> tuple[bool, bool]:
+    """Return whether ``name`` is that of a secret, and whether it is that of several, or of their number."""
     last = (name.split() or [""])[-1]
     words = [word.lower() for word in _WORDS.findall(last)]
-    if any(_SECRET.fullmatch(word) for word in words):
-        return True
-    is_number = isinstance(value, (int, float)) or value is None
-    return not is_number and any(_SEVERAL.fullmatch(word) for word in words)
+    return any(map(_SECRET.fullmatch, words)), any(map(_SEVERAL.fullmatch, words))
 
 
 def holds_secret(name: str, value: object) -> bool:

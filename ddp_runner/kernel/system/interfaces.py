@@ -13,8 +13,10 @@ _ANY_PORT = 9  # nothing is sent: a datagram socket that connects only asks for 
 
 def address_towards(host: str) -> str:
     """The address of this machine from which ``host`` is reached; empty where there is no way."""
+    # Of text Python imports a codec for foreign names first, which takes a new process milliseconds.
+    name = host.encode() if host.isascii() else host
     try:
-        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError:
         return ""
     for family, kind, _, _, where in found:

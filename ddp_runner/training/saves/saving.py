@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -71,7 +71,6 @@ class Saving:
         self._store = store = room.store
         self._runtime = runtime
         self._progress = progress
-        self._settings_record = config.record_to_show(settings)
         self._data = data
         self._disk_faults = DiskFaults(state, runtime)
         self._last = LastSave(settings, store, runtime, disk_faults=self._disk_faults)
@@ -98,6 +97,11 @@ class Saving:
     @property
     def _saver(self) -> BackgroundSaver:
         return self._room.saver
+
+    @cached_property
+    def _settings_record(self) -> dict[str, JsonValue]:
+        # When the first file needs it: others wait while a replacement starts.
+        return config.record_to_show(self._settings)
 
     def lead(self, *, is_leader: bool, is_first_here: bool) -> Owed:
         """Implement the port: the save that a rank before has left to be written is waited for as an own one."""

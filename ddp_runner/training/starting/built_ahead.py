@@ -25,14 +25,18 @@ class BuiltAhead:
     def taken(self, settings: Settings, rank_info: RankInfo) -> tuple[TaskWorkload, TrainState]:
         """Return the parts for the rank that they were built for. Raises RuntimeError for any other."""
         # What is resumed is known last, and nothing that is built follows from it.
-        same = replace(settings, run=replace(settings.run, resume=self.settings.run.resume))
+        as_built, workload = settings, self.workload
+        if settings.run.resume != self.settings.run.resume:
+            run = replace(settings.run, resume=self.settings.run.resume)
+            as_built = replace(settings, run=run)
+            workload = replace(workload, settings_digest=config.digest(settings))
         own, wanted = self.rank_info, rank_info
-        if same != self.settings or (
+        if as_built != self.settings or (
             (own.device, own.other_devices, own.world_size)
             != (wanted.device, wanted.other_devices, wanted.world_size)
         ):
             raise RuntimeError("a spare was taken for another run than it was built for")
-        return replace(self.workload, settings_digest=config.digest(settings)), self.state
+        return workload, self.state
 
 
 # INVARIANT built-as-a-rank-builds: what is built ahead is what the rank would build: after the same seeds, from
