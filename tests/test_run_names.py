@@ -74,8 +74,8 @@ def test_a_given_name_moves_both_folders():
         ("-x", "--name=-x: must be letters"),
         (".x", "--name=.x: must be letters"),
         ("a b", "--name=a b: must be letters"),
-        ("a\nb", "--name=a\nb: must be letters"),
-        ("a\n", "--name=a\n: must be letters"),
+        ("a\nb", "--name=a\\nb: must be letters"),
+        ("a\n", "--name=a\\n: must be letters"),
         ("x" * 101, "must be letters"),
         ("latest", "--name=latest: is taken by the newest run"),
         ("test", "--name=test: is taken by --test"),
@@ -225,6 +225,15 @@ def test_the_name_that_is_offered_is_free(tmp_path, monkeypatch):
     assert line.startswith("choose one: --name bytes-4 ")
     assert "; --resume none " in line
     assert line.endswith("the old settings: --seed 1")
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    """No shell expands one behind an equals sign, or in a file: a folder of that name would be made here."""
+    monkeypatch.setenv("HOME", "/home/me")
+    folders_given = {"log_dir": "~/logs", "checkpoint_dir": "~/kept", "rescue_dir": "~/rescue"}
+    given = from_flat(folders_given)
+    assert folders(given.run) == ("/home/me/logs", "/home/me/kept")
+    assert given.checkpoint.rescue_dir == "/home/me/rescue"
 
 
 def test_python_is_offered_settings_and_no_options(tmp_path, monkeypatch):
