@@ -100,4 +100,5 @@ def main() -> None:
     print("seconds of each repair:", [round(one, 3) for one in found_s])
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -71,4 +71,5 @@ def main() -> None:
         Path(os.environ["PACE_FILE"]).write_text(json.dumps(found))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -36,4 +36,5 @@ def main() -> None:
                 lines.flush()
 
 
-main()
+if __name__ == "__main__":
+    main()

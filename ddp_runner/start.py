@@ -101,6 +101,8 @@ def _typed() -> str:
 
 
 COMMAND = _typed()  # the first words of each command line that a message proposes
+# Else a program of the user's has begun this process, or the one that started it.
+IS_COMMAND = _COMMAND_VARIABLE in os.environ
 
 
 def _working_directory() -> str:

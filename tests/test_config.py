@@ -778,6 +778,9 @@ def test_output_folders_that_cannot_be_made_are_refused_together(tmp_path, monke
     ]
     with pytest.raises(BadInputError, match="link is a link to nothing"):
         check_relations(resolved(("log_dir", "link")))
+    with pytest.raises(BadInputError, match="must have names of at most 255 bytes"):
+        check_relations(resolved(("log_dir", f"logs/{'ä' * 128}/mine")))
+    check_relations(resolved(("log_dir", f"logs/{'ä' * 127}/mine")))
 
 
 def test_a_read_only_file_system_is_refused_also_for_root():

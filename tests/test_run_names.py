@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_runner import start
 from ddp_runner.cli.runs import latest_logs
 from ddp_runner.config import check_relations, from_flat, resolve, to_yaml, ways_on
 from ddp_runner.config.run_names import is_name, name_of_task
@@ -73,8 +74,8 @@ def test_a_given_name_moves_both_folders():
         ("-x", "--name=-x: must be letters"),
         (".x", "--name=.x: must be letters"),
         ("a b", "--name=a b: must be letters"),
-        ("a\nb", "--name=a\nb: must be letters"),
-        ("a\n", "--name=a\n: must be letters"),
+        ("a\nb", "--name=a\\nb: must be letters"),
+        ("a\n", "--name=a\\n: must be letters"),
         ("x" * 101, "must be letters"),
         ("latest", "--name=latest: is taken by the newest run"),
         ("test", "--name=test: is taken by --test"),
@@ -186,8 +187,9 @@ def test_a_folder_of_the_users_called_latest_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one"]
 
 
-def test_the_words_for_the_old_settings_are_those_to_type():
+def test_the_words_for_the_old_settings_are_those_to_type(monkeypatch):
     """Options where there are some; a batch for the ranks of now; what no words bring back is named."""
+    monkeypatch.setattr(start, "IS_COMMAND", True)
     old = {
         "run.task": "my task.py", "run.seed": 5, "data.path": "", "model.hidden_size": 64,
         "data.batch_size x ranks": 16, "task.deep": True, "data fingerprint": "a",
@@ -211,6 +213,7 @@ def test_the_words_for_the_old_settings_are_those_to_type():
 def test_the_name_that_is_offered_is_free(tmp_path, monkeypatch):
     """No folder of logs or checkpoints has it; folders that were named exactly get a number alike."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "IS_COMMAND", True)
     Path("logs/bytes-2").mkdir(parents=True)
     Path("checkpoints/bytes-3").mkdir(parents=True)
     assert own_folder(Settings()) == "--name bytes-4"
@@ -222,6 +225,28 @@ def test_the_name_that_is_offered_is_free(tmp_path, monkeypatch):
     assert line.startswith("choose one: --name bytes-4 ")
     assert "; --resume none " in line
     assert line.endswith("the old settings: --seed 1")
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    """No shell expands one behind an equals sign, or in a file: a folder of that name would be made here."""
+    monkeypatch.setenv("HOME", "/home/me")
+    folders_given = {"log_dir": "~/logs", "checkpoint_dir": "~/kept", "rescue_dir": "~/rescue"}
+    given = from_flat(folders_given)
+    assert folders(given.run) == ("/home/me/logs", "/home/me/kept")
+    assert given.checkpoint.rescue_dir == "/home/me/rescue"
+
+
+def test_python_is_offered_settings_and_no_options(tmp_path, monkeypatch):
+    """attach() and DDPTrainer take them as ``config``; a program of the user's has no option of ours."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "IS_COMMAND", False)
+    old, new = {"run.seed": 1, "ranks": 2, "data.batch_size": 8}, {"run.seed": 2, "ranks": 1}
+    line = ways_on(from_flat({"name": "loop"}), old=old, new=new, world_size=1)
+    assert line == (
+        'choose one: config={"name": "loop-2"} (a separate run); config={"resume": "none"} (start'
+        ' fresh; old files go to a backup folder); or the old settings: config={"data.batch_size":'
+        ' 8}, 2 ranks, config={"run.seed": 1}'
+    )
 
 
 def test_checkpoints_of_before_there_were_names_are_pointed_out(tmp_path, monkeypatch):

@@ -26,8 +26,8 @@ def chosen(catalog: Catalog, which: str) -> Entry:
     if which.isdecimal():
         found = [entry for entry in catalog.entries() if entry.step == int(which)]
         what = f"has no checkpoint in {catalog.directory}; checkpoints list shows them"
-    elif which == "none":
-        raise BadInputError(which, "", "must be last, best, a step or a path")
+    elif which in ("none", ""):
+        raise BadInputError(which or "''", "", "must be last, best, a step or a path")
     elif which == "best":
         best = catalog.best()
         found = [] if best is None else [best]

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.hardware.machine import AUTO_CPU_RANKS, core_count, share_of_cores
-from ddp_runner.core.launch_plan import TRAINED
+from ddp_runner.core.launch_plan import NNODES, TRAINED
 from ddp_runner.kernel.processes.zygote_start import ZygoteAhead
 from ddp_runner.system.environment import training_environment
 
@@ -25,7 +25,7 @@ _NO_TRAINING = frozenset(
         *("nnodes", "node_rank", "rdzv_endpoint", "engine"),
     }
 )
-_OF_RANKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "DDP_RUNNER_PLAIN_RANK", "PET_NNODES", "NNODES")
+_OF_RANKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "DDP_RUNNER_PLAIN_RANK", *NNODES)
 _RANKS = frozenset({"n", "nproc_per_node", "nproc"})
 _THREADS = frozenset({"threads_per_rank"})
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.exits import ExitCode
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,7 +36,7 @@ def in_temporary_folder(
     """
     say = say or say_now
     with _signals_reach_work_alone() as came:
-        folder = Path(tempfile.mkdtemp(prefix=f"ddp_runner_{command}_"))
+        folder = _made(f"ddp_runner_{command}_")
         kept = keep
         try:
             exit_code = _perform(work, folder, came)
@@ -50,6 +51,14 @@ def in_temporary_folder(
         if kept:
             say(f"logs and checkpoints of the runs: {folder}")
     return exit_code
+
+
+def _made(prefix: str) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        expected = f"no temporary folder can be made: {error.strerror}"
+        raise BadInputError("TMPDIR", "", expected) from error
 
 
 def _perform(work: Callable[[Path], ExitCode], folder: Path, came: list[int]) -> ExitCode:

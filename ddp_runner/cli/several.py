@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner import installed
+from ddp_runner.core.launch_plan import NNODES
+from ddp_runner.kernel.rules.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -82,12 +84,25 @@ class Several:
         return found
 
 
+def _refuse_several(
+    options: Mapping[str, str], environment: Mapping[str, str], **_: object
+) -> None:
+    """Raise BadInputError if a launcher has started this command on several machines: each would train alone."""
+    del options
+    name = next((one for one in NNODES if environment.get(one)), "")
+    if name and environment[name] not in ("1", "1:1"):
+        expected = (
+            "several machines are not supported by this installation: unset it, or set it to 1"
+        )
+        raise BadInputError(name, environment[name], expected)
+
+
 _ALONE = Several(
     variables={},
     engine="",
     of_run=(),
     of_doctor=(),
-    asked=lambda *_, **__: None,
+    asked=_refuse_several,
     unused=lambda _: "",
     launching="",
     checking="",

@@ -38,7 +38,7 @@ from ddp_runner.config.relations import (
 )
 from ddp_runner.config.sources import home_files, preset_file
 from ddp_runner.config.usual import is_usual, unread_warning
-from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
+from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data, words_of
 
 __all__ = [
     "PRESETS",
@@ -76,4 +76,5 @@ __all__ = [
     "unread_warning",
     "ways_on",
     "ways_on_with_data",
+    "words_of",
 ]

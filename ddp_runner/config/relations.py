@@ -344,21 +344,25 @@ def unwritable_reason(folder: Path) -> str:
     """Why ``folder`` cannot be made or written; empty if it can. Creates nothing."""
     if not str(folder).strip() or str(folder) == ".":
         return "must be the path of a separate folder"
-    existing = Path(os.path.abspath(folder.expanduser()))  # noqa: PTH100 - keeps links
+    asked = existing = Path(os.path.abspath(folder.expanduser()))  # noqa: PTH100 - keeps links
+    reason = ""
     try:
         while not os.path.lexists(existing):
             existing = existing.parent
         if not existing.is_dir():
             what = "a link to nothing" if existing.is_symlink() else "a file"
             return f"must be a folder, but {existing} is {what}"
+        names, longest = asked.relative_to(existing).parts, os.pathconf(existing, "PC_NAME_MAX")
         # Root passes every permission check, also on a file system that is mounted read-only.
         if os.statvfs(existing).f_flag & os.ST_RDONLY:
-            return f"must be writable, but {existing} is on a read-only file system"
-        if not os.access(existing, os.W_OK | os.X_OK):
-            return f"must be writable, but {existing} is not"
+            reason = f"must be writable, but {existing} is on a read-only file system"
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            reason = f"must be writable, but {existing} is not"
+        elif any(len(os.fsencode(name)) > longest for name in names):
+            reason = f"must have names of at most {longest} bytes"
     except OSError as error:
-        return f"must be a folder that can be written: {error.strerror}"
-    return ""
+        reason = f"must be a folder that can be written: {error.strerror}"
+    return reason
 
 
 def _input_problems(settings: Settings) -> list[BadInputError]:

@@ -6,6 +6,7 @@ The name is that of ``--name``, else the task's. The run's files are in ``logs/N
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -65,6 +66,7 @@ def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:
     elif not asked:
         values["run.name"] = name_of_task(str(values.get("run.task", BUILT_IN_TASKS[0])))
     name = str(values["run.name"])
+    _expand(values)
     for key, root in FOLDERS:
         folder = PurePath(str(values.get(key, known_fields()[key].default)))
         if origin[key] == "command line":
@@ -81,6 +83,13 @@ def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:
         origin[key] = "preset"
     if keeps_apart and "command line" not in (origin["run.checkpoint_dir"], origin["run.resume"]):
         values["run.resume"], origin["run.resume"] = "none", "preset"
+
+
+def _expand(values: dict[str, object]) -> None:
+    """Replace a leading ``~`` of the folders, which no shell does behind an equals sign or in a file."""
+    for key in (*dict(FOLDERS), "checkpoint.rescue_dir"):
+        if isinstance(given := values.get(key), str):
+            values[key] = os.path.expanduser(given)  # noqa: PTH111 - raises nothing
 
 
 def _check(name: str, *, is_test: bool) -> None:

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_runner import start
 from ddp_runner.config.identity import GLOBAL_BATCH, is_described, is_sealed
 from ddp_runner.core.settings.whole_run import CHECKPOINTS, LOGS
 from ddp_runner.kernel.rules.secrets import is_secret
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.settings import DataSettings, Settings
 
-_OPTION_OF = {"run.task": "--task", "run.seed": "--seed", "data.path": "--data"}
+_OPTION_OF = {
+    "name": "--name",
+    "resume": "--resume",
+    "checkpoint_dir": "-c",
+    "log_dir": "-l",
+    "batch_size": "-b",
+    "run.task": "--task",
+    "run.seed": "--seed",
+    "data.path": "--data",
+}
 _NUMBERED = re.compile(r"-\d+$")
 
 
@@ -31,7 +41,7 @@ def ways_on(
     """
     words, others = words_of_old(old, new, world_size=world_size, data=settings.data)
     return (
-        f"choose one: {own_folder(settings)} (a separate run); --resume none (start fresh; "
+        f"choose one: {own_folder(settings)} (a separate run); {words_of(resume='none')} (start fresh; "
         f"old files go to a backup folder); or the old settings: {', '.join([*words, *others])}"
     )
 
@@ -39,9 +49,9 @@ def ways_on(
 def ways_on_with_data(settings: Settings) -> str:
     """The ways on from a checkpoint of a run whose data was another one, each with the words to type."""
     return (
-        "choose one: the old data; data.compare_samples=tell (continues, and exact is false);"
-        f" {own_folder(settings)} (a separate run); --resume none (start fresh; old files go to a"
-        " backup folder)"
+        f"choose one: the old data; {words_of(**{'data.compare_samples': 'tell'})} (continues, and exact"
+        f" is false); {own_folder(settings)} (a separate run); {words_of(resume='none')} (start fresh;"
+        " old files go to a backup folder)"
     )
 
 
@@ -52,11 +62,22 @@ def own_folder(settings: Settings) -> str:
         stem = _NUMBERED.sub("", run.name)
         names = (f"{stem}-{number}" for number in count(2))
         taken = (LOGS, CHECKPOINTS)
-        return "--name " + next(n for n in names if not any(Path(r, n).exists() for r in taken))
+        return words_of(name=next(n for n in names if not any(Path(r, n).exists() for r in taken)))
     folders = (_NUMBERED.sub("", run.checkpoint_dir), _NUMBERED.sub("", run.log_dir))
     pairs = ((f"{folders[0]}-{number}", f"{folders[1]}-{number}") for number in count(2))
     free = next(pair for pair in pairs if not any(Path(folder).exists() for folder in pair))
-    return f"-c {shlex.quote(free[0])} -l {shlex.quote(free[1])}"
+    return words_of(checkpoint_dir=free[0], log_dir=free[1])
+
+
+def words_of(**values: object) -> str:
+    """Return the words that give these settings: of our command, or in Python where no command has started this process."""
+    if not start.IS_COMMAND:
+        return f"config={json.dumps(values)}"
+    texts = {key: _typed(value) for key, value in values.items()}
+    options = ((_OPTION_OF.get(key), key, text) for key, text in texts.items())
+    return " ".join(
+        f"{option} {text}" if option else f"{key}={text}" for option, key, text in options
+    )
 
 
 def words_of_old(
@@ -80,26 +101,30 @@ def words_of_old(
         elif is_sealed(old[key]) or is_secret(key, old[key]):
             others.append(f"the old {key}")
         elif key == "ranks":  # of a loop of one's own: nothing shares its batches out again
-            words.append(f"-n {old[key]}")
+            words.append(_ranks(old[key]))
         elif "." not in key or is_described(key):  # a fact about the data, which is not a setting
             others.append(f"the {key.removesuffix(' fingerprint')} as it was")
         else:
-            option = _OPTION_OF.get(key)
-            value = _typed(old[key])
-            words.append(f"{option} {value}" if option else f"{key}={value}")
+            words.append(words_of(**{key: old[key]}))
     return words, others
 
 
 def _batch_words(total: int, world_size: int, data: DataSettings | None) -> str:
     if data is not None:
-        others = " accumulation=1" if data.accumulation > 1 else ""
-        others += " accumulation_total=0" if data.accumulation_total else ""
+        others = {"accumulation": 1} if data.accumulation > 1 else {}
+        others |= {"accumulation_total": 0} if data.accumulation_total else {}
         if data.global_batch_size or others:
-            return f"global_batch_size={total}{others}"
+            return words_of(global_batch_size=total, **others)
     if total % world_size == 0:
-        return f"-b {total // world_size}"
+        return words_of(batch_size=total // world_size)
     # Any number of ranks shares the samples of a step out; a rank without one is refused.
-    return f"global_batch_size={total}" if total > world_size else f"-n {total} -b 1"
+    if total > world_size:
+        return words_of(global_batch_size=total)
+    return f"{_ranks(total)} {words_of(batch_size=1)}"
+
+
+def _ranks(count: object) -> str:
+    return f"-n {count}" if start.IS_COMMAND else f"{count} ranks"
 
 
 def _typed(value: object) -> str:

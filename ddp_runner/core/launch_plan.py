@@ -35,6 +35,10 @@ def names_a_gpu_twice(gpus: Sequence[int]) -> bool:
 
 # The module that is each rank: with our trainer, or with a loop that attaches.
 TRAINED, ATTACHED = "ddp_runner.rank.trained", "ddp_runner.rank.attached"
+NNODES = (
+    "PET_NNODES",
+    "NNODES",
+)  # variables that have the number of machines, the first that is set
 NO_ID = "none"  # of a run on several machines that is given no name
 NCCL_BACKENDS = ("nccl", "nccl2")  # two classes of torch's for one library
 MARGIN_SHARE_MAX = 0.1  # of what is left of a job, for its last save

@@ -146,7 +146,7 @@ def fault_of_samples(
         rank=rank,
         step=step,
         phase=phase,
-        cause=f"{noun} {which} (epoch {epoch}) could not be loaded: {why}",
+        cause=f"{noun} {which} (epoch {epoch + 1}) could not be loaded: {why}",
         detail=detail,
         at_ns=time.monotonic_ns(),
     )

@@ -339,6 +339,7 @@ class RunAccounting:
                 events.Repaired(
                     generation=generation,
                     steps_lost=max(0, before - step) if fault is self._open[-1] else 0,
+                    is_last=fault is self._open[-1],
                     seconds=round(now_s - fault.began_s, 4),
                     culprit=fault.incident.culprit,
                     outcome=fault.outcome,
@@ -404,7 +405,7 @@ class RunAccounting:
             stages=_stages(facts.stages, end),
             world_size=world_size,
             epochs=end.whole("epochs", facts.own_steps(end.steps) // max(1, steps_per_epoch)),
-            exact=not facts.inexact_reasons,
+            exact=_is_exact(facts, end),
             inexact_reasons=tuple(facts.inexact_reasons),
             exact_proof=ExactProof.of(facts.proved, facts.repairs_proved, facts.differences),
             wall_s=round(end.now_s - self.began_s, 3),
@@ -485,6 +486,13 @@ def _said_of(rank: int, cause: str) -> str:
     first = cause.split("\n", maxsplit=1)[0]
     who = f"rank {rank}"
     return first if rank < 0 or first.startswith((f"{who} ", f"{who}'")) else f"{who}: {first}"
+
+
+def _is_exact(facts: RunFindings, end: EndOfRun) -> bool | None:
+    """Return whether the run is exact; None if it has no reason to be inexact and has made no step either."""
+    if facts.inexact_reasons:
+        return False
+    return True if end.steps else None
 
 
 def _stages(stages: Sequence[StageRecord], end: EndOfRun) -> tuple[StageRecord, ...]:

@@ -202,7 +202,7 @@ def fault_sentence(fault: FaultRecord) -> str:
 
 def exact_text(summary: RunSummary) -> str:
     """Return whether the weights are those of a run without faults, and the proof or the reasons."""
-    if not summary.exact:
+    if summary.exact is False:
         return f"no: {'; '.join(summary.inexact_reasons) or 'reason unknown'}"
     if not summary.steps:
         return "- (no step was made)"

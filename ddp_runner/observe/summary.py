@@ -192,7 +192,7 @@ class RunSummary:
     world_size: int
     final_loss: float | None
     weights_sha256: str | None
-    exact: bool
+    exact: bool | None  # None: no step was made, so nothing is known
     inexact_reasons: tuple[str, ...] = ()
     exact_proof: ExactProof = ExactProof()
     wall_s: float

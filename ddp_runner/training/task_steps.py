@@ -555,7 +555,7 @@ class StreamWatch:
             texts = self._group.exchange(f"stream/{step}", json.dumps(place))
         answers = [json.loads(answer) for answer in texts]
         if len({(epoch, items) for epoch, items, _ in answers}) > 1:
-            places = ", ".join(f"item {items} of epoch {epoch}" for epoch, items, _ in answers)
+            places = ", ".join(f"item {items} of epoch {epoch + 1}" for epoch, items, _ in answers)
             raise FaultError(
                 Fault(
                     kind=FaultKind.RANK_RAISED,

@@ -311,3 +311,11 @@ def test_pruning_counts_only_what_was_read_whole(tmp_path, capsys):
     assert plan(3).sound == 2
     perform_pruning(catalog, plan(1))
     assert steps_in(tmp_path) == [2, 3]
+
+
+def test_an_empty_word_is_shown_as_one(tmp_path, capsys):
+    """As a script gives it whose variable is not set."""
+    made(tmp_path / "c", content={"model": WEIGHTS})
+    assert main(["checkpoints", "show", "", "-c", str(tmp_path / "c")]) == 2
+    said = capsys.readouterr().err
+    assert said == "ddp_runner: error: '': must be last, best, a step or a path\n"

@@ -51,7 +51,7 @@ def test_raising_sample_is_named(dataset, workers):
         fault = take_fault(loader)
     assert (fault.kind, fault.step) == (FaultKind.BAD_SAMPLE, 4)
     assert re.fullmatch(
-        r"sample 17 \(epoch 0\) could not be loaded: ValueError: broken image \(failing\.py:\d+\)"
+        r"sample 17 \(epoch 1\) could not be loaded: ValueError: broken image \(failing\.py:\d+\)"
         r" \(data\.on_bad_sample=substitute would replace it\)",
         fault.cause,
     )
@@ -86,7 +86,7 @@ def test_a_sample_that_kills_every_worker_is_found(dataset, workers):
     with make(dataset, num_workers=workers) as loader:
         fault = take_fault(loader)
     assert fault.kind is FaultKind.BAD_SAMPLE
-    assert fault.cause.startswith("sample 17 (epoch 0) could not be loaded: no worker survives it")
+    assert fault.cause.startswith("sample 17 (epoch 1) could not be loaded: no worker survives it")
 
 
 def test_a_sample_that_hangs_every_worker_is_found(hangs_are_shown):
@@ -177,7 +177,7 @@ def test_a_batch_that_only_hangs_as_a_whole_is_named_as_one(hangs_are_shown):
     with make(HangsTogether(), quarantine=quarantine()) as loader:
         fault = take_fault(loader)
     assert fault.kind is FaultKind.BAD_SAMPLE
-    assert fault.cause.startswith("one of the samples 16, 17, 18, 19 (epoch 0)")
+    assert fault.cause.startswith("one of the samples 16, 17, 18, 19 (epoch 1)")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -433,5 +433,5 @@ def test_what_hangs_again_is_named_where_nothing_may_replace_it(hangs_are_shown)
         fault = take_fault(loader)
     assert fault.kind is FaultKind.BAD_SAMPLE
     assert fault.cause.startswith(
-        f"sample {BAD} (epoch 0) could not be loaded: no process survives"
+        f"sample {BAD} (epoch 1) could not be loaded: no process survives"
     )

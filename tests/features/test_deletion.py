@@ -41,6 +41,7 @@ SETTINGS = {
 # What asks for one by variables of the environment, if any, then words.
 VARIABLES = {
     "launchers": ["RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "train", "--cpu"],
+    "machines": ["NNODES=2", "train", "--cpu"],
     "ray": ["train", "--engine", "ray"],
 }
 # Imports each module that is left where all are deleted, shows the help of each command, and asks for what was deleted.

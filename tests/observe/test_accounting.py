@@ -345,6 +345,7 @@ def test_a_run_that_never_made_a_step_was_startup_only():
     assert made.time_s.startup == 30.0
     assert made.final_loss is None
     assert made.goodput == 0.0
+    assert made.exact is None, "nothing was computed"
 
 
 def test_reasons_for_inexact_weights_are_passed_on():

@@ -175,7 +175,7 @@ def test_a_sample_that_kills_every_worker_stops_the_run_and_is_named(tmp_path):
     run = finish(tmp_path, *QUICK, task=BREAKING, code=1)
     fault = run.summary()["faults"][-1]
     assert fault["kind"] == "bad_sample"
-    assert fault["cause"].startswith("sample 5 (epoch 0) could not be loaded: no worker survives")
+    assert fault["cause"].startswith("sample 5 (epoch 1) could not be loaded: no worker survives")
     assert "was killed by SIGKILL" in fault["cause"]
     assert "data.on_bad_sample=substitute would replace it" in run.console
     assert len(run.events("forming")) == 1
@@ -247,7 +247,7 @@ def test_the_search_for_a_hanging_sample_outlasts_no_patience(tmp_path):
     summary = run.summary()
     kinds = [(fault["kind"], fault["generation"]) for fault in summary["faults"]]
     assert kinds == [("loader_timeout", 1), ("bad_sample", 1), ("rank_hung", 1)]
-    assert "sample 5 (epoch 0) could not be loaded" in summary["faults"][1]["cause"]
+    assert "sample 5 (epoch 1) could not be loaded" in summary["faults"][1]["cause"]
     assert [record["index"] for record in quarantined(run)] == [5]
     assert len(tries(tmp_path)) == 4, "twice with its batch, once to see which it is, once alone"
     assert summary["steps"] == 36
@@ -266,7 +266,7 @@ def test_a_sample_that_hangs_in_the_rank_itself_is_named_and_replaced(tmp_path):
     assert (hung["kind"], hung["step"]) == ("rank_hung", 8)
     assert f"loading sample {bad}" in hung["cause"]
     assert (replaced["kind"], replaced["step"]) == ("bad_sample", 8)
-    assert f"sample {bad} (epoch 0) could not be loaded" in replaced["cause"]
+    assert f"sample {bad} (epoch 1) could not be loaded" in replaced["cause"]
     assert [record["index"] for record in quarantined(run)] == [bad]
     assert run.summary()["steps"] == 24
 
@@ -292,7 +292,7 @@ def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, fault_free):
     steps = [fault["step"] for fault in summary["faults"]]
     assert steps[:2] == [12, 12]
     assert steps[2] in range(24, LONG_STEPS, 12)
-    assert summary["faults"][1]["cause"].startswith("validation sample 3 (epoch 0) could not be")
+    assert summary["faults"][1]["cause"].startswith("validation sample 3 (epoch 1) could not be")
     assert {event["phase"] for event in run.events("fault")} == {"evaluate"}
     assert (summary["exact"], len(run.events("forming"))) == (True, 1)
     lines = (run.logs / "quarantine_validation.jsonl").read_text(encoding="utf-8").splitlines()

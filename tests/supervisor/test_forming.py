@@ -104,11 +104,15 @@ def test_a_wait_for_data_delays_no_verdict_on_later_hangs(simulate, data_s):
 
 
 def test_a_start_waits_for_its_ranks_once_all_is_imported(simulate):
-    """It does not say that it still imports, after the line with the seconds of that."""
-    run = simulate()
-    start = run.supervisor.start
+    """It does not say that it still imports, after the line with the seconds of that: both count from the beginning."""
+    run = simulate(import_s=8.0)
+    start, began_s = run.supervisor.start, run.supervisor.recorder.accounting.began_s
     assert start.doing(run.clock.now_s)[0] in ("", "importing")
+    run.pass_time(6.0)
+    start.look(run.clock.now_s)
+    assert start.doing(run.clock.now_s) == ("importing", run.clock.now_s - began_s)
     run.run_until(lambda: any(text.startswith("importing ") for _, text in run.outputs.said))
+    assert ("INFO", f"importing {run.clock.now_s - began_s:>15.1f} s") in run.outputs.said
     assert all(not handle.has_begun for handle in run.world.ranks)
     start.look(run.clock.now_s)
     assert start.doing(run.clock.now_s) == ("starting ranks", 0.0)

@@ -7,10 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from multiprocessing.connection import Listener
 
 import pytest
 
+from ddp_runner.kernel.processes import guardian_process
+from ddp_runner.kernel.processes.guardian import Guardian
 from ddp_runner.kernel.processes.guardian_process import belongs, end
+from ddp_runner.kernel.system import parent_death
 
 NAME = "A_MARK_OF_THIS_TEST"
 MARK = f"{NAME}=right"
@@ -56,3 +61,57 @@ def test_who_is_in_the_session_of_a_rank_is_ended():
         assert belongs(process.pid, MARK, {process.pid})
         assert end(process.pid, MARK, {process.pid})
         assert process.wait(60) == -signal.SIGKILL
+
+
+@pytest.fixture
+def killed_rank(tmp_path, monkeypatch):
+    """A rank that was killed while a loader of its program had a socket; gives the token of its run."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    token = "0123456789abcdef"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.environ[parent_death.MARK_VARIABLE] = token
+        parent_death.mark_own_children()
+        with Listener(family="AF_UNIX"):
+            os.write(writer, b"x")
+            signal.pause()
+    os.read(reader, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reader)
+    os.close(writer)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("pymp-")
+    assert list(folder.iterdir())
+    (tmp_path / "pymp-another").mkdir()
+    return token
+
+
+def test_the_folder_of_sockets_goes_with_the_run(killed_rank, tmp_path):
+    """The rank was killed, and removes nothing; control: the folder of another program stays."""
+    Guardian(killed_rank).close()
+    assert [one.name for one in tmp_path.iterdir()] == ["pymp-another"]
+
+
+def test_the_guardian_removes_it_after_a_killed_supervisor(killed_rank, tmp_path):
+    """It is given the beginning of the name while the supervisor lives."""
+    said = f"folders {parent_death.temporary_prefix(killed_rank)}\n"
+    program = [sys.executable, "-I", "-S", guardian_process.__file__]
+    subprocess.run(program, input=said, text=True, timeout=60, check=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["pymp-another"]
+
+
+def test_a_rank_that_ends_removes_its_folder_itself(tmp_path):
+    """As multiprocessing does; it is made once something asks for it."""
+    made = (
+        "import os; from multiprocessing import util; from ddp_runner.kernel.system import parent_death\n"
+        "parent_death.mark_own_children(); before = os.listdir(os.environ['TMPDIR'])\n"
+        "print(before, os.path.basename(util.get_temp_dir())[:11], os.path.isdir(util.get_temp_dir()))"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), parent_death.MARK_VARIABLE: "abcdef"}
+    program = [sys.executable, "-c", made]
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == "[] pymp-abcdef True\n"
+    assert not list(tmp_path.iterdir())

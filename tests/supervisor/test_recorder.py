@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ddp_runner.checkpoint.unreported import Published
@@ -10,6 +12,7 @@ from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.wire import events
 from ddp_runner.kernel.wire.messages import Metrics
 from ddp_runner.supervisor.reporting.recorder import Evaluated, Recorder
+from tests.supervisor.judging import assert_done, lost
 from tests.supervisor.simulated import Clock, Outputs
 
 
@@ -97,3 +100,20 @@ def test_the_newest_evaluation_is_that_of_the_stage(recorder):
     begins = {"stage": "b", "number": 1, "of": 2, "first_step": 17, "step": 0, "total_steps": 9}
     recorder.record(events.StageBegins(**begins))
     assert recorder.evaluated is None
+
+
+def test_a_line_says_which_steps_were_lost(simulate):
+    """Of incidents that end together the last one has them, and the line of no other denies them."""
+    run = simulate(steps=30)
+    run.to_step(17)
+    run.kill(0)
+    run.run_until(lambda: run.events("plan"))
+    run.kill(1, 2)
+    assert_done(run)
+    *others, last = (text for _, text in run.outputs.said if " -> replaced" in text)
+    assert [re.fullmatch(r"rank (\d) .* -> replaced \(\d\.\d\d s\)", one)[1] for one in others] == [
+        "0",
+        "1",
+    ]
+    assert re.fullmatch(r".* -> replaced, 7 steps done again from step 10 \(\d\.\d\d s\)", last)
+    assert lost(run) == [0, 0, 7]

@@ -204,7 +204,8 @@ def test_a_checkpoint_beyond_the_end_is_refused_in_one_line(tmp_path, which):
         load_start(asked, workload, state, store)
     assert str(caught.value) == (
         f"--max-steps=30: the run would end at step 30, and {path} is at step 31 already; "
-        "give a larger end, another run with --name bytes-2, or start fresh with --resume none"
+        'give a larger end, another run with config={"name": "bytes-2"}, or start fresh with'
+        ' config={"resume": "none"}'
     )
     assert sorted(tmp_path.iterdir()) == before
 

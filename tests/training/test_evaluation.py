@@ -238,7 +238,7 @@ def _evaluate_broken(me):
 def test_a_bad_validation_sample_is_named_as_one():
     """Its index is one of another dataset; the step is that of training."""
     ((cause, step, phase),) = run_ranks(_evaluate_broken, 1)
-    assert cause.startswith("validation sample 5 (epoch 0) could not be loaded: ValueError: broken")
+    assert cause.startswith("validation sample 5 (epoch 1) could not be loaded: ValueError: broken")
     assert (step, phase) == (3, "evaluate")
 
 

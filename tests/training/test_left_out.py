@@ -16,6 +16,7 @@ from ddp_runner.checkpoint.weights import load_weights, read_weights
 from ddp_runner.config import from_flat
 from ddp_runner.kernel.rules.errors import BadInputError
 from ddp_runner.kernel.rules.faults import FaultError
+from ddp_runner.training.components import start_weights
 from ddp_runner.training.components.start_weights import completed
 from ddp_runner.training.saves.final_weights import publish_final
 from ddp_runner.training.saves.last_save import checkpoint_bytes
@@ -240,6 +241,23 @@ def test_a_resume_needs_the_same_begin(tmp_path, has_base):
         assert manifest.start_sha256[:16] in str(raised.value)
         assert str(raised.value).isprintable()
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_file_with_hashes_of_an_older_kind_resumes(tmp_path, monkeypatch):
+    """Its SHA-256 names what it leaves out; hashes of single weights only say what has changed, and are made again."""
+    with monkeypatch.context() as older:
+        older.setattr(start_weights, "state_hashes", lambda weights: dict.fromkeys(weights, "old"))
+        store, _, state = saved_run(tmp_path / "run")
+        assert left_out(state.capture_for_file()) == LEFT_OUT
+    for word in (True, False):
+        workload, again = build(**PACED, only_trained=word)
+        load_start(settings_of(only_trained=word), workload, again, store)
+        found, saved = bits_of(again), bits_of(state)
+        others = {name for name in saved if found[name] != saved[name]}
+        assert others <= {"counters", "start"}, "weights, optimizer and all else are equal"
+        captured = again.capture_for_file()
+        assert left_out(captured) == (LEFT_OUT if word else ())
+        assert ("old" in start_record(captured)["hashes"].values()) is not word
 
 
 def test_files_are_left_whole_where_the_run_began_with_other_weights(tmp_path):

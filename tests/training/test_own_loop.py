@@ -306,7 +306,7 @@ def _short_batches(run):
         (_no_end, "needs max_steps= or epochs="),
         (_kept_twice(local_first=True), "keep(net=...): run.keep_local() has this"),
         (_kept_twice(local_first=False), "keep_local(own=...): run.keep() has this"),
-        (_short_batches, "the batches ended after 4 steps of epoch 0"),
+        (_short_batches, "the batches ended after 4 steps of epoch 1"),
         (lambda run: run.keep(x=nn.Linear(1, 1), y=[1]), "has no state_dict()"),
         (lambda run: run.every(steps=1, epochs=1), "every() needs steps= or epochs="),
         (lambda run: run.ddp(nn.Linear(1, 1), static_graph=True), "static_graph=...) is none of"),

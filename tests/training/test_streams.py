@@ -87,7 +87,7 @@ def test_streams_of_different_lengths_end_the_run(tmp_path):
     ends, _ = _ends(tmp_path, "ShardedTask", more=12)
     for cause in ends:
         assert (
-            "not of one length, they stand at item 8 of epoch 1, item 24 of epoch 0" in cause
+            "not of one length, they stand at item 8 of epoch 2, item 24 of epoch 1" in cause
             or ("not of one length" in cause and WHOLE in cause)
         )
 

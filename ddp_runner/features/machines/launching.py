@@ -459,11 +459,22 @@ def _with_local_address(options: NodeOptions) -> NodeOptions:
     if not name or interface_of(name):
         return options
     patience_s = min(_NAMED_S, options.join_timeout_s)
-    found = _resolved("--local-addr", name, options.port, patience_s=patience_s)
+    address = local_address(name, options.host, options.port, patience_s=patience_s)
+    return replace(options, local_addr=address, local_name=name)
+
+
+def local_address(name: str, host: str, port: int, *, patience_s: float) -> str:
+    """Return this machine's address by its ``name``, for a run whose endpoint is ``host``. Raises BadInputError."""
+    found = _resolved("--local-addr", name, port, patience_s=patience_s)
     address = next((one for one in found if interface_of(one)), "")
     if not address:
         raise BadInputError("--local-addr", name, "is no address of this machine")
-    return replace(options, local_addr=address, local_name=name)
+    if is_loopback(address) and not (_means_loopback(name) or _means_loopback(host)):
+        expected = (
+            f"is {address} here, which no other machine reaches: give an address that they do"
+        )
+        raise BadInputError("--local-addr", name, expected)
+    return address
 
 
 def _resolved(option: str, host: str, port: int, *, patience_s: float) -> list[str]:

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from ddp_runner.cli.hardware.machine_checks import Check, failure, ok, warning
 from ddp_runner.features.machines.folder_probe import is_shared
-from ddp_runner.features.machines.launching import TOKEN_VARIABLE, given_token, versions_here
+from ddp_runner.features.machines.launching import (
+    TOKEN_VARIABLE,
+    given_token,
+    local_address,
+    versions_here,
+)
 from ddp_runner.features.machines.letters import WrongTokenError, ask
 from ddp_runner.features.machines.node_link import LinkLostError
 from ddp_runner.features.machines.rules.node_messages import Answer
@@ -91,13 +96,16 @@ def _checks(asked: Asked, token: bytes) -> Iterator[Check]:
 
 def check_interface(asked: Asked) -> Check:
     """Check which address of this machine leads to the endpoint, and on which interface it is."""
-    address = asked.local_addr or address_towards(asked.host)
+    address, cure = asked.local_addr, "check name and network, or give --local-addr"
+    if address and not interface_of(address):
+        try:
+            address = local_address(address, asked.host, asked.port, patience_s=0.0)
+        except BadInputError as error:
+            return failure("interface", f"{address} {error.expected}", cure)
+    address = address or address_towards(asked.host)
     interface = interface_of(address)
     if not interface:
-        found = f"no address of this machine leads to {asked.host}"
-        if asked.local_addr:
-            found = f"{address} is no address of this machine"
-        return failure("interface", found, "check name and network, or give --local-addr")
+        return failure("interface", f"no address of this machine leads to {asked.host}", cure)
     found = f"{address} on {interface}"
     if address.startswith("127.") or address == "::1":
         cure = "take an endpoint and an address that other machines reach"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -101,12 +99,9 @@ def compare_loop(
 
 
 def _end_workers(parts: LoopParts) -> None:
-    """End the workers of the loop's loader, and remove the folder of their sockets: no exit function runs here."""
+    """End the workers of the loop's loader: no exit function runs here."""
     with contextlib.suppress(Exception):  # a loader of the program may raise anything
         parts.loader.close()
-    folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing.util has it
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def changed_file(before: Mapping[str, str], now: Mapping[str, str]) -> str:

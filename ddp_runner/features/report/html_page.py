@@ -95,7 +95,7 @@ def _head(state: RunStanding) -> str:
     shown = {"time" if name == "elapsed" else name: value for name, value in state.shown.items()}
     shown.pop("time left", None)
     if not state.is_script:
-        shown["exact"] = "no" if state.inexact_reasons else "yes"
+        shown["exact"] = "no" if state.inexact_reasons else "yes" if state.step else "-"
     grid = "".join(
         f"<div><span class=small>{text(name)}</span><span>{text(value)}</span></div>"
         for name, value in shown.items()

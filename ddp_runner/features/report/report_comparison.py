@@ -165,8 +165,8 @@ def _own_times(a: RunSummary, b: RunSummary) -> Iterator[ComparedRow]:
         yield _row("slowest rank's step", of_a, of_b, lambda seconds: f"{seconds * 1e3:.1f} ms")
 
 
-def _yes(is_so: bool) -> str:
-    return "yes" if is_so else "no"
+def _yes(is_so: bool | None) -> str:
+    return "-" if is_so is None else "yes" if is_so else "no"
 
 
 def _written(value: object) -> str:

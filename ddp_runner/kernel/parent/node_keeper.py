@@ -104,7 +104,7 @@ class NodeKeeper:
             return self._on_forked(message)
         if isinstance(message, events.ZygoteReady):
             self._node.zygote_is_ready()
-            start.imported(message.import_s)
+            start.imported(self._clock.monotonic())
             self._recorder.record(message)
             return None
         heard = self._said.get(type(message))

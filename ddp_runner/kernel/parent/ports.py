@@ -96,7 +96,7 @@ class RunRecord(EventRecorder, Protocol):
 class StartProgress(Protocol):
     """Who waits for the zygote: :class:`~ddp_runner.supervisor.reporting.start_progress.Start`, where there is a start to show."""
 
-    def imported(self, seconds: float) -> None:
+    def imported(self, now_s: float) -> None:
         """Take note that the zygote is ready."""
 
 

@@ -13,7 +13,12 @@ from pathlib import Path
 import psutil
 
 from ddp_runner.kernel.processes import guardian_process
-from ddp_runner.kernel.system.parent_death import MARK_VARIABLE, marked, rank_mark
+from ddp_runner.kernel.system.parent_death import (
+    MARK_VARIABLE,
+    marked,
+    rank_mark,
+    temporary_prefix,
+)
 
 _MARK_BYTES = 16
 _LOOKS_MAX = (
@@ -60,6 +65,7 @@ class Guardian:
             os.close(reader)
         os.set_blocking(self._writer, False)
         self._say(f"mark {MARK_VARIABLE}={self._token}")
+        self._say(f"folders {temporary_prefix(self._token)}")
 
     @property
     def pid(self) -> int | None:
@@ -87,13 +93,14 @@ class Guardian:
         return ended
 
     def close(self) -> None:
-        """Let go of the process; it has been ended, or it ends by itself."""
+        """Let go of the process, which has been ended or ends by itself, and remove what killed ranks have left."""
         if self._writer >= 0:
             os.close(self._writer)
             self._writer = -1
         if self._process is not None:
             self._process.returncode = 0  # reaped with all others, perhaps
             self._process = None
+        guardian_process.remove_folders(temporary_prefix(self._token))
 
     def _say(self, line: str) -> None:
         if self._writer >= 0:

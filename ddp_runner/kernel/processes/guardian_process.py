@@ -7,7 +7,7 @@ environment, or is in the session of a rank that was alive. When the run ends as
 supervisor has ended everything itself, this process too.
 
 Run as a script with no package and no ``site``, so that it is small and starts in milliseconds. It
-reads lines: ``mark NAME=TOKEN``, ``rank PID``, ``ended PID``. No process is killed by its number
+reads lines: ``mark NAME=TOKEN``, ``folders PREFIX``, ``rank PID``, ``ended PID``. No process is killed by its number
 alone: each one is looked at, held by a descriptor and looked at again, so that a number that was given
 out again hits nobody.
 """
@@ -100,23 +100,39 @@ def end_all(mark: str, sessions: Collection[int]) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
+def remove_folders(prefix: str) -> None:
+    """Remove the temporary folders that processes of the run have left, as they were killed."""
+    given = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
+    for folder in {*filter(None, given), "/tmp"}:  # noqa: S108 - as tempfile has it
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):  # noqa: PTH208
+                if name.startswith(prefix):
+                    import shutil  # noqa: PLC0415 - most runs leave none
+
+                    shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
+
+
 def main() -> None:
     """Read until the supervisor has ended, then end what it has left."""
     for name in _STOPS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as name_file:  # noqa: PTH123
         name_file.write("ddp:guardian")
-    mark, sessions = "", set()
+    mark, folders, sessions = "", "", set()
     for line in sys.stdin:
         what, _, value = line.strip().partition(" ")
         if what == "mark":
             mark = value
+        elif what == "folders":
+            folders = value
         elif what == "rank":
             sessions.add(int(value))
         elif what == "ended":
             sessions.discard(int(value))
     if mark:
         end_all(mark, sessions)
+    if folders:
+        remove_folders(folders)
 
 
 if __name__ == "__main__":

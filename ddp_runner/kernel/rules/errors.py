@@ -14,9 +14,8 @@ class BadInputError(Exception):
 
     def __init__(self, option: str, value: object, expected: str) -> None:
         value = masked(value, option)
-        super().__init__(
-            f"{option}={value!s}: {expected}" if value != "" else f"{option}: {expected}"
-        )
+        shown = str(value).replace("\n", "\\n")
+        super().__init__(f"{option}={shown}: {expected}" if shown else f"{option}: {expected}")
         self.option = option
         self.value = value
         self.expected = expected

@@ -90,3 +90,25 @@ def mark_own_children() -> None:
     if marks and not marks.endswith(f".{os.getpid()}"):  # a spare that has built has done so
         run_mark = marks.rpartition(",")[2]
         os.environ[MARK_VARIABLE] = f"{marks},{rank_mark(run_mark, os.getpid())}"
+        _mark_temporary_folder(temporary_prefix(run_mark))
+
+
+def temporary_prefix(run_mark: str) -> str:
+    """Return the beginning of the names of temporary folders that multiprocessing makes in ranks and their forks."""
+    return f"pymp-{run_mark[:12]}-"
+
+
+def _mark_temporary_folder(prefix: str) -> None:
+    """Give the folder of multiprocessing's sockets a name by which the run finds it, should this process be killed."""
+    import shutil  # noqa: PLC0415 - as above
+    import tempfile  # noqa: PLC0415
+    from multiprocessing import current_process, util  # noqa: PLC0415
+
+    def get_temp_dir() -> str:
+        config: dict[str, str] = current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
+        if config.get("tempdir") is None:
+            config["tempdir"] = folder = tempfile.mkdtemp(prefix=prefix)
+            util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
+        return config["tempdir"]
+
+    util.get_temp_dir = get_temp_dir

@@ -353,11 +353,13 @@ class CopyTaken(Event):
 class Repaired(Event):
     """The world trains again, from ``step`` on, after the incident of ``culprit``.
 
-    ``productive_ns``: how long rank 0 has computed until then, lost steps included.
+    ``productive_ns``: how long rank 0 has computed until then, lost steps included. ``is_last``: of the incidents that
+    end together, the one that has the lost steps.
     """
 
     generation: int
     steps_lost: int
+    is_last: bool = field(default=True, metadata=_UNWRITTEN)
     seconds: float
     culprit: faults.Fault = field(metadata=_UNWRITTEN)
     outcome: str = field(metadata=_UNWRITTEN)

@@ -59,11 +59,11 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.Plan(line=line) if line:
             yield line, "WARNING"
         case events.Repaired():
-            lost, again = event.steps_lost, ""
+            lost, again = event.steps_lost, ", no step lost" if event.is_last else ""
             if lost:
                 count = "1 step" if lost == 1 else f"{lost:,} steps"
                 again = f", {count} done again from step {event.step:,}"
-            words = f"{fault_line(event.culprit)} -> {event.outcome}{again or ', no step lost'}"
+            words = f"{fault_line(event.culprit)} -> {event.outcome}{again}"
             yield f"{words} ({event.seconds:.2f} s)", "INFO"
         case events.CopyTaken(step=step):
             yield f"no rank was left: continuing from the copy in memory of step {step}", "INFO"

@@ -159,7 +159,8 @@ def lines_of_kept(plan: LaunchPlan, first: Ready) -> list[str]:
     if plan.loop is not None:
         length = "max_steps or epochs of run.steps()"
     lines.append(
-        f"raise {length} to train longer; {config.own_folder(settings)} or --resume none starts over"
+        f"raise {length} to train longer; {config.own_folder(settings)} or"
+        f" {config.words_of(resume='none')} starts over"
     )
     return lines
 

@@ -73,11 +73,11 @@ class Start:
         self._shown: set[str] = set()
         self._waits_for = waits_for
 
-    def imported(self, seconds: float) -> None:
-        """The zygote has torch and the task."""
+    def imported(self, now_s: float) -> None:
+        """The zygote has torch and the task; the run has waited for that since its beginning."""
         self._has_imported = True
         if not self._is_over and not self._facts.ever_formed:
-            self._say(IMPORTING, seconds)
+            self._say(IMPORTING, now_s - self._recorder.accounting.began_s)
 
     def built(self, message: Built) -> None:
         """A rank has come so far; a line when all have, with the seconds of the slowest."""
@@ -109,7 +109,8 @@ class Start:
             self._stop_following()
         doing = self._what()
         if doing != self._doing:
-            self._doing, self._doing_since_s = doing, now_s
+            began_s = self._recorder.accounting.began_s
+            self._doing, self._doing_since_s = doing, began_s if doing == IMPORTING else now_s
         if self._formed_s is not None and not doing:
             self._is_over = True
             if committed_ns := self._committed_ns():

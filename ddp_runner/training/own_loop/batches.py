@@ -350,7 +350,7 @@ class OwnBatches:
                 per_epoch = self._length.steps_per_epoch
                 made = self._next_step - self._pass * per_epoch
                 raise misuse(
-                    f"the batches ended after {made:,} steps of epoch {self._pass}; by their length an"
+                    f"the batches ended after {made:,} steps of epoch {self._pass + 1}; by their length an"
                     f" epoch has {per_epoch:,}"
                 ) from None
             self._begin(self._pass + 1)

@@ -332,7 +332,7 @@ def _refuse_earlier_end(
         value,
         f"the run would end at step {end}, and {where} is at step {state.committed_step} already; "
         f"give a larger end, another run with {config.own_folder(settings)}, or start fresh with "
-        "--resume none",
+        f"{config.words_of(resume='none')}",
     )
 
 

@@ -7,15 +7,17 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from ddp_runner.__main__ import main
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.features.demo.demo import script_for
 from ddp_runner.features.demo.tables import read_repairs
-from ddp_runner.kernel.rules.exits import RunStatus
+from ddp_runner.kernel.rules.exits import ExitCode, RunStatus
 from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares
 from tests import ready
 from tests.scenarios.harness import MARK
@@ -258,3 +260,11 @@ def test_ranks_that_are_lost_together_are_one_row():
     )
     assert (together.rank, together.others) == (1, (0,))
     assert (differs.rank, differs.others, differs.noticed_s) == (1, (), 0.5)
+
+
+def test_without_a_temporary_folder_it_is_one_line(tmp_path, monkeypatch, capsys):
+    """A container may have none that can be written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert main(["demo"]) == ExitCode.BAD_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ddp_runner: error: TMPDIR: no temporary folder can be made: ")

@@ -108,7 +108,8 @@ def test_a_given_local_address_is_listened_at_alone(resolves, capsys):
 
 def test_a_local_address_may_be_a_name(late_name):
     """This machine is bound to an address of it, and the others look the name up."""
-    options = launching._with_local_address(_options(local_addr="train-0.train"))
+    alone = replace(_options(local_addr="train-0.train"), host="localhost")
+    options = launching._with_local_address(alone)
     assert (options.local_addr, options.local_name) == ("127.0.0.1", "train-0.train")
     for given in ("", "127.0.0.1"):
         assert launching._with_local_address(_options(local_addr=given)).local_name == ""
@@ -118,6 +119,15 @@ def test_a_local_address_of_another_machine_is_refused():
     """In one line that names the option."""
     with pytest.raises(BadInputError, match="is no address of this machine"):
         launching._with_local_address(_options(local_addr="192.0.2.7"))
+
+
+def test_a_local_name_that_no_other_machine_reaches_is_refused(late_name):
+    """As Debian's /etc/hosts has a machine's own name; control: a name that means this machine alone."""
+    with pytest.raises(
+        BadInputError, match=r"--local-addr=vm: is 127\.0\.0\.1 here, which no other"
+    ):
+        launching._with_local_address(_options(local_addr="vm"))
+    assert launching._with_local_address(_options(local_addr="localhost")).local_addr
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "localhost.localdomain"])

@@ -68,6 +68,9 @@ def test_a_name_that_does_not_resolve_and_a_wrong_address_fail():
         Verdict.FAIL,
         "10.254.254.254 is no address of this machine",
     )
+    named = check_interface(asked(host="localhost", local_addr="localhost"))
+    assert named.verdict is Verdict.WARN
+    assert "which no other machine reaches" in named.found
 
 
 def test_doctor_says_it_beside_its_own_checks(capsys, monkeypatch, tmp_path):

@@ -119,7 +119,7 @@ class Herald:
         self._show(text, level)
         self._report(Said(text=text, level=level))
 
-    def imported(self, seconds: float) -> None:
+    def imported(self, now_s: float) -> None:
         """The zygote is ready; the coordinator sees that by what can be forked."""
 
 

@@ -9,14 +9,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddp_runner.core.launch_plan import NO_ID, NodeOptions
+from ddp_runner.core.launch_plan import NNODES, NO_ID, NodeOptions
 from ddp_runner.kernel.rules.errors import BadInputError
 
 DEFAULT_PORT = 29400  # torchrun's
 ENGINE = "--engine"  # has a cluster place the machines
 # Option -> the variables that stand for it, of which the first that is set counts.
 VARIABLES: Mapping[str, tuple[str, ...]] = {
-    "--nnodes": ("PET_NNODES", "NNODES"),
+    "--nnodes": NNODES,
     "--node-rank": ("PET_NODE_RANK", "NODE_RANK"),
     "--rdzv-endpoint": ("PET_RDZV_ENDPOINT",),
     "--rdzv-id": ("PET_RDZV_ID",),
