@@ -23,11 +23,12 @@ from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.kernel.parent.supervisor import Supervisor
 from ddp_runner.kernel.processes.children import Ended, make_output_file
 from ddp_runner.kernel.processes.kernel_kills import KernelKills
-from ddp_runner.kernel.processes.node import STACKS_SIGNAL, Node
+from ddp_runner.kernel.processes.node import Node
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.kernel.system.proc_state import STACKS_SIGNAL
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import (
     CheckpointSaved,
@@ -225,7 +226,7 @@ class Simulation:
         self.home = Machine(self, clock=self.clock)  # of the supervisor that decides
         self.secrets = {}  # generation -> those that were handed out for it
         self.outputs = Outputs()
-        self.silent = silent  # collectives end in silence, and an abort takes two acts
+        self.silent = silent  # collectives end in silence, and an abort takes two phases
         self.random = random.Random(seed)
         self.steps = stage_ends[-1] if stage_ends else steps
         self.stage_ends = stage_ends  # steps at which they end, the last one's with the run

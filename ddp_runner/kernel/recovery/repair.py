@@ -1,6 +1,7 @@
 """Repairs a run, from the first sign of a fault to forked replacements.
 
-Gathers the faults that belong together, asks core for a plan, and carries it out as ranks answer and die.
+Gathers the faults that belong together, asks ``kernel/rules/recovery.py`` for a plan, and carries it out as ranks
+answer and end.
 """
 
 from __future__ import annotations
