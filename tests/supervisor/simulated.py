@@ -23,12 +23,11 @@ from ddp_runner.kernel.parent.loop import Loop
 from ddp_runner.kernel.parent.supervisor import Supervisor
 from ddp_runner.kernel.processes.children import Ended, make_output_file
 from ddp_runner.kernel.processes.kernel_kills import KernelKills
-from ddp_runner.kernel.processes.node import Node
+from ddp_runner.kernel.processes.node import STACKS_SIGNAL, Node
 from ddp_runner.kernel.rules.exits import StopReason
 from ddp_runner.kernel.rules.faults import Fault, FaultKind
 from ddp_runner.kernel.rules.phases import Phase
 from ddp_runner.kernel.system.control_channel import Channel, ChannelClosedError
-from ddp_runner.kernel.system.proc_state import STACKS_SIGNAL
 from ddp_runner.kernel.wire.board import Cell
 from ddp_runner.kernel.wire.events import (
     CheckpointSaved,

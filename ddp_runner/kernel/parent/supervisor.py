@@ -59,13 +59,10 @@ from ddp_runner.kernel.wire.messages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of one :class:`Supervisor`, which ``supervisor/assembly.py`` builds.
+    """The parts of one :class:`Supervisor`, which has them from whoever builds it.
 
-    ``start``: shows the start to people. ``cutting``: the second phase of an abort. ``repair``: faults and their
-    repair. ``keeper``: the processes of this machine that are no ranks. ``run_end``: the last save and the ending.
-    ``opening``: takes the folders once every rank is ready. ``stages``: begins the next stage of a run.
-    ``observers``: work next to the run, in the order of their turns. ``goes_on_behind``: the ranks run a user's
-    program, which may continue after its loop without a time limit.
+    ``observers``: what works next to the run, in the order in which each gets its turn. ``goes_on_behind``: the
+    ranks are a program of the user's, which goes on behind its loop for as long as it likes.
     """
 
     node: Node

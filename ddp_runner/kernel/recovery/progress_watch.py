@@ -1,4 +1,4 @@
-"""Reads the board and /proc, keeps the run's pace, and asks ``kernel/rules/hang_detection.py`` which ranks hang."""
+"""Looks at the board and at /proc, keeps the run's pace, and asks core who is hung."""
 
 from __future__ import annotations
 
