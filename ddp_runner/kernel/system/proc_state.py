@@ -16,7 +16,8 @@ _BLINK_S = 1.0  # between two looks: this process may have been stopped with the
 def write_stacks_when_asked(descriptor: int = 2) -> None:
     """Have this process, and its forks, write the stacks of all threads to ``descriptor`` at each STACKS_SIGNAL.
 
-    Also while the interpreter waits or another thread holds it.
+    Also while the interpreter waits or another thread holds it. For a process that hangs: threads that continue
+    meanwhile may crash it (CPython issue 116008).
     """
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
 
