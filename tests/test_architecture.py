@@ -120,7 +120,7 @@ def test_the_picture_of_a_killed_rank_is_that_of_its_table():
 
 
 def test_the_map_has_each_room_and_says_which_process_runs_it():
-    """A folder of the package is a room, or is named in the row of the one that it is in."""
+    """A folder of the package is a room, or is named in the row of the one that it is in; so is a feature."""
     table = rows(section(ARCHITECTURE, "Map"))
     rooms = {cells[0].strip("`") for cells in table}
     assert [room for room in rooms if not (PACKAGE / room).is_dir()] == []
@@ -129,6 +129,9 @@ def test_the_map_has_each_room_and_says_which_process_runs_it():
     top = {folder for folder in folders if len(folder.parts) == 1}
     assert {f"{folder}/" for folder in top} - {"on_path/"} <= rooms
     assert {room for room in named if not any(PACKAGE.rglob(room))} == set()
+    words = re.sub(r"[-_ ]", "", " ".join(cell for cells in table for cell in cells)).lower()
+    features = [path.parent.name for path in PACKAGE.glob("features/*/__init__.py")]
+    assert [one for one in features if one.replace("_", "") not in words] == []
     for room, runs_in, *_ in table:
         processes = re.sub(r"`[\w/.]+`: ", "", runs_in).replace(";", ",").split(", ")
         assert {*processes} <= PROCESSES, room
