@@ -37,7 +37,6 @@ class FaultKind(Enum):
     STORE_TAMPERED = (
         "store_tampered"  # by another program: the generation forms again under new keys
     )
-    ZYGOTE_DIED = "zygote_died"
     NODE_LOST = "node_lost"  # all its ranks are gone with it
     DEVICE_LOST = "device_lost"
     WRONG_GRADIENT = "wrong_gradient"  # a share whose bits another process does not reproduce
